@@ -45,7 +45,7 @@ from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.elastic_job import ElasticJob, JobOutcome

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from manyhands.decoupling.decouple import Decoupled, decouple
     from manyhands.decoupling.report import DecoupleReport
     from manyhands.explaining.comparison import Comparison, compare
-    from manyhands.explaining.explain import Explanation, explain
+    from manyhands.explaining.explain import explain
+    from manyhands.explaining.explanation import Explanation
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.device import Device
     from manyhands.facts.errors import ManyhandsError
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from manyhands.job.evaluation import EvaluateResult, evaluate
     from manyhands.job.result import TrainResult
     from manyhands.plans.pipelines import pipeline_plan
-    from manyhands.plans.planning import Planned, plan, read_plan, simulate
+    from manyhands.plans.planned import Planned
+    from manyhands.plans.planning import plan, read_plan
+    from manyhands.plans.simulating import simulate
     from manyhands.plans.tiles import tile_plan
     from manyhands.profiler.store import profile_network as profile
     from manyhands.runtime.coordinator import Coordinator
@@ -60,11 +63,11 @@ _HOMES = {
     "load_graph": ("graph.store", "load"),
     "profile": ("profiler.store", "profile_network"),
     "plan": ("plans.planning", "plan"),
-    "Planned": ("plans.planning", "Planned"),
+    "Planned": ("plans.planned", "Planned"),
     "read_plan": ("plans.planning", "read_plan"),
-    "simulate": ("plans.planning", "simulate"),
+    "simulate": ("plans.simulating", "simulate"),
     "explain": ("explaining.explain", "explain"),
-    "Explanation": ("explaining.explain", "Explanation"),
+    "Explanation": ("explaining.explanation", "Explanation"),
     "compare": ("explaining.comparison", "compare"),
     "Comparison": ("explaining.comparison", "Comparison"),
     "pipeline_plan": ("plans.pipelines", "pipeline_plan"),

@@ -9,10 +9,10 @@ import pytest
 
 from doctor_ports import closed_port, deaf_port
 from manyhands.doctor import machine, network
-from manyhands.doctor.check import BROKEN, OK, WARNING, Check, Diagnosis, requirement, unmet
+from manyhands.doctor.check import BROKEN, OK, WARNING, Check, Findings, requirement, unmet
 from manyhands.doctor.confinement import confinement_check, confinement_checks
 from manyhands.doctor.firewall import firewall_here, opening, remedy
-from manyhands.doctor.report import Asked, discovery_verdict, join_check
+from manyhands.doctor.report import DoctorOptions, discovery_verdict, join_check
 from manyhands.facts.errors import BadValue
 from manyhands.facts.link import Link
 from manyhands.runtime.confinement import Confinement, available
@@ -243,18 +243,23 @@ def test_links_and_workers() -> None:
 
 
 def test_what_was_asked_for() -> None:
-    assert Asked().started_here == 2
-    assert Asked(listen="0.0.0.0:0").started_here == 0
-    for wrong in (Asked(workers=2, lab="pi3x6"), Asked(workers=-1), Asked(devices=0), Asked(wait_seconds=0.0)):
+    assert DoctorOptions().started_here == 2
+    assert DoctorOptions(listen="0.0.0.0:0").started_here == 0
+    for wrong in (
+        DoctorOptions(workers=2, lab="pi3x6"),
+        DoctorOptions(workers=-1),
+        DoctorOptions(devices=0),
+        DoctorOptions(wait_seconds=0.0),
+    ):
         with pytest.raises(BadValue):
             wrong.check()
     with pytest.raises(BadValue, match="pi3x6 is a preset"):
-        Asked(cluster="pi3x6").check()
-    Asked(cluster="pi3x6", listen="127.0.0.1:0").check()
+        DoctorOptions(cluster="pi3x6").check()
+    DoctorOptions(cluster="pi3x6", listen="127.0.0.1:0").check()
 
 
 def test_warnings_do_not_make_it_unfit() -> None:
-    found = Diagnosis([Check("x", WARNING, "y"), Check("x", OK, "y")])
+    found = Findings([Check("x", WARNING, "y"), Check("x", OK, "y")])
     assert found.to_dict()["fit"]
     found.checks.append(Check("x", BROKEN, "y"))
     assert not found.to_dict()["fit"]

@@ -465,8 +465,10 @@ def predicted_bytes(graph: Graph, plan: Plan) -> dict[str, tuple[float, float]]:
     """Device -> its bytes by Eq. 3 as the planner has it, and by the simulator."""
     network, devices = graph.network, cluster(plan.devices)
     batch = prices.Batch(plan.micro_batch_size, plan.micro_batches, plan.optimizer_slots)
-    ground = prices.Ground(network, devices, estimate_cluster(network, devices), batch.samples, plan.optimizer_slots)
-    steps, simulated = prices.Steps(ground, batch), simulate(plan, network, devices).devices
+    context = prices.PlanningContext(
+        network, devices, estimate_cluster(network, devices), batch.samples, plan.optimizer_slots
+    )
+    steps, simulated = prices.Steps(context, batch), simulate(plan, network, devices).devices
     found = {}
     for place, stage in enumerate(plan.stages):
         first, last = (numpy.array([network.find_layer(layer)]) for layer in stage.layers)

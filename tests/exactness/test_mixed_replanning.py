@@ -1,4 +1,4 @@
-"""A plan that mixes tiles with other shares, with each of its devices lost in turn: mended, it runs (simulated)."""
+"""A plan that mixes tiles with other shares, with each of its devices lost in turn: adapted, it runs (simulated)."""
 
 from __future__ import annotations
 

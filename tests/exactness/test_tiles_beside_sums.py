@@ -25,7 +25,7 @@ from manyhands.facts.plan import ByTiles, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, estimate_cluster
 from manyhands.planner.tiles import TilePrices, with_groups
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, parse_action
 from manyhands.schedule.checker import check, check_progress
 from manyhands.schedule.policy import Schedule

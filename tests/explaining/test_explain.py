@@ -11,16 +11,17 @@ import hand_made
 import manyhands as mh
 from manyhands.explaining import what_if
 from manyhands.explaining.critical_path import critical_path
-from manyhands.explaining.explain import LONG_SECONDS, Explanation, explain
+from manyhands.explaining.explain import LONG_SECONDS, explain
+from manyhands.explaining.explanation import Explanation
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import Device
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.planner.task import Candidate
+from manyhands.planner.task import PlanCandidate
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Planned
+from manyhands.plans.planned import Planned
 
 CHAIN = hand_made.chain(4)
 BATCH = 8
@@ -205,8 +206,8 @@ def test_runners_up_say_where_they_lose() -> None:
     plans = {"pipeline": pipeline(heavy), "samples": shared(heavy)}
     seconds = {name: mh.simulate(plan, heavy, cluster, profile).seconds for name, plan in plans.items()}
     candidates = [
-        *(Candidate(name, plan, seconds[name]) for name, plan in plans.items()),
-        Candidate("tiles", None, math.inf, "a would hold 3 GB of 1 GB.\nAnd more."),
+        *(PlanCandidate(name, plan, seconds[name]) for name, plan in plans.items()),
+        PlanCandidate("tiles", None, math.inf, "a would hold 3 GB of 1 GB.\nAnd more."),
     ]
     found = explain(Planned(plans["pipeline"], candidates), heavy, cluster, profile, with_what_if=False)
     samples, tiles = found.runners_up

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from hand_made import chain, cluster, even_profile
 from manyhands.cli.profile import profile as profile_command
-from manyhands.cli.train import print_honesty
+from manyhands.cli.train import print_prediction_accuracy
 from manyhands.executor.log import WARM_UP_ROUNDS, DeviceLog, Recorder
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import (
     LEAST_STEPS,
-    Honesty,
+    PredictionAccuracy,
     StageTimes,
     compared,
     correct_profiles,
@@ -39,9 +39,9 @@ from manyhands.graph.graph import Graph
 from manyhands.job.base import Job
 from manyhands.job.evaluation import captured
 from manyhands.observe.stage_plots import draw_stages
-from manyhands.planner.correction import MOST, Evidence, Promise, corrected, evidence, promises, rungs
+from manyhands.planner.correction import MOST, Promise, TimingEvidence, corrected, evidence, promises, rungs
 from manyhands.planner.cost import CostModel
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.profiler.store import forget_sessions, load_profile, profiles_folder, save_profile
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import read_decided
@@ -80,7 +80,7 @@ def promised(plan: Plan, own: DeviceProfile) -> dict[tuple[int, str], Promise]:
     return promises(Schedule(plan, NETWORK), CostModel(NETWORK, MADE, profile))
 
 
-def seen(plan: Plan, stage: int, device: str, factor: float) -> Evidence:
+def seen(plan: Plan, stage: int, device: str, factor: float) -> TimingEvidence:
     work = Schedule(plan, NETWORK).lowering.work[device]
     return evidence(work.geometry(stage), NETWORK, device, factor)
 
@@ -115,7 +115,7 @@ def test_more_samples_take_no_less_time_where_they_did_not_before(
     """Whatever is found of whichever shares, also by several devices with one profile."""
     sizes = frozenset({float(found[0][0])})
     better = corrected(
-        own, [Evidence(f, {1: frozenset({float(n)}), 2: sizes}) for n, f in found], steps=1, when=WHEN
+        own, [TimingEvidence(f, {1: frozenset({float(n)}), 2: sizes}) for n, f in found], steps=1, when=WHEN
     )  # fmt: skip
     for layer in range(4):
         known = [timing.samples for timing in better.ladders[layer]]
@@ -132,18 +132,18 @@ def test_other_shares_are_half_believed_to_be_as_wrong_and_equal_workers_have_th
     own = even_profile(NETWORK, ["a"]).of("a")
     ladder = (Timing(2, 0.02, 0.04), Timing(8, 0.08, 0.16))
     own = msgspec.structs.replace(own, layers=tuple(LayerTiming(one.layer, ladder) for one in own.layers))
-    found = [Evidence(factor, {0: frozenset({4.0})}) for factor in (1.1, 1.44, 7.0)]
+    found = [TimingEvidence(factor, {0: frozenset({4.0})}) for factor in (1.1, 1.44, 7.0)]
     better = corrected(own, found, steps=30, when=WHEN)
     assert better.layer_seconds(0, 4) == pytest.approx((0.0576, 0.1152))
     assert better.layer_seconds(0, 2) == pytest.approx((0.024, 0.048))
     assert better.layer_seconds(0, 8) == pytest.approx((0.096, 0.192))
     assert better.layer_seconds(1, 4) == pytest.approx((0.04, 0.08))
-    accident = corrected(own, [Evidence(1e6, {0: frozenset({2.0})})], steps=30, when=WHEN)
+    accident = corrected(own, [TimingEvidence(1e6, {0: frozenset({2.0})})], steps=30, when=WHEN)
     assert accident.layer_seconds(0, 2) == pytest.approx((0.02 * MOST, 0.04 * MOST))
     assert accident.layer_seconds(0, 8) == pytest.approx((0.08 * MOST**0.5, 0.16 * MOST**0.5))
-    steep = corrected(own, [Evidence(1 / MOST, {0: frozenset({8.0})})], steps=30, when=WHEN)
+    steep = corrected(own, [TimingEvidence(1 / MOST, {0: frozenset({8.0})})], steps=30, when=WHEN)
     assert steep.layer_seconds(0, 2) == pytest.approx((0.02 * MOST**-0.5, 0.04 * MOST**-0.5))
-    twice = corrected(better, [Evidence(2.0, {0: frozenset({4.0})})], steps=12, when="later")
+    twice = corrected(better, [TimingEvidence(2.0, {0: frozenset({4.0})})], steps=12, when="later")
     assert twice.corrected == Corrected(2, 42, "later")
 
 
@@ -162,12 +162,12 @@ def test_what_copying_can_explain_is_not_the_layers() -> None:
 # What is said
 
 
-def made_run(take: Callable[[int, str], float], step_seconds: float | None = None) -> Honesty:
+def made_run(take: Callable[[int, str], float], step_seconds: float | None = None) -> PredictionAccuracy:
     """A run of two stages in which everything went as predicted but for what is said here."""
     plan = resolve(PLANS["stages"], NETWORK, MADE)
     profile = even_profile(NETWORK, MADE.names)
     prediction = simulate(plan, NETWORK, MADE, profile)
-    planned = Planned(plan, NETWORK, MADE, profile, prediction, 30, Path("run"))
+    planned = PlannedRun(plan, NETWORK, MADE, profile, prediction, 30, Path("run"))
     schedule = Schedule(plan, NETWORK)
     seconds = {
         place: one.compute_seconds for place, one in promises(schedule, CostModel(NETWORK, MADE, profile)).items()
@@ -210,8 +210,8 @@ def test_a_step_may_be_wrong_though_every_stage_was_right() -> None:
 
 def test_the_table_is_short_and_the_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = [StageTimes(n // 20, f"d{n}", (n // 20, n // 20 + 1), 0.1, 0.1 + n / 100, 1.0, 30) for n in range(40)]
-    found = Honesty(1.0, 1.2, tuple(stages))
-    print_honesty(found)
+    found = PredictionAccuracy(1.0, 1.2, tuple(stages))
+    print_prediction_accuracy(found)
     said = capsys.readouterr().out
     assert "d19 " in said
     assert "d39 " in said
@@ -247,7 +247,7 @@ def crew() -> Iterator[Coordinator]:
         yield coordinator
 
 
-def error(found: Honesty | None) -> float:
+def error(found: PredictionAccuracy | None) -> float:
     """How far off every share of a stage is, at most."""
     assert found is not None
     return max(abs(math.log(one.ratio)) for one in found.stages)
@@ -305,7 +305,7 @@ def test_the_second_run_knows_better(
         assert same == ([False, True, True] if is_first else [True, False, False]), "each its own stage's"
 
     again = train(crew, plan, tmp_path / "second", steps=STEPS, say=said.append)
-    assert error(again.result.honesty) < error(ran.result.honesty)
+    assert error(again.result.prediction_accuracy) < error(ran.result.prediction_accuracy)
     assert read_decided(tmp_path / "first", graph.network)[1].devices == ran.planned.profile.devices, "it keeps its own"
 
     _check_that_nothing_is_learnt_from_what_is_no_evidence(session, graph, again, monkeypatch)
@@ -327,14 +327,17 @@ def _check_that_nothing_is_learnt_from_what_is_no_evidence(
     session: Session, graph: Graph, ran: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too few steps, a device that is slowed down on purpose, other kernels than the profile was measured with."""
-    assert ran.result.honesty is not None
-    honesty = ran.result.honesty
+    assert ran.result.prediction_accuracy is not None
+    prediction_accuracy = ran.result.prediction_accuracy
 
-    def learnt(planned: Planned = ran.planned, *, steps: tuple[int, int] = (30, 20)) -> int:
+    def learnt(planned: PlannedRun = ran.planned, *, steps: tuple[int, int] = (30, 20)) -> int:
         stages = tuple(
-            msgspec.structs.replace(one, measured_seconds=9.0, steps=own) for one, own in zip(honesty.stages, steps)
+            msgspec.structs.replace(one, measured_seconds=9.0, steps=own)
+            for one, own in zip(prediction_accuracy.stages, steps)
         )
-        return correct_profiles(session, graph, planned, SGD, msgspec.structs.replace(honesty, stages=stages))
+        return correct_profiles(
+            session, graph, planned, SGD, msgspec.structs.replace(prediction_accuracy, stages=stages)
+        )
 
     before = stored()
     assert learnt(steps=(LEAST_STEPS - 1, 3)) == 0
@@ -367,7 +370,7 @@ def test_nothing_is_learnt_from_a_run_that_lost_somebody(tmp_path: Path, monkeyp
     found = made_run(lambda stage, device: 3.0)
     for recoveries, steps in (([], 30), ([{"how": "light"}], 0)):
         result: Any = SimpleNamespace(recoveries=recoveries)
-        Job._be_honest(job, cast(Planned, None), result, found)
+        Job._report_accuracy(job, cast(PlannedRun, None), result, found)
         written: Any = read_document(tmp_path / "stages.json")
         assert written["corrected_from_steps"] == steps
     assert ["was corrected from 30 steps" in text for text in told] == [True, False]

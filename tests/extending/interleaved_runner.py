@@ -21,22 +21,22 @@ class InterleavedRunner(SegmentRunner):
         return local_box(self.geometry, self.device, tensor, box).slices()
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        return self.flight(micro_batch).values[tensor].detach()[self._slices(tensor, box)].contiguous().cpu()
+        return self.micro_batch(micro_batch).values[tensor].detach()[self._slices(tensor, box)].contiguous().cpu()
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        values = self.flight(micro_batch).values
+        values = self.micro_batch(micro_batch).values
         if tensor not in values:
             values[tensor] = self._room(tensor, data)
         values[tensor][self._slices(tensor, box)] = data
 
     def gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        gradient = self.flight(micro_batch).gradients.get(tensor)
+        gradient = self.micro_batch(micro_batch).gradients.get(tensor)
         if gradient is None:
             return torch.zeros(box.shape, dtype=dtype_of(self.geometry.network.tensors[tensor].dtype))
         return gradient[self._slices(tensor, box)].contiguous().cpu()
 
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        gradients = self.flight(micro_batch).gradients
+        gradients = self.micro_batch(micro_batch).gradients
         if tensor not in gradients:
             gradients[tensor] = self._room(tensor, data)
         gradients[tensor][self._slices(tensor, box)] += data

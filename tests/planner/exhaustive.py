@@ -9,9 +9,9 @@ from itertools import combinations, pairwise, product
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.network import Network, Op, TensorSpec, WeightSpec
 from manyhands.facts.profile import Profile
-from manyhands.planner.ground import Batch, by_memory
-from manyhands.planner.hybrid import PlannedStage
-from manyhands.planner.steps import Step, round_seconds
+from manyhands.planner.context import Batch, by_memory
+from manyhands.planner.pipeline_stages import PlannedStage
+from manyhands.planner.steps import PipelineStep, round_seconds
 
 
 class Exhaustive:
@@ -65,12 +65,12 @@ class Exhaustive:
                 best = slowest, share
         return None if best is None else best[1]
 
-    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> Step:
+    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> PipelineStep:
         times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
         ahead, back = max(one[0] for one in times), max(one[1] for one in times)
         count, cluster = len(devices), self.cluster
         if count == 1:
-            return Step(ahead, back)
+            return PipelineStep(ahead, back)
         rate = min(cluster.bytes_per_second_between(a, b) for a in devices for b in devices if a != b)
         delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
         if self.batch.is_synchronised:
@@ -78,7 +78,7 @@ class Exhaustive:
             extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
             ahead, back = ahead + extra, back + extra
         weights = sum(weight.bytes for weight in self.weights(first, last) if weight.trainable)
-        return Step(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
+        return PipelineStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
 
     def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
         """Which part of a cut each device has: by its speed over the whole network."""
@@ -89,7 +89,7 @@ class Exhaustive:
             points.append(points[-1] + speed / sum(speeds))
         return list(pairwise(points))
 
-    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> Step:
+    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> PipelineStep:
         cluster = self.cluster
         forward = sum(tensor.bytes_per_sample for tensor in self.crossing(layer)) * self.batch.samples
         back = sum(t.bytes_per_sample for t in self.crossing(layer) if t.differentiable) * self.batch.samples
@@ -107,7 +107,7 @@ class Exhaustive:
                     ups[a] += part / cluster.device(a).up_bytes_per_second
                     downs[b] += part / cluster.device(b).down_bytes_per_second
             found.append(size * max(*ups.values(), *downs.values(), *links))
-        return Step(found[0] + delay, found[1] + delay if found[1] else 0.0)
+        return PipelineStep(found[0] + delay, found[1] + delay if found[1] else 0.0)
 
     def all(self) -> Iterator[tuple[float, tuple[PlannedStage, ...]]]:
         layers, batch = len(self.network.layers), self.batch

@@ -19,7 +19,7 @@ from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
-from manyhands.planner.ground import Batch, Ground
+from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Steps
@@ -35,8 +35,10 @@ class Instance:
     batch: Batch
 
     def steps(self) -> Steps:
-        ground = Ground(self.network, self.cluster, self.profile, self.batch.samples, self.batch.optimizer_slots)
-        return Steps(ground, self.batch)
+        context = PlanningContext(
+            self.network, self.cluster, self.profile, self.batch.samples, self.batch.optimizer_slots
+        )
+        return Steps(context, self.batch)
 
 
 def with_sizes(network: Network, sizes: Sequence[int], weights: Sequence[int]) -> Network:

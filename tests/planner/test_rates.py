@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from manyhands.facts.errors import BadValue
 from manyhands.facts.trace import Trace, parse_trace
-from manyhands.planner.rates import Engine, Meter, Rates
+from manyhands.planner.rates import Engine, EngineSettings, Meter, Rates
 from manyhands.planner.split import Cut, Deployment, LinkRates, SplitProfile, seconds_of
-from manyhands.planner.split_choice import RIVALS, STATIC, choose
+from manyhands.planner.split_choice import BASELINES, STATIC, choose
 
 MBIT = 1e6 / 8
 TRACES = Path(__file__).parents[3] / "shared/data/traces"
@@ -68,7 +68,7 @@ def test_back_to_back_bytes_tell_the_rate() -> None:
     for number in range(20):
         meter.end(0.05 + 0.1 * (number + 1))
     assert meter.estimate(3.0) == pytest.approx(1e6)
-    assert meter.last_heard() == pytest.approx(2.05)
+    assert meter.last_measured() == pytest.approx(2.05)
 
 
 def test_idle_time_is_not_the_links_fault() -> None:
@@ -158,8 +158,8 @@ def test_an_estimate_lies_between_what_was_seen(transfers: list[tuple[float, flo
 def test_wrong_meters_and_engines() -> None:
     with pytest.raises(BadValue, match="quantile"):
         Meter(quantile=0.7)
-    with pytest.raises(BadValue, match="patience"):
-        engine_for(resnet_like(), LinkRates(1e6, 1e6), patience=0)
+    with pytest.raises(BadValue, match="confirmations"):
+        engine_for(resnet_like(), LinkRates(1e6, 1e6), confirmations=0)
 
 
 # ---- A link that follows a trace, and a pipeline on it
@@ -275,9 +275,9 @@ class Pipeline:
 
 
 def engine_for(profile: SplitProfile, rates: LinkRates, name: str = "ours", k: int = 5, **facts: Any) -> Engine:
-    chooser = choose if name == "ours" else RIVALS[name]
+    chooser = choose if name == "ours" else BASELINES[name]
     current = chooser(profile, rates, 100, None, k, WIDTHS)
-    return Engine(profile, Rates(rates), current, k=k, widths=WIDTHS, chooser=chooser, **facts)
+    return Engine(profile, Rates(rates), current, k=k, widths=WIDTHS, chooser=chooser, settings=EngineSettings(**facts))
 
 
 def seconds_per_100(profile: SplitProfile, up: Road, down: Road, name: str, batches: int) -> tuple[float, int]:
@@ -345,9 +345,9 @@ def test_changes_are_bounded_on_any_link(pieces: list[tuple[float, float]], k: i
     profile = resnet_like(1.0)
     engine = engine_for(profile, LinkRates(road.mean, road.mean, 0.025), k=k)
     seconds = Pipeline(profile, road, road).run(engine.current, 150, engine)
-    assert len(engine.changes) <= 1 + seconds / engine.rest_seconds
+    assert len(engine.changes) <= 1 + seconds / engine.settings.rest_seconds
     gaps = [b - a for (a, _), (b, _) in zip(engine.changes, engine.changes[1:])]
-    assert all(gap >= engine.rest_seconds for gap in gaps)
+    assert all(gap >= engine.settings.rest_seconds for gap in gaps)
     assert all(one.k is not None and one.k <= k for _, one in engine.changes)
 
 
@@ -445,7 +445,13 @@ def test_recorded_links(kind: str) -> None:
 def test_a_look_that_is_given_up_is_not_repeated_at_once() -> None:
     """Else a job that is alone at the edge of a dead link would do nothing else."""
     profile = resnet_like()
-    engine = Engine(profile, Rates(LinkRates(1e6, 1e6)), Deployment(profile.edge_only), k=5, probe_seconds=15.0)
+    engine = Engine(
+        profile,
+        Rates(LinkRates(1e6, 1e6)),
+        Deployment(profile.edge_only),
+        k=5,
+        settings=EngineSettings(probe_seconds=15.0),
+    )
     assert any(engine.probe(100.0))
     engine.probed(120.0, has_arrived=False)
     assert engine.probe(121.0) == (0, 0)

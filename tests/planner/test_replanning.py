@@ -1,4 +1,4 @@
-"""Re-planning: whatever is lost or joins, the mended plan is sound, keeps what it must, and is not much slower."""
+"""Re-planning: whatever is lost or joins, the adapted plan is sound, keeps what it must, and is not much slower."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.planner.replanning import Replanned, replanned
 from manyhands.planner.strategies import plan_by_name
 from manyhands.planner.task import Price, Task
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 
 CHAIN = chain(6, statistics=(1, 4), skips={3: 1})
 LINK = Link(1e6, 0.001)
@@ -44,7 +44,7 @@ def uneven(network: Network, names: Sequence[str], speeds: Sequence[float]) -> P
     )
 
 
-def mended(plan: Plan, network: Network, names: Sequence[str], known: Profile | None = None, **facts: float) -> Plan:
+def adapted(plan: Plan, network: Network, names: Sequence[str], known: Profile | None = None, **facts: float) -> Plan:
     """The light plan for these devices."""
     present = cluster(names, LINK, **facts)
     known = known or even_profile(network, names)
@@ -90,7 +90,7 @@ def changes(draw: st.DrawFn, network: Network, **options: object) -> tuple[Plan,
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes(CHAIN))
-def test_a_mended_plan_is_sound(drawn: tuple[Plan, tuple[str, ...], Profile]) -> None:
+def test_a_adapted_plan_is_sound(drawn: tuple[Plan, tuple[str, ...], Profile]) -> None:
     plan, names, known = drawn
     present = cluster(names, LINK)
     found = replanned(plan, CHAIN, present, known, how="light", price=priced(CHAIN, present, known))
@@ -161,14 +161,14 @@ def by_samples(samples: Sequence[int], layers: tuple[int, int] = (0, 6), first: 
 
 def test_samples_are_shared_by_speed_among_those_left() -> None:
     plan = Plan("chain", 24, (by_samples((4, 4, 4), reduce="gateway"),), 2)
-    new = mended(plan, CHAIN, ("d1", "d2"), uneven(CHAIN, ("d1", "d2"), (1, 2)))
+    new = adapted(plan, CHAIN, ("d1", "d2"), uneven(CHAIN, ("d1", "d2"), (1, 2)))
     assert new.stages == (Stage((0, 6), ("d1", "d2"), BySamples((4, 8)), reduce="gateway"),)
 
 
 def test_one_device_does_it_all() -> None:
     stages = (by_samples((2, 2), (0, 3)), Stage((3, 6), ("d2",)))
     plan = Plan("chain", 16, stages, 4, warm_up=(3, 1), homes={"x": "d2"})
-    new = mended(plan, CHAIN, ("d1",))
+    new = adapted(plan, CHAIN, ("d1",))
     assert [(stage.layers, stage.devices, stage.share) for stage in new.stages] == [((0, 6), ("d1",), Single())]
     assert new.warm_up == (3,)
     assert new.homes == {"x": "d1"}
@@ -179,7 +179,7 @@ def test_local_statistics_have_two_samples_at_least() -> None:
     network = msgspec.structs.replace(chain(4, statistics=(2,)), tensors=tensors, name="chain")
     stage = Stage((0, 4), ("d0", "d1", "d2"), BySamples((2, 2, 2)))
     plan = Plan("chain", 6, (stage,), batch_norm="local")
-    new = mended(plan, network, ("d0", "d1"), uneven(network, ("d0", "d1"), (50, 1)))
+    new = adapted(plan, network, ("d0", "d1"), uneven(network, ("d0", "d1"), (50, 1)))
     assert new.stages[0].share == BySamples((4, 2))
 
 
@@ -198,18 +198,18 @@ def cuts(plan: Plan) -> list[int]:
 def test_a_stage_that_lost_its_device_is_dissolved_by_capacity() -> None:
     network = chain(12)
     plan = pipeline((4, 8, 12), warm_up=(5, 3, 1))
-    new = mended(plan, network, ("d0", "d2"), uneven(network, ("d0", "d2"), (1, 2)))
+    new = adapted(plan, network, ("d0", "d2"), uneven(network, ("d0", "d2"), (1, 2)))
     assert [stage.devices for stage in new.stages] == [("d0",), ("d2",)]
     assert cuts(new) == [4]
     assert new.warm_up == (5, 1)
-    assert cuts(mended(plan, network, ("d1", "d2"))) == [6]
+    assert cuts(adapted(plan, network, ("d1", "d2"))) == [6]
 
 
 def test_cuts_that_are_good_enough_stay() -> None:
     network = chain(12)
     stages = (by_samples((4, 4, 4), (0, 6)), by_samples((4, 4, 4), (6, 12), first=3))
     plan = Plan("chain", 96, stages, 8)
-    new = mended(plan, network, ("d0", "d1", "d3", "d4"))
+    new = adapted(plan, network, ("d0", "d1", "d3", "d4"))
     assert cuts(new) == [6]
     assert [stage.share for stage in new.stages] == [BySamples((6, 6))] * 2
 
@@ -217,7 +217,7 @@ def test_cuts_that_are_good_enough_stay() -> None:
 def test_layers_move_from_the_stage_that_shrank() -> None:
     network = chain(12)
     stages = (by_samples((6, 6), (0, 6)), by_samples((6, 6), (6, 12), first=2))
-    new = mended(Plan("chain", 96, stages, 8), network, ("d0", "d2", "d3"))
+    new = adapted(Plan("chain", 96, stages, 8), network, ("d0", "d2", "d3"))
     assert cuts(new) == [4]
     assert new.stages[0].share == Single()
 
@@ -227,13 +227,13 @@ def test_cuts_stay_out_of_tied_weights() -> None:
     plan = msgspec.structs.replace(pipeline((1, 5, 6)), network="chain")
     for lost in range(3):
         names = [name for name in ("d0", "d1", "d2") if name != f"d{lost}"]
-        assert not {2, 3, 4} & set(cuts(mended(plan, tied, names)))
+        assert not {2, 3, 4} & set(cuts(adapted(plan, tied, names)))
 
 
 def test_a_stage_whose_samples_mix_stays_single() -> None:
     network = changed(chain(4), 3, mixes_samples=True)
     stages = (by_samples((4, 4), (0, 3)), Stage((3, 4), ("d2",)))
-    new = mended(Plan("chain", 8, stages), network, ("d0", "d1"))
+    new = adapted(Plan("chain", 8, stages), network, ("d0", "d1"))
     assert all(stage.share == Single() for stage in new.stages if layer_range(stage)[1] == 4)
 
 
@@ -254,7 +254,7 @@ def tiles_of(plan: Plan, stage: int = 0) -> ByTiles:
 def test_rows_are_split_anew_and_groups_stay() -> None:
     stage = tiled((1, 1), (1, 1), forward_groups=(0, 2), backward_groups=(0, 4), interior_first=(2,))
     plan = Plan("chain", 2, (stage,))
-    new = mended(plan, CHAIN, ("d0", "d1", "d3"), uneven(CHAIN, ("d0", "d1", "d3"), (2, 1, 1)))
+    new = adapted(plan, CHAIN, ("d0", "d1", "d3"), uneven(CHAIN, ("d0", "d1", "d3"), (2, 1, 1)))
     share = tiles_of(new)
     assert new.stages[0].devices == ("d0", "d1", "d3")
     assert (share.rows, share.columns) == ((1, 0.5, 0.5), (1,))
@@ -263,19 +263,19 @@ def test_rows_are_split_anew_and_groups_stay() -> None:
 
 def test_a_grid_is_made_where_rows_are_too_few() -> None:
     plan = Plan("chain", 2, (tiled((1,) * 3, (1,) * 4),))
-    new = mended(plan, CHAIN, [f"d{number}" for number in range(1, 11)])
+    new = adapted(plan, CHAIN, [f"d{number}" for number in range(1, 11)])
     share = tiles_of(new)
     assert (len(share.rows), len(share.columns)) == (5, 2)
 
 
 def test_one_tile_is_the_whole() -> None:
-    new = mended(Plan("chain", 2, (tiled((1, 1)),)), CHAIN, ("d1",))
+    new = adapted(Plan("chain", 2, (tiled((1, 1)),)), CHAIN, ("d1",))
     assert new.stages == (Stage((0, 6), ("d1",)),)
 
 
 def test_tiles_take_the_layers_of_a_lost_stage_each_in_a_group() -> None:
     stages = (tiled((1, 1), last=3, forward_groups=(0, 2), backward_groups=(0,)), Stage((3, 6), ("d2",)))
-    new = mended(Plan("chain", 8, stages, 4), CHAIN, ("d0", "d1"))
+    new = adapted(Plan("chain", 8, stages, 4), CHAIN, ("d0", "d1"))
     assert new.stages[0].layers == (0, 6)
     assert tiles_of(new).forward_groups == (0, 2, 3, 4, 5)
     assert tiles_of(new).backward_groups == (0, 3, 4, 5)
@@ -288,14 +288,14 @@ UNTILED = changed(CHAIN, 5, tiling="none")
 def test_a_tail_moves_to_the_fastest_that_is_left() -> None:
     stages = (tiled((2, 1, 1), last=5), Stage((5, 6), ("d0",)))
     plan = Plan("chain", 8, stages, 4, "sequential", homes={"x": "d0"})
-    new = mended(plan, UNTILED, ("d1", "d2"), uneven(UNTILED, ("d1", "d2"), (1, 2)))
+    new = adapted(plan, UNTILED, ("d1", "d2"), uneven(UNTILED, ("d1", "d2"), (1, 2)))
     assert [stage.devices for stage in new.stages] == [("d1", "d2"), ("d2",)]
     assert new.homes == {"x": "d1"}
 
 
 def test_a_tile_gives_a_device_to_a_tail_that_nobody_else_can_do() -> None:
     stages = (tiled((1, 1, 1), last=5), Stage((5, 6), ("d3",)))
-    new = mended(Plan("chain", 8, stages, 4), UNTILED, ("d0", "d1", "d2"))
+    new = adapted(Plan("chain", 8, stages, 4), UNTILED, ("d0", "d1", "d2"))
     assert [stage.devices for stage in new.stages] == [("d0", "d1"), ("d2",)]
     assert len(tiles_of(new).rows) == 2
 
@@ -311,14 +311,14 @@ def test_tiles_feed_samples_feed_one(lost: int) -> None:
     names = [name for name in DEVICES[:5] if name != f"d{lost}"]
     if lost == 5:
         names = ["d2", "d3", "d4"]
-    new = mended(plan, CHAIN, names)
+    new = adapted(plan, CHAIN, names)
     assert set(names) == {name for stage in new.stages for name in stage.devices}
     assert new.homes == {"x": "d0" if "d0" in names else new.stages[0].devices[0]}
 
 
 def test_an_input_at_hand_everywhere_stays_so() -> None:
     plan = pipeline((3, 6), homes={"x": EVERYWHERE})
-    assert mended(plan, CHAIN, ("d1",)).homes == {"x": EVERYWHERE}
+    assert adapted(plan, CHAIN, ("d1",)).homes == {"x": EVERYWHERE}
 
 
 # Joining
@@ -327,16 +327,16 @@ def test_an_input_at_hand_everywhere_stays_so() -> None:
 def test_a_device_joins_where_it_helps_most() -> None:
     network = chain(6)
     plan = Plan("chain", 24, (by_samples((4, 4)),), 3)
-    assert mended(plan, network, ("d0", "d1", "d9")).devices == ("d0", "d1", "d9")
+    assert adapted(plan, network, ("d0", "d1", "d9")).devices == ("d0", "d1", "d9")
     tiles = Plan("chain", 2, (tiled((1, 1)),))
-    assert len(tiles_of(mended(tiles, network, ("d0", "d1", "d9"))).rows) == 3
+    assert len(tiles_of(adapted(tiles, network, ("d0", "d1", "d9"))).rows) == 3
 
 
 def test_what_was_lost_and_joins_again_is_used_again() -> None:
     network = chain(12)
     plan = pipeline((4, 8, 12))
-    smaller = mended(plan, network, ("d0", "d2"))
-    again = mended(smaller, network, ("d0", "d1", "d2"))
+    smaller = adapted(plan, network, ("d0", "d2"))
+    again = adapted(smaller, network, ("d0", "d1", "d2"))
     assert set(again.devices) == {"d0", "d1", "d2"}
     present, known = cluster(("d0", "d1", "d2"), LINK), even_profile(network, ("d0", "d1", "d2"))
     assert priced(network, present, known)(again) <= 1.05 * priced(network, present, known)(plan)
@@ -345,7 +345,7 @@ def test_what_was_lost_and_joins_again_is_used_again() -> None:
 def test_a_device_that_only_slows_is_left_out() -> None:
     network = chain(6)
     plan = Plan("chain", 8, (Stage((0, 6), ("d0",)),))
-    assert mended(plan, network, ("d0", "d9"), uneven(network, ("d0", "d9"), (1, 0.001))).devices == ("d0",)
+    assert adapted(plan, network, ("d0", "d9"), uneven(network, ("d0", "d9"), (1, 0.001))).devices == ("d0",)
 
 
 # Words, refusals, and the choice
@@ -357,10 +357,10 @@ def test_words_say_what_changed() -> None:
     price = priced(network, present, known)
     light = replanned(pipeline((4, 8, 12)), network, present, known, how="light", price=price)
     assert light.reason == (
-        "The old plan, mended: without d1; 2 stage(s) instead of 3; cuts 6 instead of 4, 8."
+        "The old plan, adapted: without d1; 2 stage(s) instead of 3; cuts 6 instead of 4, 8."
     )  # fmt: skip
     heavy = replanned(pipeline((4, 8, 12)), network, present, known, how="heavy", price=price)
-    assert heavy.reason == "Planned anew (pipeline)."
+    assert heavy.reason == "Planned again (pipeline)."
     alone = cluster(("d1",), LINK)
     one = replanned(
         pipeline((4, 8, 12)), network, alone, even_profile(network, ("d1",)), how="heavy", strategy="tiles",
@@ -369,7 +369,7 @@ def test_words_say_what_changed() -> None:
     assert one.plan.stages == (Stage((0, 12), ("d1",)),)
 
 
-def test_what_cannot_be_mended_is_planned_anew() -> None:
+def test_what_cannot_be_adapted_is_planned_again() -> None:
     network, names = chain(6), ("d8", "d9")
     present, known = cluster(names, LINK), even_profile(chain(6), names)
     price = priced(network, present, known)
@@ -377,7 +377,7 @@ def test_what_cannot_be_mended_is_planned_anew() -> None:
         replanned(pipeline((3, 6)), network, present, known, how="light", price=price)
     found = replanned(pipeline((3, 6)), network, present, known, price=price)
     assert found.how == "heavy"
-    assert found.reason.startswith("The old plan cannot be mended (The plan's devices (d0, d1)")
+    assert found.reason.startswith("The old plan cannot be adapted (The plan's devices (d0, d1)")
     with pytest.raises(UnknownName, match="lihgt"):
         replanned(pipeline((3, 6)), network, present, known, how="lihgt", price=price)
     with pytest.raises(UnknownName, match="pipelines"):
@@ -396,7 +396,7 @@ def test_a_strategy_that_has_no_plan_gives_way_to_the_others() -> None:
     assert "samples has no plan for these 3 devices" in found.reason
 
 
-def test_what_is_far_from_the_old_speed_is_planned_anew() -> None:
+def test_what_is_far_from_the_old_speed_is_planned_again() -> None:
     network, names = chain(6), ("d0", "d1", "d2")
     present, known = cluster(names, LINK), even_profile(chain(6), names)
     price = priced(network, present, known)
@@ -405,7 +405,7 @@ def test_what_is_far_from_the_old_speed_is_planned_anew() -> None:
     assert near.how == "light"
     far = replanned(plan, network, present, known, price=price, reference_seconds=price(plan) / 10)
     assert far.seconds <= near.seconds
-    assert "was to be hoped for" in far.reason
+    assert "was expected" in far.reason
 
 
 def test_what_fits_nowhere_is_refused_with_the_bytes() -> None:
@@ -431,7 +431,7 @@ def as_large_as_mobilenet() -> Network:
         pytest.param("mobilenetv2", "env-d", marks=pytest.mark.slow),
     ],
 )
-def test_mended_in_milliseconds_and_nearly_as_fast_as_planned_anew(model: str, environment: str) -> None:
+def test_adapted_in_milliseconds_and_nearly_as_fast_as_planned_again(model: str, environment: str) -> None:
     """ASTEROID §5.5: the throughput after a light recovery is that after a heavy one, nearly."""
     network = load_network(model) if model else as_large_as_mobilenet()
     whole = preset(environment)
@@ -455,7 +455,7 @@ def test_mended_in_milliseconds_and_nearly_as_fast_as_planned_anew(model: str, e
 
 def test_nothing_to_do_changes_nothing() -> None:
     plan = resolve(pipeline((3, 6)), CHAIN)
-    assert mended(plan, CHAIN, ("d0", "d1")) == plan
+    assert adapted(plan, CHAIN, ("d0", "d1")) == plan
 
 
 def test_other_errors_are_not_hidden() -> None:

@@ -1,4 +1,4 @@
-"""Splitting between an edge and a server: what it costs, Algorithm 2 against brute force, rivals, where to cut."""
+"""Splitting between an edge and a server: what it costs, Algorithm 2 against brute force, baselines, where to cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.planner.split import (
     pipeline_seconds,
     seconds_of,
 )
-from manyhands.planner.split_choice import RIVALS, STATIC, choose, edge_only, joint_dnn
+from manyhands.planner.split_choice import BASELINES, STATIC, choose, edge_only, joint_dnn
 
 times = st.floats(0.001, 10)
 rates_drawn = st.builds(LinkRates, st.floats(1e3, 1e8), st.floats(1e3, 1e8), st.floats(0, 0.1))
@@ -246,14 +246,14 @@ def test_too_few_bits() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(profiles(), rates_drawn, st.integers(1, 300))
-def test_rivals_are_never_better_at_a_steady_rate(profile: SplitProfile, rates: LinkRates, tau: int) -> None:
+def test_baselines_are_never_better_at_a_steady_rate(profile: SplitProfile, rates: LinkRates, tau: int) -> None:
     profile = msgspec.structs.replace(profile, memory_bytes=None)
     own = seconds_of(profile, rates, tau, choose(profile, rates, tau, None, 5))
-    for name, rival in RIVALS.items():
-        found = rival(profile, rates, tau, None, 5, WIDTHS)
+    for name, baseline in BASELINES.items():
+        found = baseline(profile, rates, tau, None, 5, WIDTHS)
         if name != "unbounded":
             assert own <= seconds_of(profile, rates, tau, found) * (1 + split_choice.LINK_RISK) * (1 + 1e-9), name
-        later = rival(profile, LinkRates(1e3, 1e3), tau, found, 5, WIDTHS)
+        later = baseline(profile, LinkRates(1e3, 1e3), tau, found, 5, WIDTHS)
         assert name not in STATIC or later == found
 
 

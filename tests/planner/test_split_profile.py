@@ -99,7 +99,7 @@ def test_phases() -> None:
     assert parse_phases("5") == ((0, 5),)
     network = activated(chain(4), conv1="relu.default")
     both = even_profile(network, ["a", "b"]).devices.values()
-    profile = split_profile(network, *both, 8, phases=parse_phases("4@0, 5@8,none@20"))
+    profile = msgspec.structs.replace(split_profile(network, *both, 8), phases=parse_phases("4@0, 5@8,none@20"))
     assert [profile.k_at(epoch) for epoch in (0, 7, 8, 19, 20)] == [4, 4, 5, 5, None]
     for wrong in ("", "x", "4@2", "4@0,5@0", "-1", "4@x"):
         with pytest.raises(BadValue):

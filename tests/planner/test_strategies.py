@@ -20,10 +20,11 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
 from manyhands.planner.strategies import choose, plan_by_name
-from manyhands.planner.task import Best, Task, TileWish
+from manyhands.planner.task import Best, Task, TileOptions
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Prices, simulate
+from manyhands.plans.planning import Prices
 from manyhands.plans.planning import plan as make_plan
+from manyhands.plans.simulating import simulate
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_samples_follow_speed(tiny: Network) -> None:
 
 def test_tiles_have_taller_tiles_on_faster_devices() -> None:
     cluster = preset("env-c")
-    wish = TileWish(grid=(len(cluster.names), 1))
+    wish = TileOptions(grid=(len(cluster.names), 1))
     planned = make_plan(load_network("yolov2-16"), cluster, batch_size=2, strategy="tiles", tiles=wish)
     share = planned.plan.stages[0].share
     assert isinstance(share, ByTiles)
@@ -195,7 +196,7 @@ def test_refusals(tiny: Network) -> None:
     task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
     with pytest.raises(UnknownName, match="smples"):
         plan_by_name("smples", task, lambda plan: 1.0)
-    wrong = replace(task, tiles=TileWish(grid=(3, 2)))
+    wrong = replace(task, tiles=TileOptions(grid=(3, 2)))
     with pytest.raises(BadPlan, match=r"A grid of 3x2 has 6 tiles; cluster local:2 has 2 tile slots"):
         plan_by_name("tiles", wrong, lambda plan: 1.0)
     alone = Cluster.local(1)

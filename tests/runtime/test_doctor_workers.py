@@ -15,7 +15,7 @@ from doctor_ports import closed_port, deaf_port
 from manyhands.doctor import report as doctor
 from manyhands.doctor.check import BROKEN, OK, WARNING, Check, PairRate
 from manyhands.doctor.network import clock_checks, pair_checks
-from manyhands.doctor.report import Asked, examine
+from manyhands.doctor.report import DoctorOptions, examine
 from manyhands.engine.endpoint import Address
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
@@ -116,7 +116,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("healthy")
 def test_workers_that_do_not_come() -> None:
     """With a port on this machine, and nobody who joins: a finding with what to type."""
-    found = examine(Asked(listen="127.0.0.1:0", devices=2, wait_seconds=0.5))
+    found = examine(DoctorOptions(listen="127.0.0.1:0", devices=2, wait_seconds=0.5))
     (missing,) = [check for check in found.broken if check.subject == "workers"]
     assert missing.found == "0 of 2 joined within 0.5 s"
     assert "manyhands worker --join 127.0.0.1:" in missing.fix
@@ -130,6 +130,6 @@ def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = examine(Asked(listen=f"127.0.0.1:{port}", wait_seconds=0.5))
+        found = examine(DoctorOptions(listen=f"127.0.0.1:{port}", wait_seconds=0.5))
     assert [check.subject for check in found.broken] == ["workers"]
     assert str(port) in found.broken[0].found

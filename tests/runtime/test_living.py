@@ -14,7 +14,7 @@ from hand_made import cluster as made_cluster
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.observe.live import Live, read_live
 from manyhands.observe.watching import RunWatch
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import manyhands as mh
 from manyhands.executor import checkpoint_files
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import read_document
@@ -154,7 +154,7 @@ def test_resuming_gives_the_same_bits(cluster: Coordinator, tmp_path: Path, opti
 
 def test_a_run_keeps_its_plan(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured again it might get another one, and round otherwise."""
-    before: list[Planned] = []
+    before: list[PlannedRun] = []
     train(cluster, "samples", tmp_path, steps=2, on_planned=before.append)
 
     def never(*_: object, **__: object) -> None:

@@ -9,15 +9,15 @@ from fractions import Fraction
 import numpy
 
 from manyhands.facts.cluster import Cluster
-from manyhands.simulator.flows import Bundle, Ended, Shape, Transfer, Wiring
+from manyhands.simulator.flows import Ended, FlowBundle, FlowShape, Transfer, Wiring
 
 
 class PlainNetwork:
-    """Stands in for links.Network."""
+    """Stands in for links.LinkNetwork."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.wiring = cluster, Wiring(cluster)
-        self.under_way: list[Transfer | Bundle] = []
+        self.under_way: list[Transfer | FlowBundle] = []
         self.is_touched = False
 
     def start(
@@ -29,9 +29,9 @@ class PlainNetwork:
         return self.under_way[-1]  # type: ignore[return-value]
 
     def start_together(
-        self, shape: Shape, sizes: numpy.ndarray, label: object, now: float, *, is_urgent: bool = True
-    ) -> Bundle:
-        self.under_way.append(Bundle(shape, sizes, label, now, is_urgent=is_urgent))
+        self, shape: FlowShape, sizes: numpy.ndarray, label: object, now: float, *, is_urgent: bool = True
+    ) -> FlowBundle:
+        self.under_way.append(FlowBundle(shape, sizes, label, now, is_urgent=is_urgent))
         self.is_touched = True
         return self.under_way[-1]  # type: ignore[return-value]
 
@@ -40,7 +40,7 @@ class PlainNetwork:
         self.under_way.remove(transfer)
         self.is_touched = True
 
-    def end_some(self, bundle: Bundle, now: float) -> Ended:
+    def end_some(self, bundle: FlowBundle, now: float) -> Ended:
         ended = bundle.end_some(now)
         if bundle.is_over:
             self.under_way.remove(bundle)
@@ -50,18 +50,18 @@ class PlainNetwork:
     def must_settle(self, until: float) -> bool:
         return self.is_touched
 
-    def settle(self, now: float) -> list[Transfer | Bundle]:
+    def settle(self, now: float) -> list[Transfer | FlowBundle]:
         self.is_touched = False
         flows = [(party, place, pair) for party in self.under_way for place, pair in enumerate(_pairs(party))]
         busy = {pair[0] for party, _, pair in flows if party.is_urgent}
         going = [flow for flow in flows if flow[0].is_urgent or flow[2][0] not in busy]
-        rates: dict[tuple[Transfer | Bundle, int], float] = {(party, place): 0.0 for party, place, _ in flows}
+        rates: dict[tuple[Transfer | FlowBundle, int], float] = {(party, place): 0.0 for party, place, _ in flows}
         for (party, place, _), rate in zip(going, self._max_min([pair for _, _, pair in going])):
             rates[party, place] = rate
         changed = []
         for party in self.under_way:
             own = [rates[party, place] for place in range(len(_pairs(party)))]
-            if party.give(numpy.array(own), now) if isinstance(party, Bundle) else party.give(own[0], now):
+            if party.give(numpy.array(own), now) if isinstance(party, FlowBundle) else party.give(own[0], now):
                 changed.append(party)
         return changed
 
@@ -91,7 +91,7 @@ class PlainNetwork:
         return [float(rate) for rate in rates]
 
 
-def _pairs(party: Transfer | Bundle) -> list[tuple[str, str]]:
+def _pairs(party: Transfer | FlowBundle) -> list[tuple[str, str]]:
     if isinstance(party, Transfer):
         return [(party.source, party.target)]
     ends = zip(party.shape.sources[party.flows].tolist(), party.shape.targets[party.flows].tolist())

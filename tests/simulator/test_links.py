@@ -16,14 +16,14 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.simulator.flows import Transfer
-from manyhands.simulator.links import Network
+from manyhands.simulator.links import LinkNetwork
 
 
 @dataclass
 class Clock:
     """Runs transfers to their ends, as the simulator does."""
 
-    network: Network
+    network: LinkNetwork
     now: float = 0.0
     ends: dict[Transfer, float] = field(default_factory=dict)
     finished: list[tuple[str, float]] = field(default_factory=list)
@@ -56,7 +56,7 @@ HUNDRED = Link(100.0, 0.0)
 
 
 def clock(link: Link = HUNDRED, names: str = "abcd", **ports: float) -> Clock:
-    return Clock(Network(cluster(list(names), link, **ports)))
+    return Clock(LinkNetwork(cluster(list(names), link, **ports)))
 
 
 def test_alone_on_a_link() -> None:
@@ -116,7 +116,7 @@ def test_directions_do_not_disturb_each_other() -> None:
 
 def test_each_direction_has_its_rate() -> None:
     base = cluster(["a", "b"], Link(100.0, 0.0))
-    run = Clock(Network(base.with_link(Link(25.0, 0.0), ("b", "a"))))
+    run = Clock(LinkNetwork(base.with_link(Link(25.0, 0.0), ("b", "a"))))
     run.start("a", "b", 50)
     run.start("b", "a", 50)
     run.until()
@@ -126,7 +126,7 @@ def test_each_direction_has_its_rate() -> None:
 def test_what_a_bottleneck_leaves_goes_to_the_others() -> None:
     """a -> b is limited to 10 by its link; a -> c gets the other 90 of a's port."""
     base = cluster(["a", "b", "c"], Link(math.inf, 0.0), up_bytes_per_second=100.0)
-    run = Clock(Network(base.with_link(Link(10.0, 0.0), ("a", "b"))))
+    run = Clock(LinkNetwork(base.with_link(Link(10.0, 0.0), ("a", "b"))))
     run.start("a", "b", 10)
     run.start("a", "c", 90)
     assert sorted(transfer.rate for transfer in run.ends) == [10.0, 90.0]
@@ -144,7 +144,7 @@ def slotted(port: float = 100.0, link: float = math.inf, memory: float = 1000.0)
 @pytest.mark.parametrize("targets", [("b.1", "c.1"), ("b.1", "b.2"), ("b.1", "b.1")])
 def test_slots_share_their_devices_port(targets: tuple[str, str]) -> None:
     """50 B through 100 B/s: 0.5 s alone, and both 1 s at the same time, wherever they go."""
-    run = Clock(Network(slotted()))
+    run = Clock(LinkNetwork(slotted()))
     run.start("a.1", targets[0], 50)
     run.until()
     assert [end for _, end in run.finished] == [0.5]
@@ -155,7 +155,7 @@ def test_slots_share_their_devices_port(targets: tuple[str, str]) -> None:
 
 
 def test_slots_share_the_port_that_receives() -> None:
-    run = Clock(Network(slotted()))
+    run = Clock(LinkNetwork(slotted()))
     run.start("b.1", "a.1", 50)
     run.start("c.1", "a.2", 50)
     run.until()
@@ -164,7 +164,7 @@ def test_slots_share_the_port_that_receives() -> None:
 
 def test_slots_share_the_link_between_their_devices() -> None:
     """Each direction of a - b carries 20 B/s in all, and a - c another 20."""
-    run = Clock(Network(slotted(link=20.0)))
+    run = Clock(LinkNetwork(slotted(link=20.0)))
     for source, target in [("a.1", "b.1"), ("a.2", "b.2"), ("a.1", "c.1"), ("b.1", "a.1")]:
         run.start(source, target, 10)
     assert [transfer.rate for transfer in run.ends] == [10.0, 10.0, 20.0, 20.0]
@@ -174,7 +174,7 @@ def test_slots_share_the_link_between_their_devices() -> None:
 
 def test_slots_of_one_device_exchange_as_fast_as_its_memory() -> None:
     """1000 B/s between a.1 and a.2, each way, while both send through the port of 100 B/s."""
-    run = Clock(Network(slotted()))
+    run = Clock(LinkNetwork(slotted()))
     run.start("a.1", "a.2", 500, "there")
     run.start("a.2", "a.1", 500, "back")
     run.start("a.1", "b.1", 50, "out")
@@ -188,7 +188,7 @@ def test_a_host_may_bear_the_name_of_a_device_elsewhere() -> None:
     base = cluster(["x", "y", "z"], Link(100.0, 0.0))
     hosts = {"x": "y", "z": "x"}
     devices = tuple(msgspec.structs.replace(one, host=hosts.get(one.name, "")) for one in base.devices)
-    run = Clock(Network(Cluster("made", devices, base.link)))
+    run = Clock(LinkNetwork(Cluster("made", devices, base.link)))
     run.start("x", "y", 50)
     run.start("z", "y", 50)
     run.until()
@@ -271,7 +271,7 @@ def max_min(made: Cluster, flows: list[tuple[str, str]]) -> list[Fraction]:
 @given(crowds())
 def test_rates_are_max_min_fair(drawn: tuple[Cluster, list[tuple[str, str]]]) -> None:
     made, flows = drawn
-    run = Clock(Network(made))
+    run = Clock(LinkNetwork(made))
     for number, (source, target) in enumerate(flows):
         run.start(source, target, 1e6, str(number))
     got = {str(transfer.label): transfer.rate for transfer in run.ends}
@@ -285,7 +285,7 @@ def test_rates_are_fair_again_when_one_has_ended(
     drawn: tuple[Cluster, list[tuple[str, str]]], data: st.DataObject
 ) -> None:
     made, flows = drawn
-    network = Network(made)
+    network = LinkNetwork(made)
     transfers = {str(n): network.start(*flow, 1e6, str(n), 0.0) for n, flow in enumerate(flows)}
     network.settle(0.0)
     gone = data.draw(st.integers(0, len(flows) - 1))
@@ -303,7 +303,7 @@ def test_everything_sent_arrives_and_no_limit_is_broken(
 ) -> None:
     """Each resource needs at least its bytes over its rate; all ends lie between that and one after another."""
     made, flows = drawn
-    run = Clock(Network(made))
+    run = Clock(LinkNetwork(made))
     loads: dict[tuple[str, ...], Fraction] = {}
     for number, (source, target) in enumerate(flows):
         run.start(source, target, sizes[number], str(number))

@@ -80,7 +80,7 @@ def both_ways(plan: Plan, network: Network, made: Cluster, monkeypatch: pytest.M
     known = even_profile(network, made.names)
     found = numbers(simulate(plan, network, made, known, keep_spans=False))
     with monkeypatch.context() as changed:
-        changed.setattr(module, "Network", PlainNetwork)
+        changed.setattr(module, "LinkNetwork", PlainNetwork)
         expected = numbers(simulate(plan, network, made, known, keep_spans=False))
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     with monkeypatch.context() as changed:

@@ -20,7 +20,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles
 from manyhands.job.named import Wish, build_model, loss_of
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
-from manyhands.plans.tiles import tile_wish
+from manyhands.plans.tiles import tile_options
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.training.named import train_job
 from real_runs import Ran, assert_close, train, workers
@@ -104,7 +104,7 @@ def tiles_and_one_device(
     """A run of each, with the same losses and weights; every tile computed its planned share."""
     tiled, one = (
         train(cluster, plan, folder / plan, model=model(), data=data.train, loss=region_loss,
-              tiles=tile_wish("2x1", None, None) if plan == "tiles" else None, **options)
+              tiles=tile_options("2x1", None, None) if plan == "tiles" else None, **options)
         for plan in ("tiles", "single")
     )  # fmt: skip
     tiled.assert_as_planned()

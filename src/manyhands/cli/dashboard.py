@@ -1,4 +1,4 @@
-"""`manyhands dashboard`: a run as a page in a browser, live or long over; and the page that other commands open."""
+"""`manyhands dashboard`: a run as a page in a browser, live or finished; and the page that other commands open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
 
 HOST, PORTS = "127.0.0.1", range(7070, 7080)
-"""Where nothing is said: the first of these that is free, else any other."""
+"""The default address: the first of these ports that is free, else any other."""
 OFF = "off"
 DashboardOption = Annotated[
     str | None,
@@ -43,30 +43,31 @@ def dashboard(
     ] = "",
     open_it: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
 ) -> None:
-    """Show a run in a browser, live or long over, until Ctrl-C."""
+    """Show a run in a browser, live or finished, until Ctrl-C."""
     folder = run_named(run)
-    with opened(listen, folder) as found:
-        typer.echo(f"{folder}: {found.url}")
-        if found.is_encrypted:
-            typer.echo("Browsers warn of its certificate once, since nobody but this process vouches for it.")
-        typer.echo("Ctrl-C ends it; the run does not notice.", err=True)
-        if open_it and found.is_encrypted:
+    with opened(listen, folder) as server:
+        typer.echo(f"{folder}: {server.url}")
+        if server.is_encrypted:
+            typer.echo("Browsers warn about its certificate once, because it is self-signed.")
+        typer.echo("Ctrl-C ends it; the run is not affected.", err=True)
+        if open_it and server.is_encrypted:
             typer.echo("Open it yourself: a browser started from here would show the token to every user.", err=True)
         elif open_it:
             import webbrowser
 
-            webbrowser.open(found.url)
+            webbrowser.open(server.url)
         threading.Event().wait()
 
 
 class Page:
-    """Where a run is shown, if it is."""
+    """The page that shows a run, if there is one."""
 
     def __init__(self, dashboard: Dashboard | None) -> None:
         self._dashboard = dashboard
 
     def show(self, folder: Path) -> str | None:
-        """The run has a folder from now on. Returns the address without its token, which is for whoever started it."""
+        """Show a run's folder from now on. Returns the address without its token, which only the user who started it
+        gets."""
         if self._dashboard is None:
             return None
         self._dashboard.show(folder)
@@ -75,24 +76,25 @@ class Page:
 
 @contextlib.contextmanager
 def dashboard_for(option: str | None, say: Callable[[str], None], *, quiet: bool = False) -> Iterator[Page]:
-    """The page of a command that is about to run; says where it is. Where nobody asked for one, none is no error."""
+    """Serve the page of a command that is about to run, and print its address. If none was asked for and none can be
+    opened, that is no error."""
     from manyhands.facts.errors import AddressTaken
 
     with contextlib.ExitStack() as stack:
-        found = None
+        server = None
         if option != OFF and not (option is None and quiet):
             try:
-                found = stack.enter_context(opened(option or "", None))
+                server = stack.enter_context(opened(option or "", None))
             except AddressTaken:
                 if option is not None:
                     raise
-        if found is not None:
-            say(f"Dashboard: {found.url}")
-        yield Page(found)
+        if server is not None:
+            say(f"Dashboard: {server.url}")
+        yield Page(server)
 
 
 def opened(address: str, folder: Path | None) -> Dashboard:
-    """Served from now on, where it was said, or near the usual port."""
+    """Start serving at an address, or near the usual port."""
     from manyhands.dashboard.server import Dashboard
     from manyhands.facts.errors import AddressTaken
     from manyhands.session.joining import parse_address, reachable

@@ -56,8 +56,14 @@ def decouple(
     typer.echo(f"{model} ({shape}): {groups} groups, {len(report.shuffles)} shuffle(s), widened {widen:g} times.")
     print_table("", ["one sample", "before", "after", "ratio"], rows, numbers=["before", "after", "ratio"])
     placed = [
-        [one.name, one.before, str(one.depth), "x".join(map(str, one.shape)), format_bytes(one.bytes)]
-        for one in report.shuffles
+        [
+            shuffle.name,
+            shuffle.before,
+            str(shuffle.depth),
+            "x".join(map(str, shuffle.shape)),
+            format_bytes(shuffle.bytes),
+        ]
+        for shuffle in report.shuffles
     ]
     headings = ["shuffle", "before layer", "convolutions before", "tensor", "size"]
     if placed:
@@ -66,11 +72,11 @@ def decouple(
     if isinstance(wanted, int) and len(placed) < wanted:
         typer.echo(f"There is room for {len(placed)} shuffle(s), not {wanted}.")
     typer.echo(f"{report.grouped} of {report.convolutions} convolutions are grouped. What stays dense:")
-    for why, count in Counter(one.why for one in report.dense).items():
-        names = [one.name for one in report.dense if one.why == why]
+    for why, count in Counter(layer.why for layer in report.dense).items():
+        names = [layer.name for layer in report.dense if layer.why == why]
         typer.echo(f"  {names[0]}{f' and {count - 1} more' if count > 1 else ''}: {why}")
-    for one in report.kept:
-        typer.echo(f"Not widened: {one.name} ({one.why}).")
+    for layer in report.kept:
+        typer.echo(f"Not widened: {layer.name} ({layer.why}).")
     if report.concats:
         typer.echo(f"{len(report.concats)} concatenation(s) are done in every group by itself.")
     moved = format_bytes(report.moved_bytes(groups))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _OrACluster(TyperGroup):
-    """What is no command of the group is a cluster to show."""
+    """A command group whose arguments name a cluster to show, unless they name a command."""
 
     default_command = "show"
 
@@ -116,6 +116,6 @@ def _show_cluster(cluster: Cluster, json: bool) -> None:
     print_table(f"Cluster {cluster.name} ({how})", headings, rows, numbers=["GFLOP/s", "memory", "cores"])
     link = cluster.link
     typer.echo(f"Any pair: {format_rate(link.bytes_per_second)}, {format_seconds(link.delay_seconds)} one way.")
-    for one in cluster.links:
-        rate, delay = format_rate(one.link.bytes_per_second), format_seconds(one.link.delay_seconds)
-        typer.echo(f"{one.sender} to {one.receiver}: {rate}, {delay} one way.")
+    for directed in cluster.links:
+        rate, delay = format_rate(directed.link.bytes_per_second), format_seconds(directed.link.delay_seconds)
+        typer.echo(f"{directed.sender} to {directed.receiver}: {rate}, {delay} one way.")

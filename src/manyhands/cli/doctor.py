@@ -1,4 +1,5 @@
-"""`manyhands doctor`: what would keep a run from working, here and between machines, with the fix to type."""
+"""`manyhands doctor`: what would keep a run from working, on this machine and between machines, with the fix to
+type."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from manyhands.cli.show import plain
 from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
-    from manyhands.doctor.check import Check, Diagnosis
+    from manyhands.doctor.check import Check, Findings
 
 MOST_GOOD_LINKS = 12
-"""Of more, the slowest are shown."""
+"""With more good links, only the slowest are shown."""
 
 
 def doctor(
@@ -36,7 +37,7 @@ def doctor(
         typer.Option(
             "--token",
             envvar="MANYHANDS_TOKEN",
-            help="What new workers must know. Default: this machine's shared token.",
+            help="Token that new workers must know. Default: this user's shared token.",
         ),
     ] = "",
     token_file: TokenFile = "",
@@ -45,10 +46,12 @@ def doctor(
 ) -> None:
     """Check this machine, its workers and the network between them. Exit code 19: something would break a run."""
     from manyhands.cli.show import print_json, working
-    from manyhands.doctor.report import Asked, examine
+    from manyhands.doctor.report import DoctorOptions, examine
     from manyhands.session.joining import parse_devices
 
-    asked = Asked(workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait)
+    options = DoctorOptions(
+        workers, cluster, listen, parse_devices(devices)[0], token_given(token, token_file), lab, join, wait
+    )
     with working("manyhands doctor") as spin:
 
         def say(text: str) -> None:
@@ -57,17 +60,17 @@ def doctor(
             else:
                 spin(text)
 
-        found = examine(asked, say)
+        findings = examine(options, say)
     if json:
-        print_json(found.to_dict())
+        print_json(findings.to_dict())
     else:
-        _show(found)
-    if found.broken:
-        _fail(found, is_fix_shown=not json)
+        _show(findings)
+    if findings.broken:
+        _fail(findings, is_fix_shown=not json)
 
 
-def _show(found: Diagnosis) -> None:
-    shown, left_out = _chosen(found)
+def _show(findings: Findings) -> None:
+    shown, left_out = _chosen(findings)
     if sys.stdout.isatty():
         _print_table(shown)
     else:
@@ -75,22 +78,22 @@ def _show(found: Diagnosis) -> None:
             typer.echo(_line(check))
     if left_out:
         typer.echo(f"{left_out} more links are ok, and faster than these; --json has all.")
-    counts = f"{len(found.broken)} broken, {len(found.warnings)} warning(s), {len(found.checks)} checks."
-    typer.echo(f"{counts} {'' if found.broken else 'A run would work here.'}".rstrip())
+    counts = f"{len(findings.broken)} broken, {len(findings.warnings)} warning(s), {len(findings.checks)} checks."
+    typer.echo(f"{counts} {'' if findings.broken else 'A run would work here.'}".rstrip())
 
 
-def _chosen(found: Diagnosis) -> tuple[list[Check], int]:
-    """Of many good links only the slowest."""
-    good = [check for check in found.checks if check.subject == "link" and check.state == "ok"]
+def _chosen(findings: Findings) -> tuple[list[Check], int]:
+    """Return the checks to show, with only the slowest of many good links, and how many are left out."""
+    good = [check for check in findings.checks if check.subject == "link" and check.state == "ok"]
     if len(good) <= MOST_GOOD_LINKS:
-        return found.checks, 0
-    rates = {f"{link.source}, {link.target}": link.bytes_per_second for link in found.links}
+        return findings.checks, 0
+    rates = {f"{link.source}, {link.target}": link.bytes_per_second for link in findings.links}
     fast = sorted(good, key=lambda check: rates.get(check.where, 0.0))[MOST_GOOD_LINKS:]
-    return [check for check in found.checks if check not in fast], len(fast)
+    return [check for check in findings.checks if check not in fast], len(fast)
 
 
 def _line(check: Check) -> str:
-    """For a log: the state first, then everything; what to type on lines of its own."""
+    """Return a check as text for a log: the state first, then everything; each command to type on a line of its own."""
     text = f"{check.state:<8} {check.subject} ({check.where}): {check.found}"
     if check.needed and check.state != "ok":
         text += f" [needed: {check.needed}]"
@@ -111,7 +114,7 @@ def _print_table(checks: list[Check]) -> None:
         table.add_column(heading, overflow="fold")
     for check in checks:
         state = f"[{colours[check.state]}]{check.state}[/]"
-        table.add_row(state, check.subject, *(escape(plain(one)) for one in (check.where, check.found, check.needed)))
+        table.add_row(state, check.subject, *(escape(plain(cell)) for cell in (check.where, check.found, check.needed)))
     Console().print(table)
     for check in checks:  # not in the table: what is to be typed must be in one piece
         if check.fix:
@@ -119,11 +122,11 @@ def _print_table(checks: list[Check]) -> None:
             typer.echo(plain("".join(f"  {line}\n" for line in check.fix.splitlines())))
 
 
-def _fail(found: Diagnosis, *, is_fix_shown: bool) -> None:
+def _fail(findings: Findings, *, is_fix_shown: bool) -> None:
     from manyhands.facts.errors import Unfit
 
-    first = found.broken[0]
-    more = f" and {len(found.broken) - 1} more" if len(found.broken) > 1 else ""
+    first = findings.broken[0]
+    more = f" and {len(findings.broken) - 1} more" if len(findings.broken) > 1 else ""
     raise Unfit(
         f"A run would not work: {first.subject} ({first.where}): {first.found}{more}.",
         hint="" if is_fix_shown else first.fix,

@@ -12,11 +12,11 @@ from manyhands.facts.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from manyhands.explaining.bottleneck import Limit
-    from manyhands.explaining.explain import Explanation
+    from manyhands.explaining.explanation import Explanation
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.network import Network
     from manyhands.facts.plan import Plan
-    from manyhands.plans.planning import Planned
+    from manyhands.plans.planned import Planned
 
 MOST_CANDIDATES = 12
 MOST_BESIDES = 2
@@ -26,7 +26,7 @@ CHECKED_TOO = 0.2
 
 
 def print_picture(plan: Plan, network: Network, cluster: Cluster) -> None:
-    """Devices down, layers across; letters where the output has no blocks."""
+    """Print a picture of the plan: devices down, layers across; letters where the output has no block characters."""
     from shutil import get_terminal_size
 
     from manyhands.observe.plan_lines import can_draw, plan_lines
@@ -40,7 +40,7 @@ def print_picture(plan: Plan, network: Network, cluster: Cluster) -> None:
 
 
 def print_explanation(explained: Explanation, planned: Planned) -> None:
-    """What limits it, why others lost, what else would give."""
+    """Print what limits the plan, why others lost, and what would make it faster."""
     _print_limits(explained)
     if planned.candidates and planned.objective is None:
         _print_candidates(explained, planned)
@@ -52,12 +52,12 @@ def _print_limits(explained: Explanation) -> None:
     if binding is None:
         return
     typer.echo(f"What limits it: {binding.text}.{_checked(binding)}")
-    others = [one for one in explained.limits if one is not binding and one.part >= ALSO_SAID]
-    for one in others[:MOST_BESIDES]:
-        typer.echo(f"  besides: {one.text}.{_checked(one) if one.part >= CHECKED_TOO else ''}")
-    for one in explained.full:
-        if one is not binding:
-            typer.echo(f"  besides: {one.text}.{_checked(one)}")
+    others = [limit for limit in explained.limits if limit is not binding and limit.part >= ALSO_SAID]
+    for limit in others[:MOST_BESIDES]:
+        typer.echo(f"  besides: {limit.text}.{_checked(limit) if limit.part >= CHECKED_TOO else ''}")
+    for limit in explained.full:
+        if limit is not binding:
+            typer.echo(f"  besides: {limit.text}.{_checked(limit)}")
     typer.echo()
 
 
@@ -71,15 +71,22 @@ def _checked(limit: Limit) -> str:
 
 
 def _print_candidates(explained: Explanation, planned: Planned) -> None:
-    """What else was looked at, and why it lost."""
+    """Print the other candidates, and why they lost."""
     score = {"memory": "holds at most", "energy": "J a sample"}.get(planned.best)
     unit = "" if planned.best in ("memory", "energy") else " as long"
     chosen = planned.candidates[0]
-    scores = [one.score for one in planned.candidates]
+    scores = [candidate.score for candidate in planned.candidates]
     rows = [[chosen.name, format_seconds(chosen.seconds), "", "chosen"]]
-    for one in explained.runners_up[: MOST_CANDIDATES - 1]:
-        seconds = "" if one.seconds is None else format_seconds(one.seconds)
-        rows.append([one.name, seconds, "" if one.times is None else f"{one.times:.3g}x{unit}", one.reason])
+    for runner_up in explained.runners_up[: MOST_CANDIDATES - 1]:
+        seconds = "" if runner_up.seconds is None else format_seconds(runner_up.seconds)
+        rows.append(
+            [
+                runner_up.name,
+                seconds,
+                "" if runner_up.times is None else f"{runner_up.times:.3g}x{unit}",
+                runner_up.reason,
+            ]
+        )
     headings = ["plan", "a step", "", "why"]
     if score is not None:
         headings.insert(2, score)
@@ -96,15 +103,15 @@ def _print_what_if(explained: Explanation, planned: Planned) -> None:
 
     of = "a step" if planned.objective is None else "a sample"
     rows = []
-    for one in explained.best_changes:
-        gains = faster_text(one.speed_up)
+    for change in explained.best_changes:
+        gains = faster_text(change.speed_up)
         if planned.best == "memory":
-            gains += f", at most {format_bytes(one.score)} on a device"
+            gains += f", at most {format_bytes(change.score)} on a device"
         elif planned.best == "energy":
-            gains += f", {one.score:.3g} J a sample"
-        rows.append([one.change, format_seconds(one.seconds), gains])
+            gains += f", {change.score:.3g} J a sample"
+        rows.append([change.change, format_seconds(change.seconds), gains])
     if rows:
-        print_table("What if (planned anew, simulated)", ["with", of, ""], rows, numbers=[of])
+        print_table("What if (planned again, simulated)", ["with", of, ""], rows, numbers=[of])
     notes = []
     named = [name for name in explained.searched if name != "auto"]
     if rows and planned.candidates and named:

@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` start from: a network, a cluster, and a profile if there is one."""
+"""The inputs of `plan` and `simulate`: a network, a cluster, and a profile if there is one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """What is planned or simulated."""
+    """The inputs of planning or simulating."""
 
     network: Network
     cluster: Cluster
     profile: Profile | None
     """None: estimated from the device catalogue."""
     times: str = ""
-    """Where the times of this machine's workers are from; empty: the cluster is another."""
+    """Where the times of this machine's workers come from; empty: the cluster is another one."""
 
 
 def load_task(
     model: str, input: str, granularity: str, cluster: str, profile: str, *, training: bool = True
 ) -> TaskInputs:
-    """Load the three by what the user typed. Workers of this machine (`local:N`) get this machine's own times."""
+    """Load the inputs that the user named. Workers of this machine (`local:N`) get this machine's own times."""
     from manyhands.cli.show import working
     from manyhands.files.documents import load_cluster
     from manyhands.plans.networks import load_network, parse_input
@@ -43,14 +43,14 @@ def load_task(
         if not is_plain_local(machines):
             return TaskInputs(network, machines, read_profiles(profile, network, machines) if profile else None)
         say("looking at this machine")
-        known = local_times(network, machines, training=training)
+        local = local_times(network, machines, training=training)
     if not profile:
-        return TaskInputs(network, known.cluster, known.profile, known.note)
-    return TaskInputs(network, known.cluster, read_profiles(profile, network, known.cluster, known.profile))
+        return TaskInputs(network, local.cluster, local.profile, local.note)
+    return TaskInputs(network, local.cluster, read_profiles(profile, network, local.cluster, local.profile))
 
 
 def print_notes(task: TaskInputs, result: Simulation) -> None:
-    """Where the times are from, and what else to know of a simulation."""
+    """Print where the times come from, and the simulation's warnings."""
     if task.times:
         typer.echo(task.times)
     for warning in result.warnings:

@@ -30,35 +30,36 @@ def _record(event: str, name: str, key: str) -> None:
 
 
 def revoke(name: Name) -> None:
-    """Keep a device out from now on, with the token or without; one that is connected is sent away within seconds."""
-    found = _book().revoke(name)
-    _record("revoked", name, found.fingerprint)
-    typer.echo(f"{', '.join(found.names)} is kept out: the key {found.fingerprint} is revoked.")
-    typer.echo("If somebody who has it also knows the token: manyhands devices new-token")
-    typer.echo(f"To let it join again, with the token: manyhands devices forget {found.name}")
+    """Keep a device out from now on, with the token or without; if it is connected, it is disconnected within
+    seconds."""
+    device = _book().revoke(name)
+    _record("revoked", name, device.fingerprint)
+    typer.echo(f"{', '.join(device.names)} is kept out: the key {device.fingerprint} is revoked.")
+    typer.echo("If someone who has it also knows the token: manyhands devices new-token")
+    typer.echo(f"To let it join again, with the token: manyhands devices forget {device.name}")
 
 
 def forget(name: Name) -> None:
-    """Delete what is known of a device: it may join again with the token, also under a new key."""
-    found = _book().forget(name)
-    _record("forgotten", name, found.fingerprint)
-    typer.echo(f"{', '.join(found.names)} is forgotten: it may join again with the token.")
+    """Delete what is stored about a device: it may join again with the token, also under a new key."""
+    device = _book().forget(name)
+    _record("forgotten", name, device.fingerprint)
+    typer.echo(f"{', '.join(device.names)} is forgotten: it may join again with the token.")
 
 
 def allow(
     name: Name,
     role: Annotated[str, typer.Argument(metavar="ROLE", help="coordinator or worker.")],
 ) -> None:
-    """Let a device act in another role, too: a key is known for the role in which it first joined."""
+    """Let a device act in another role, too: a key is stored for the role in which it first joined."""
     from manyhands.engine.keys import Role
     from manyhands.facts.errors import BadValue
 
-    roles = {one.text: one for one in Role}
+    roles = {each.text: each for each in Role}
     if role not in roles:
         raise BadValue(f"'{role:.40}' is no role; there are: {', '.join(sorted(roles))}.")
-    found = _book().allow(name, roles[role])
-    _record("allowed", f"{name} {role}", found.fingerprint)
-    typer.echo(f"{', '.join(found.names)} may act as: {', '.join(found.roles)}.")
+    device = _book().allow(name, roles[role])
+    _record("allowed", f"{name} {role}", device.fingerprint)
+    typer.echo(f"{', '.join(device.names)} may act as: {', '.join(device.roles)}.")
 
 
 def new_token() -> None:
@@ -76,19 +77,19 @@ def log(json: Json = False) -> None:
     from manyhands.runtime.audit import AUDIT_FILE, entries
     from manyhands.runtime.shared_token import config_folder
 
-    found = entries(config_folder())
+    recorded = entries(config_folder())
     if json:
-        print_json(found)
+        print_json(recorded)
         return
-    if not found:
+    if not recorded:
         typer.echo(f"Nothing is recorded yet ({config_folder() / AUDIT_FILE}).")
-    for one in found[-MOST_LINES:]:
-        facts = "  ".join(f"{key}={value}" for key, value in one.items() if key not in ("time", "event"))
-        typer.echo(plain(f"{one.get('time', '')}  {one.get('event', '')}  {facts}"))
+    for entry in recorded[-MOST_LINES:]:
+        facts = "  ".join(f"{key}={value}" for key, value in entry.items() if key not in ("time", "event"))
+        typer.echo(plain(f"{entry.get('time', '')}  {entry.get('event', '')}  {facts}"))
 
 
 def known() -> dict[str, Any]:
-    """For --json: this device's fingerprint (null: it has no key yet) and those that have joined."""
+    """Return, for --json, this device's fingerprint (null: it has no key yet) and the devices that have joined."""
     import msgspec
 
     from manyhands.engine.keys import fingerprint
@@ -96,28 +97,32 @@ def known() -> dict[str, Any]:
     from manyhands.runtime.shared_token import config_folder
 
     key = own_key(config_folder(), make=False)
-    joined = [{**msgspec.to_builtins(one), "fingerprint": one.fingerprint} for one in _book().devices()]
+    joined = [{**msgspec.to_builtins(device), "fingerprint": device.fingerprint} for device in _book().devices()]
     return {"own_fingerprint": fingerprint(key.public) if key is not None else None, "joined": joined}
 
 
 def show_known() -> None:
-    """The devices that have joined, as a table."""
+    """Print the devices that have joined as a table."""
     from manyhands.cli.show import print_table
 
-    found = known()
+    document = known()
     rows = [
         [
-            ", ".join(one["names"]), ", ".join(one["roles"]) + (" (revoked)" if one["revoked"] else ""),
-            one["fingerprint"], _moment(one["first_joined"]), _moment(one["last_seen"]),
+            ", ".join(device["names"]), ", ".join(device["roles"]) + (" (revoked)" if device["revoked"] else ""),
+            device["fingerprint"], _moment(device["first_joined"]), _moment(device["last_seen"]),
         ]
-        for one in found["joined"]
+        for device in document["joined"]
     ]  # fmt: skip
     if rows:
         print_table("Devices that have joined", ["name", "role", "fingerprint", "first joined", "last seen"], rows)
     else:
         typer.echo("No device has joined this one, nor has it joined another.")
-    own = found["own_fingerprint"]
-    typer.echo(f"This device: {own}" if own else "This device has no key yet; one is made when it first joins.")
+    own_fingerprint = document["own_fingerprint"]
+    typer.echo(
+        f"This device: {own_fingerprint}"
+        if own_fingerprint
+        else "This device has no key yet; one is made when it first joins."
+    )
 
 
 def _moment(text: str) -> str:

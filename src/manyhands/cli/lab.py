@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from manyhands.lab.lab import DeviceStatus, Lab
 
 BROKEN_PIPE = 141
-"""What a shell says of a command that wrote to nobody."""
+"""The exit code of a shell's command whose reader has gone."""
 SLOWED = 0.99
 """A device with less of its share than this was slowed; the kernel's quota is in whole microseconds."""
 
@@ -32,7 +32,7 @@ NameArgument = Annotated[str, typer.Argument(help="Which lab. Default: the only 
 DeviceArgument = Annotated[str, typer.Argument(help="A device of the lab.")]
 Scale = Annotated[
     float | None,
-    typer.Option("--scale", help="So many times slower than in life. Default: what this machine's cores can play."),
+    typer.Option("--scale", help="How many times slower than real time. Default: what this machine's cores can play."),
 ]
 Slots = Annotated[int, typer.Option("--slots", min=1, max=16, help="Workers on each device.")]
 Traces = Annotated[
@@ -54,8 +54,8 @@ def up(
     """Bring a lab up; it stays until `manyhands lab down`."""
     from manyhands.session.lab_session import bring_up, lab_cluster
 
-    asked = lab_cluster(source, scale=scale, slots=slots, traces=tuple(trace or ()))
-    lab = bring_up(asked, name=name, source=source)
+    cluster = lab_cluster(source, scale=scale, slots=slots, traces=tuple(trace or ()))
+    lab = bring_up(cluster, name=name, source=source)
     _print_status(lab)
     typer.echo(f"Run on every device: manyhands lab run -- hostname -I     Take it down: manyhands lab down {lab.name}")
 
@@ -66,7 +66,7 @@ def down(
     lab: LabOption = "",
     everything: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
 ) -> None:
-    """Take a lab down, also one of which only a part is left."""
+    """Take a lab down, even if only a part of it is left."""
     name = _either(name, lab)
     from manyhands.facts.errors import LabError
     from manyhands.lab.record import lab_name
@@ -78,27 +78,28 @@ def down(
     wanted = there if everything else [lab_name(name)] if name else there
     if len(wanted) > 1 and not everything:
         raise LabError(f"Several labs are up: {', '.join(there)}.", hint=f"Write: manyhands lab down {there[0]}")
-    for one in wanted:
-        if one not in there:
+    for lab_up in wanted:
+        if lab_up not in there:
             raise LabError(
-                f"There is no lab called '{one}'.", hint=f"There are: {', '.join(there)}." if there else "None is up."
+                f"There is no lab called '{lab_up}'.",
+                hint=f"There are: {', '.join(there)}." if there else "None is up.",
             )
-        take_down(one)
-        typer.echo(f"{one} is down.")
+        take_down(lab_up)
+        typer.echo(f"{lab_up} is down.")
     if not wanted:
         typer.echo("No lab is up.")
 
 
 @app.command("status")
 def status(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
-    """The devices of a lab: their network, processor and memory, as they are now."""
-    found = _find(_either(name, lab))
+    """Show the devices of a lab: their network, processor and memory, as they are now."""
+    which = _find(_either(name, lab))
     if json:
         from manyhands.cli.show import print_json
 
-        print_json(_status_document(found))
+        print_json(_status_document(which))
     else:
-        _print_status(found)
+        _print_status(which)
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -109,21 +110,21 @@ def run(
     ] = None,
     lab: LabOption = "",
 ) -> None:
-    """Run a command on each device at once, or on some; the largest exit code is this command's own."""
+    """Run a command on all devices at once, or on some; the exit code is the largest of theirs."""
     from manyhands.lab.lab import Lab
     from manyhands.lab.spaces import COORDINATOR_SPACE
 
-    found = Lab.find(lab)
-    devices = device or list(found.played.network.names)
-    words = [found.words(one) for one in devices]  # unknown names are found before anything starts
+    which = Lab.find(lab)
+    devices = device or list(which.played.network.names)
+    words = [which.words(name) for name in devices]  # unknown names are found before anything starts
     if len(devices) == 1:
         sys.exit(_code(subprocess.call([*words[0], *command])))
     codes: dict[str, int] = {}
     threads = [
         threading.Thread(
-            target=_run_one, args=(one, [*before, *command], codes, max(map(len, (*devices, COORDINATOR_SPACE))))
+            target=_run_one, args=(name, [*before, *command], codes, max(map(len, (*devices, COORDINATOR_SPACE))))
         )
-        for one, before in zip(devices, words)
+        for name, before in zip(devices, words)
     ]
     for thread in threads:
         thread.start()
@@ -143,7 +144,7 @@ def _run_one(device: str, words: list[str], codes: dict[str, int], width: int) -
         try:
             for line in process.stdout:
                 print(f"{device:<{width}}  {line}", end="", flush=True)
-        except BrokenPipeError:  # whoever read went away (head, less): as a shell has it, the command ends
+        except BrokenPipeError:  # the reader has gone (head, less): the command ends, as in a shell
             process.kill()
             codes[device] = BROKEN_PIPE
             return
@@ -151,13 +152,13 @@ def _run_one(device: str, words: list[str], codes: dict[str, int], width: int) -
 
 
 def _code(returned: int) -> int:
-    """As a shell says it: 137 for a command that was killed."""
+    """Return an exit code as a shell does: 137 for a command that was killed."""
     return returned if returned >= 0 else 128 - returned
 
 
 @app.command("cut")
 def cut(device: DeviceArgument, lab: LabOption = "") -> None:
-    """Pull a device's cable: nobody is told."""
+    """Pull a device's cable: no device is notified."""
     _find(lab).cut(device)
     typer.echo(f"{device} is cut off. Back: manyhands lab heal {device}")
 
@@ -186,15 +187,15 @@ def slow(
     from manyhands.facts.errors import BadValue
     from manyhands.facts.lab import SLOWEST_SHARE, rounded_up
 
-    found = _find(lab)
-    share = found.played.seat(device).share
+    which = _find(lab)
+    share = which.played.seat(device).share
     if 0 < factor <= 1 and share * factor < SLOWEST_SHARE:
         least = min(1.0, rounded_up(SLOWEST_SHARE / share))
         raise BadValue(
             f"{device} has {share:.2%} of a core; {factor:g} of that is below {SLOWEST_SHARE:g}, the least there is.",
             hint=f"The smallest factor for {device} is {least:g}.",
         )
-    found.slow(device, factor)
+    which.slow(device, factor)
     typer.echo(f"{device} has {factor:g} of its speed. Back: manyhands lab heal {device}")
 
 
@@ -203,15 +204,15 @@ def heal(
     device: Annotated[str, typer.Argument(help="A device of the lab. Default: all.")] = "", lab: LabOption = ""
 ) -> None:
     """Undo cut, freeze and slow, on one device or all."""
-    found = _find(lab)
-    for name in [device] if device else found.played.network.names:
-        found.heal(name)
-    typer.echo(f"{device or 'Every device'} is as it was brought up.")
+    which = _find(lab)
+    for name in [device] if device else which.played.network.names:
+        which.heal(name)
+    typer.echo(f"{device or 'Every device'} is back to how it was brought up.")
 
 
 @app.command("check")
 def check(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> None:
-    """Measure what a lab gives against what was asked for; fails beyond 10 %. Nothing else should run in it."""
+    """Measure what a lab delivers against its settings; fails beyond 10 %. Nothing else should run in it."""
     from manyhands.cli.show import print_json, print_table, working
     from manyhands.facts.errors import LabError
     from manyhands.lab.check import TOLERANCE
@@ -219,34 +220,35 @@ def check(name: NameArgument = "", lab: LabOption = "", json: Json = False) -> N
 
     which = _find(_either(name, lab))
     with working("measuring") as say:
-        found = list(check_lab(which, say))
+        measured = list(check_lab(which, say))
     if json:
         print_json(
             [
-                {"what": one.what, "who": one.who, "unit": one.unit, "asked": one.asked, "got": one.got,
-                 "error": one.error if one.got is not None else None, "good": one.is_good, "note": one.note}
-                for one in found
+                {"what": result.what, "who": result.who, "unit": result.unit, "asked": result.asked, "got": result.got,
+                 "error": result.error if result.got is not None else None, "good": result.is_good, "note": result.note}
+                for result in measured
             ]
         )  # fmt: skip
     else:
         rows = [
-            [one.what, one.who, _shown(one.asked, one.unit), _shown(one.got, one.unit) or one.note or "nothing",
-             f"{one.error:.1%}" if one.got is not None else "", "" if one.is_good else "BAD"]
-            for one in found
+            [result.what, result.who, _shown(result.asked, result.unit),
+             _shown(result.got, result.unit) or result.note or "nothing",
+             f"{result.error:.1%}" if result.got is not None else "", "" if result.is_good else "BAD"]
+            for result in measured
         ]  # fmt: skip
         headings = ["what", "device", "asked", "got", "off by", ""]
         print_table(f"Lab {which.name}, {_scale(which)}", headings, rows, numbers=["asked", "got", "off by"])
-    bad = [one for one in found if not one.is_good]
+    bad = [result for result in measured if not result.is_good]
     if bad:
         raise LabError(
-            f"{len(bad)} of {len(found)} are off by more than {TOLERANCE:.0%}: "
-            f"{', '.join(f'{one.what} of {one.who}' for one in bad[:5])}.",
+            f"{len(bad)} of {len(measured)} are off by more than {TOLERANCE:.0%}: "
+            f"{', '.join(f'{result.what} of {result.who}' for result in bad[:5])}.",
             hint="Is something else running on this machine? A larger --scale leaves more room.",
         )
 
 
 def _either(name: str, lab: str) -> str:
-    """A lab's name may stand alone or after --lab."""
+    """Return a lab's name, which may stand alone or after --lab."""
     from manyhands.facts.errors import BadValue
 
     if name and lab and name != lab:
@@ -285,39 +287,39 @@ def _rate(number: float) -> str:
 
 
 class Now(NamedTuple):
-    """What a device has at this moment, where that may differ from what it was brought up with."""
+    """The state of a device now, where it may differ from how it was brought up."""
 
     share: float | None
-    """Of a core; None: not settled yet, at this machine's full speed."""
+    """Share of a core; None: not settled yet, at this machine's full speed."""
     up_bytes_per_second: float
     down_bytes_per_second: float
     follows: str
-    """The trace's file."""
+    """The trace file that the port follows."""
     state: tuple[str, ...]
-    """What is to be said of it; nothing where it is well."""
+    """What is unusual about it; empty: nothing."""
 
 
 def _now(lab: Lab, device: DeviceStatus) -> Now:
-    own = lab.played.network.device(device.name)
+    facts = lab.played.network.device(device.name)
     follows = dict(lab.played.traces).get(device.name, "")
-    up, down = lab.spaces.rates(device.name) if follows else (own.up_bytes_per_second, own.down_bytes_per_second)
+    up, down = lab.spaces.rates(device.name) if follows else (facts.up_bytes_per_second, facts.down_bytes_per_second)
     share = lab.groups.share(lab.name, device.name)
     return Now(share, up, down, follows, _state(device, share, lab.played.seat(device.name).share, follows))
 
 
 def _state(device: DeviceStatus, share: float | None, full_share: float, follows: str = "") -> tuple[str, ...]:
-    said = ["cut"] * device.is_cut + ["frozen"] * device.group.is_frozen
+    states = ["cut"] * device.is_cut + ["frozen"] * device.group.is_frozen
     if share is None:
-        said.append("full speed")
+        states.append("full speed")
     elif share < SLOWED * full_share:
-        said.append(f"slow {share / full_share:.2g}")
-    said += [f"{device.group.oom_kills} killed for memory"] * bool(device.group.oom_kills)
-    return (*said, *[f"follows {follows}"] * bool(follows))
+        states.append(f"slow {share / full_share:.2g}")
+    states += [f"{device.group.oom_kills} killed for memory"] * bool(device.group.oom_kills)
+    return (*states, *[f"follows {follows}"] * bool(follows))
 
 
 def _pairs_that_differ(cluster: Cluster) -> int:
-    """Pairs of devices, whichever way round, that have a link of their own that is not like the others'."""
-    return len({frozenset((one.sender, one.receiver)) for one in cluster.links if one.link != cluster.link})
+    """Return the number of pairs of devices, in either direction, whose link differs from the default."""
+    return len({frozenset((link.sender, link.receiver)) for link in cluster.links if link.link != cluster.link})
 
 
 def _links_text(cluster: Cluster) -> str:
@@ -336,10 +338,10 @@ def _status_document(lab: Lab) -> dict[str, Any]:
     import msgspec
 
     devices = []
-    for one in lab.status():
-        now = _now(lab, one)
+    for device in lab.status():
+        now = _now(lab, device)
         devices.append(
-            {**msgspec.to_builtins(one), "memory_limit_bytes": lab.played.seat(one.name).memory_bytes,
+            {**msgspec.to_builtins(device), "memory_limit_bytes": lab.played.seat(device.name).memory_bytes,
              "share_now": now.share, "up_bytes_per_second": now.up_bytes_per_second,
              "down_bytes_per_second": now.down_bytes_per_second, "follows": now.follows or None,
              "state": list(now.state)}
@@ -358,13 +360,13 @@ def _print_status(lab: Lab) -> None:
     from manyhands.facts.units import format_bytes
 
     rows = []
-    for one in lab.status():
-        now = _now(lab, one)
-        cores = f"core {','.join(map(str, one.cores))}"
+    for device in lab.status():
+        now = _now(lab, device)
+        cores = f"core {','.join(map(str, device.cores))}"
         rows.append(
-            [one.name, one.address, f"all of {cores}" if now.share is None else f"{now.share:.1%} of {cores}",
-             f"{format_bytes(one.group.memory_bytes)} of {format_bytes(lab.played.seat(one.name).memory_bytes)}",
-             _rate(now.up_bytes_per_second), _rate(now.down_bytes_per_second), str(one.processes),
+            [device.name, device.address, f"all of {cores}" if now.share is None else f"{now.share:.1%} of {cores}",
+             f"{format_bytes(device.group.memory_bytes)} of {format_bytes(lab.played.seat(device.name).memory_bytes)}",
+             _rate(now.up_bytes_per_second), _rate(now.down_bytes_per_second), str(device.processes),
              ", ".join(now.state) or "well"]
         )  # fmt: skip
     headings = ["device", "address", "speed", "memory", "up", "down", "processes", "state"]

@@ -1,4 +1,4 @@
-"""What is told of a run that goes on, in words and rows: for the bar, `top` and `status`."""
+"""Text and table rows about a running job: for the progress bar, `top` and `status`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def number(loss: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, as bars show it."""
+    """Return a duration like 1:02:03, as progress bars show it."""
     whole = max(0, round(seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -42,12 +42,12 @@ def rate_text(samples_per_second: float | None) -> str:
 
 def state_text(view: View) -> str:
     live = view.live
-    said = STATES.get(live.state, live.state)
-    return f"{said}: {live.text}" if live.text else said
+    state = STATES.get(live.state, live.state)
+    return f"{state}: {live.text}" if live.text else state
 
 
 def step_text(live: Live) -> str:
-    """How far it is, in one line."""
+    """Return a job's progress in one line."""
     parts = [f"step {live.step:,} of {live.steps:,}" if live.steps else f"step {live.step:,}"]
     if live.loss is not None:
         parts.append(f"loss {number(live.loss)}")
@@ -67,12 +67,12 @@ def names_text(names: tuple[str, ...]) -> str:
 
 
 def memory_text(device: LiveDevice) -> str:
-    """What it takes of what it may: counted, or else as the plan has it."""
-    own = device.peak_bytes or device.planned_bytes
+    """Return a device's memory use and limit: counted, or else as planned."""
+    held = device.peak_bytes or device.planned_bytes
     sign = "" if device.peak_bytes else "~"
-    if not own:
+    if not held:
         return f"of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
-    return f"{sign}{format_bytes(own)} of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+    return f"{sign}{format_bytes(held)} of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
 
 
 def percent(part: float | None) -> str:
@@ -80,13 +80,13 @@ def percent(part: float | None) -> str:
 
 
 def busy_of(live: Live, stage: LiveStage) -> float | None:
-    """Of the stage's busiest device."""
-    known = [one.busy for one in live.devices if one.name in stage.devices and one.busy is not None]
-    return max(known, default=None)
+    """Return how busy the stage's busiest device is."""
+    parts = [device.busy for device in live.devices if device.name in stage.devices and device.busy is not None]
+    return max(parts, default=None)
 
 
 class Flows:
-    """Bytes per second into and out of devices, from what was sent between one look and the next."""
+    """Bytes per second into and out of devices, from what was sent between two readings."""
 
     def __init__(self) -> None:
         self._before: tuple[float, dict[tuple[str, str], int]] | None = None
@@ -96,7 +96,7 @@ class Flows:
 
     def look(self, live: Live) -> None:
         now = live.updated or time.time()
-        sent = {(one.source, one.target): one.sent_bytes for one in live.links}
+        sent = {(link.source, link.target): link.sent_bytes for link in live.links}
         before, seconds = self._before, 0.0
         if before is not None:
             seconds = now - before[0]
@@ -162,7 +162,7 @@ def link_row(link: LiveLink, flows: Flows) -> list[str]:
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """What happened, in words; empty for what nobody needs to hear. A file may say anything."""
+    """Return an event in words; empty for events that are not shown. A file may contain anything."""
     what = str(event.get("event", ""))
     device, step = str(event.get("device", "")), event.get("step")
     devices = ", ".join(map(str, event["devices"])) if isinstance(event.get("devices"), list) else ""
@@ -175,7 +175,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         "left": f"{device} has left",
         "lost": str(event.get("reason", "")) or f"{devices} lost",
         "recovered": f"going on with {devices} from step {step}{after}",
-        "replanned": f"planned anew ({event.get('how', '')})",
+        "replanned": f"planned again ({event.get('how', '')})",
         "redeployed": f"another cut, K or packing from step {step} ({event.get('reason', '')})",
         "waiting": f"waiting for workers: {event.get('workers')} of {event.get('least')}",
         "rewound": str(event.get("reason", "")),
@@ -198,7 +198,7 @@ def _evaluated(event: Mapping[str, Any]) -> str:
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    """By this machine's clock."""
+    """Return an event's time by this machine's clock."""
     try:
         return datetime.fromisoformat(str(event.get("time", ""))).astimezone().strftime("%H:%M:%S")
     except ValueError:

@@ -1,4 +1,4 @@
-"""The `manyhands` command. One file per subcommand; this one only gathers them and turns errors into exit codes."""
+"""The `manyhands` command. Each subcommand has its file; this one gathers them and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ app.add_typer(lab.app, name="lab")
 
 
 def _explain_usage(error: Any) -> None:
-    """A misspelt command or option: what was wrong, what was meant, exit code 2."""
+    """Explain a misspelt command or option, and exit with code 2."""
     message = error.format_message()
     if message.startswith("Usage:"):  # called without a command
         print(message)
@@ -101,7 +101,8 @@ def whole_app() -> typer.Typer:
 
 
 def _is_built_in(words: list[str]) -> bool:
-    """Return whether the first word names a command of this package: then nobody looks for others, which takes time."""
+    """Return whether the first word names a command of this package: then no other distribution is searched, which
+    takes time."""
     named = next((word for word in words if not word.startswith("-")), "")
     commands = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     return named in commands
@@ -129,12 +130,12 @@ def main() -> None:
     except ManyhandsError as error:
         if debug:
             raise
-        print(plain(f"Error: {error.message}"), file=sys.stderr)  # its words may be another machine's
+        print(plain(f"Error: {error.message}"), file=sys.stderr)  # its text may come from another machine
         if error.hint:
             print(plain(error.hint), file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader went away (head, less): nothing to say
+        sys.stderr.close()  # the reader has gone (head, less)
         sys.exit(0)
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of click's, which typer may carry under its own name

@@ -1,4 +1,4 @@
-"""The part of the screen that moves while a job runs: a bar, and below it a line for each stage or device.
+"""The live part of the screen while a job runs: a progress bar, and below it a line for each stage or device.
 
 rich draws it anew a few times a second, on a thread of its own; what stands below the bar comes from the run's folder,
 which is looked at once a second.
@@ -38,25 +38,26 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 1.0
 MOST_LINES = 8
 LEAST_WIDTH = 70
-"""In narrower windows less is shown, not the same on more lines."""
+"""Narrower windows show less, rather than the same on more lines."""
 LAST_STEPS = 20
 
 
 class Moving:
-    """What is known of a job's progress, as rich draws it."""
+    """A job's progress, as rich draws it."""
 
     def __init__(self, what: str, steps: int, samples: int, *, is_bursty: bool = False) -> None:
-        """`samples`: of each step. `is_bursty`: several steps end at once, so that only their mean says something."""
+        """Set up the progress. `samples` is per step. `is_bursty`: several steps end at once, so that only their mean
+        is meaningful."""
         self.what, self.steps, self.samples = what, max(1, steps), samples
         self.done = 0
         self.loss: float | None = None
         self.is_over = False
-        """Only the bar stays."""
+        """Whether only the bar remains."""
         self.news: deque[dict[str, Any]] = deque()
-        """Events that were written to the folder and not yet said."""
+        """Events that were written to the folder and are not printed yet."""
         self.live: Live | None = None
         self.ask: Callable[[], Live | None] = lambda: None
-        """What it looks like now, where there is no folder."""
+        """Returns the present state where there is no folder."""
         self._typical = statistics.fmean if is_bursty else statistics.median
         self._seconds: deque[float] = deque(maxlen=LAST_STEPS * (10 if is_bursty else 1))
         self._watch: RunWatch | None = None
@@ -64,7 +65,7 @@ class Moving:
         self._looked_at = 0.0
 
     def follow(self, folder: Path) -> None:
-        """From now on its folder is looked at; what has happened there before is no news."""
+        """Read the run's folder from now on; earlier events are not printed."""
         self._watch = RunWatch(folder, with_metrics=False)
         self._seen_events = len(self._watch.look().events)
 
@@ -87,7 +88,7 @@ class Moving:
         return f"{clock(self.step_seconds * (self.steps - self.done))} left" if self.step_seconds else ""
 
     def look(self) -> None:
-        """Whatever is wrong with a file, the job goes on."""
+        """Read the folder. Whatever is wrong with a file, the job continues."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -156,7 +157,7 @@ def _busy(part: float | None, is_wide: bool) -> list[RenderableType]:
 
 
 def _stage_rows(live: Live, is_wide: bool) -> list[list[RenderableType]]:
-    """With its rate: what it could do if it never waited; the slowest is what the others wait for."""
+    """Return a row per stage with its rate: what it could do if it never waited; the others wait for the slowest."""
     rows: list[list[RenderableType]] = []
     for stage in live.stages:
         row: list[RenderableType] = [Text(f"  stage {stage.number}")]
@@ -173,6 +174,6 @@ def _device_rows(live: Live, is_wide: bool) -> list[list[RenderableType]]:
     for device in live.devices:
         row: list[RenderableType] = [Text(f"  {plain(device.name)}"), *_busy(device.busy, is_wide)]
         is_here = device.state == "here"
-        told = f"memory {memory_text(device)}" if is_here and memory_text(device) else "" if is_here else device.state
-        rows.append([*row, Text(told)])
+        note = f"memory {memory_text(device)}" if is_here and memory_text(device) else "" if is_here else device.state
+        rows.append([*row, Text(note)])
     return rows

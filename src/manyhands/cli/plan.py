@@ -1,4 +1,4 @@
-"""`manyhands plan`: choose a plan, show it, say why, and write it to a file."""
+"""`manyhands plan`: choose a plan, show it, explain it, and write it to a file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from manyhands.cli.options import (
 
 if TYPE_CHECKING:
     from manyhands.cli.inputs import TaskInputs
-    from manyhands.explaining.explain import Explanation
+    from manyhands.explaining.explanation import Explanation
     from manyhands.facts.plan import Plan
     from manyhands.planner.grouping import Costs
-    from manyhands.plans.planning import Planned
+    from manyhands.plans.planned import Planned
     from manyhands.simulator.result import Simulation
 
 
@@ -98,7 +98,10 @@ def plan(
     profile: ProfileFile = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Write the plan to this .yaml or .json file.")] = "",
     picture: Annotated[
-        str, typer.Option("--picture", help="Draw the plan into this .png file: who holds which layers and which part.")
+        str,
+        typer.Option(
+            "--picture", help="Draw the plan into this .png file: which device holds which layers and which part."
+        ),
     ] = "",
     what_if: Annotated[
         bool | None,
@@ -111,12 +114,12 @@ def plan(
     schedule: Annotated[bool, typer.Option("--schedule", help="Print every device's actions too.")] = False,
     json: Json = False,
 ) -> None:
-    """Plan who does what: layers to devices, shares, micro-batches; and say why. Prices are simulated."""
+    """Plan which device does what: layers, shares, micro-batches; and explain why. Prices are simulated."""
     from manyhands.cli.inputs import load_task
     from manyhands.explaining.plan_pictures import check_picture_name
     from manyhands.facts.errors import BadValue
     from manyhands.plans import inference as planning_inference
-    from manyhands.plans import planning as public
+    from manyhands.plans import planning
     from manyhands.plans import tiles as tiling
 
     check_picture_name(picture)
@@ -142,20 +145,21 @@ def plan(
         return
     if home:
         raise BadValue("--home is for plans of inference.", hint="Say what for: --for latency or --for throughput.")
-    wish = tiling.tile_wish(grid, rows, columns)
-    if strategy != "tiles" and wish.grid is not None:
+    tile_grid = tiling.tile_options(grid, rows, columns)
+    if strategy != "tiles" and tile_grid.grid is not None:
         raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
-    norm, ahead = public.batch_norm_named(batch_norm), public.warm_up_named(warm_up)
+    norm, ahead = planning.batch_norm_named(batch_norm), planning.warm_up_named(warm_up)
     shown.task = load_task(model, input, granularity, cluster, profile)
     if compare:
         beside = {
             "--grid": grid, "--order": order, "--schedule": schedule or None, "--out": out or None, "--best": best,
             "--picture": picture or None,
         }  # fmt: skip
-        said = [option for option, value in beside.items() if value is not None]
-        if said or strategy not in ("auto", "pipeline"):
+        conflicting = [option for option, value in beside.items() if value is not None]
+        if conflicting or strategy not in ("auto", "pipeline"):
             raise BadValue(
-                f"--compare compares pipelines; it was given with {' and '.join(said) or f'--share {strategy}'}.",
+                "--compare compares pipelines; it was given with "
+                f"{' and '.join(conflicting) or f'--share {strategy}'}.",
                 hint="Leave that out, or --compare.",
             )
         shown.comparison(
@@ -164,13 +168,13 @@ def plan(
         return
     shown.training(
         batch_size=batch_size or BATCH_SIZE, strategy=strategy, micro_batches=micro_batches,
-        order=public.order_named(order or "1f1b"), tiles=wish, batch_norm=norm, warm_up=ahead,
+        order=planning.order_named(order or "1f1b"), tiles=tile_grid, batch_norm=norm, warm_up=ahead,
         best=best or "throughput",
     )  # fmt: skip
 
 
 def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int], prices: Costs, json: bool) -> None:
-    """Where an interior tile exchanges its boundary, by the tiling paper's model."""
+    """Show where an interior tile exchanges its boundary, by the tiling paper's model."""
     from manyhands.cli.show import print_json, working
     from manyhands.cli.tables import print_tile_groups
     from manyhands.plans import tiles as tiling
@@ -187,7 +191,7 @@ def _show_groups(model: str, input: str, granularity: str, tiles: tuple[int, int
 
 @dataclass
 class _Shown:
-    """A plan is made and shown, as the options say."""
+    """Makes a plan and shows it, as the options say."""
 
     model: str
     cluster: str
@@ -198,28 +202,29 @@ class _Shown:
     json: bool
     task: TaskInputs = field(init=False)
 
-    def training(self, **asked: Any) -> None:
+    def training(self, **options: Any) -> None:
         from manyhands.cli.explained import print_picture
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_groupings, print_plan
         from manyhands.explaining.explain import explain
         from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text
-        from manyhands.plans import planning as public
+        from manyhands.plans import planning
         from manyhands.plans import tiles as tiling
+        from manyhands.plans.simulating import simulate
 
-        network, machines, known = self.task.network, self.task.cluster, self.task.profile
+        network, machines, times = self.task.network, self.task.cluster, self.task.profile
         with working("planning") as say:
             began = process_time()
-            planned = public.plan(network, machines, profile=known, **asked)
+            planned = planning.plan(network, machines, profile=times, **options)
             seconds = process_time() - began
-            result = public.simulate(planned.plan, network, machines, known, keep_spans=False)
-            by_tiles = asked["strategy"] == "tiles"
-            priced = tiling.priced_groups(planned.plan, network, machines, known) if by_tiles else []
+            result = simulate(planned.plan, network, machines, times, keep_spans=False)
+            by_tiles = options["strategy"] == "tiles"
+            priced = tiling.priced_groups(planned.plan, network, machines, times) if by_tiles else []
             tiled = tiled_schedule(planned.plan, network)
             by_use = planned_traffic(tiled).by_use if tiled is not None else None
-            say("why it is so, and what else would give")
+            say("why, and what would make it faster")
             explained = explain(
-                planned, network, machines, known, with_what_if=self.what_if, planning_seconds=seconds, **asked
+                planned, network, machines, times, with_what_if=self.what_if, planning_seconds=seconds, **options
             )
         self._write(planned.plan, result, explained)
         if self.json:
@@ -234,13 +239,13 @@ class _Shown:
                     "bytes_by_use": by_use,
                     "candidates": [
                         {
-                            "name": one.name,
-                            "seconds": one.seconds,
-                            "score": one.score,
-                            "reason": one.reason,
-                            "plan": one.plan.to_dict() if one.plan else None,
+                            "name": candidate.name,
+                            "seconds": candidate.seconds,
+                            "score": candidate.score,
+                            "reason": candidate.reason,
+                            "plan": candidate.plan.to_dict() if candidate.plan else None,
                         }
-                        for one in planned.candidates
+                        for candidate in planned.candidates
                     ],
                     "explanation": explained.to_dict(),
                 }
@@ -260,21 +265,21 @@ class _Shown:
         from manyhands.cli.tables import print_inference, print_plan
         from manyhands.explaining.explain import explain
         from manyhands.plans import inference as planning_inference
-        from manyhands.plans import planning as public
+        from manyhands.plans.simulating import simulate
 
-        network, machines, known = self.task.network, self.task.cluster, self.task.profile
+        network, machines, times = self.task.network, self.task.cluster, self.task.profile
         with working(f"planning for {objective}") as say:
             began = process_time()
             planned = planning_inference.plan_for(
-                network, machines, known, objective=objective, strategy=strategy, home=home
+                network, machines, times, objective=objective, strategy=strategy, home=home
             )
             seconds = process_time() - began
             table = planning_inference.inference_table(planned, network)
-            shown = planning_inference.as_asked(planned.plan, objective)
-            result = public.simulate(shown, network, machines, known, keep_spans=False)
-            say("why it is so, and what else would give")
+            shown = planning_inference.plan_to_show(planned.plan, objective)
+            result = simulate(shown, network, machines, times, keep_spans=False)
+            say("why, and what would make it faster")
             explained = explain(
-                planned, network, machines, known, with_what_if=self.what_if, planning_seconds=seconds,
+                planned, network, machines, times, with_what_if=self.what_if, planning_seconds=seconds,
                 strategy=strategy, home=home,
             )  # fmt: skip
         self._write(planned.plan, result, explained)
@@ -296,18 +301,18 @@ class _Shown:
         print_inference(table, objective)
         self._rest(planned, result, explained, "infer")
 
-    def comparison(self, **asked: Any) -> None:
+    def comparison(self, **options: Any) -> None:
         from manyhands.cli.show import print_json, working
         from manyhands.cli.tables import print_comparison
         from manyhands.explaining import comparison as comparing
 
-        network, machines, known = self.task.network, self.task.cluster, self.task.profile
-        with working("planning, ours and the rivals'"):
-            compared = comparing.compare(network, machines, profile=known, **asked)
+        network, machines, times = self.task.network, self.task.cluster, self.task.profile
+        with working("planning ours and the baselines"):
+            compared = comparing.compare(network, machines, profile=times, **options)
         if self.json:
             print_json(compared.to_dict())
         else:
-            print_comparison(compared, network, machines, asked["batch_size"])
+            print_comparison(compared, network, machines, options["batch_size"])
             if self.task.times:
                 typer.echo(self.task.times)
 
@@ -322,7 +327,7 @@ class _Shown:
             write_plan_picture(Path(self.picture), plan, network, machines, result, explained)
 
     def _rest(self, planned: Planned, result: Simulation, explained: Explanation, command: str) -> None:
-        """Below the tables: why, notes, and what to type next."""
+        """Print what follows the tables: why, notes, and what to type next."""
         from manyhands.cli.explained import print_explanation
         from manyhands.cli.inputs import print_notes
         from manyhands.plans.planning import schedule_text

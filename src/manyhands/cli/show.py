@@ -1,4 +1,4 @@
-"""Printing: tables for people, JSON for programs, and a spinner while something takes long."""
+"""Printing: tables for people, JSON for programs, and a spinner during long work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH_WITHOUT_TERMINAL = 140
 
 
 def print_json(data: object) -> None:
-    """One JSON document on standard output; infinities become null."""
+    """Print one JSON document to standard output; infinities become null."""
     print(json.dumps(_finite(data), indent=2))
 
 
@@ -30,7 +30,7 @@ def _finite(data: Any) -> Any:
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()
 ) -> None:
-    """A table; columns named in `numbers` are aligned to the right."""
+    """Print a table; columns named in `numbers` are aligned to the right."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -46,7 +46,7 @@ def print_table(
 
 @contextmanager
 def working(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while a person waits; nothing where there is no terminal.
+    """Show a spinner on standard error during long work; nothing where there is no terminal.
 
     Yields a function that says what is being done now.
     """
@@ -60,5 +60,6 @@ def working(message: str) -> Iterator[Callable[[str], None]]:
 
 
 def plain(text: str) -> str:
-    """Without what a terminal would obey: names and reasons come from other machines and from files."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+    """Return the text without terminal control characters: names and reasons come from other machines and from
+    files."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)

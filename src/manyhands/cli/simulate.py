@@ -47,27 +47,28 @@ def simulate(
     from manyhands.cli.tables import print_plan, print_simulation
     from manyhands.explaining.tile_report import planned_traffic, tiled_schedule, traffic_text, write_tile_map
     from manyhands.observe.figures import NO_PLOTS, are_plots_here
-    from manyhands.plans import planning as public
+    from manyhands.plans import planning
+    from manyhands.plans.simulating import simulate as simulate_plan
 
-    file = None if public.is_strategy(plan) else public.plan_file(plan)
+    file = None if planning.is_strategy(plan) else planning.plan_file(plan)
     if file is not None:
-        public.refuse_beside_plan(
+        planning.refuse_beside_plan(
             file, {"--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order}
         )
-    model = model or (public.network_named_in(file) if file else MODEL)
+    model = model or (planning.network_named_in(file) if file else MODEL)
     task = load_task(model, input, granularity, cluster, profile)
-    network, machines, known = task.network, task.cluster, task.profile
+    network, machines, times = task.network, task.cluster, task.profile
     with working("simulating"):
         if file is not None:
-            chosen = public.read_plan(file, network, machines)
+            chosen = planning.read_plan(file, network, machines)
         else:
-            chosen = public.plan(
+            chosen = planning.plan(
                 network, machines, batch_size=batch_size or BATCH_SIZE, strategy=plan, micro_batches=micro_batches,
-                order=public.order_named(order or "1f1b"), profile=known,
+                order=planning.order_named(order or "1f1b"), profile=times,
             ).plan  # fmt: skip
-        result = public.simulate(chosen, network, machines, known, within_memory=not overcommit)
-        folder = Path(out) if out else public.run_folder("simulate", network, machines)
-        files = public.write_simulation(folder, chosen, network, machines, result)
+        result = simulate_plan(chosen, network, machines, times, within_memory=not overcommit)
+        folder = Path(out) if out else planning.run_folder("simulate", network, machines)
+        files = planning.write_simulation(folder, chosen, network, machines, result)
         tiled = tiled_schedule(chosen, network)
         by_use = planned_traffic(tiled).by_use if tiled is not None else None
         if tiled is not None and are_plots_here():

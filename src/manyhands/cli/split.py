@@ -27,7 +27,7 @@ from manyhands.cli.options import (
 from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.planned_run import PlannedRun
     from manyhands.split.job import SplitResult
 
 app = typer.Typer(
@@ -268,9 +268,9 @@ class _Show(Show):
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__("manyhands split train", quiet=quiet)
-        self._planned: Planned | None = None
+        self._planned: PlannedRun | None = None
 
-    def planned(self, planned: Planned) -> None:
+    def planned(self, planned: PlannedRun) -> None:
         self._planned = planned
         super().planned(planned)
 

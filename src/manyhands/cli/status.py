@@ -1,4 +1,4 @@
-"""`manyhands status`: how a run is doing, once. For people a few lines, for programs one JSON document."""
+"""`manyhands status`: the state of a run, once. A few lines for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.observe.watching import View
 
 FAILED = 20
-"""The exit code for a run that failed, or whose process is gone without a word."""
+"""The exit code for a run that failed, or whose process is gone without a report."""
 LAST_EVENTS = 10
 
 
@@ -27,7 +27,7 @@ def status(
     ] = "",
     json: Json = False,
 ) -> None:
-    """How a run is doing. Exit code 0: it goes on, ended, or was stopped; 20: it failed; 4: there is none."""
+    """Show the state of a run. Exit code 0: it runs, ended, or was stopped; 20: it failed; 4: there is none."""
     from manyhands.observe.watching import RunWatch
 
     view = RunWatch(run_named(run)).look()
@@ -39,37 +39,38 @@ def status(
 
         print_json(to_dict(view))
     else:
-        for line in told(view):
+        for line in status_lines(view):
             typer.echo(line)
     if view.live.state == "failed":
         raise typer.Exit(FAILED)
 
 
 def run_named(text: str) -> Path:
-    """A run's folder, by its path or its name in runs/. Without either: the newest that goes on, or else the newest,
-    wherever it was written."""
+    """Return a run's folder, by its path or its name in runs/. Without either: the newest that is running, or else the
+    newest, wherever it was written."""
     from manyhands.facts.errors import BadFile
     from manyhands.observe.watching import RUNS, is_run, known_runs, newest_live
 
     if not text:
-        known = known_runs()
-        found = newest_live(known) or next(iter(known), None)
-        if found is None:
+        folders = known_runs()
+        folder = newest_live(folders) or next(iter(folders), None)
+        if folder is None:
             raise BadFile(
                 f"There is no run in {RUNS.absolute()}, and none is known elsewhere.",
                 hint="Start one: manyhands train\nOr name its folder: manyhands status FOLDER",
             )
-        return found
+        return folder
     for folder in (Path(text), RUNS / text):
         if folder.is_dir() and is_run(folder):
             return folder
-    known = known_runs()
-    hint = f"There are: {', '.join(map(str, known[:5]))}" if known else "Start one: manyhands train"
+    folders = known_runs()
+    hint = f"There are: {', '.join(map(str, folders[:5]))}" if folders else "Start one: manyhands train"
     raise BadFile(f"{text}: there is no run in such a folder.", hint=hint)
 
 
 def worker_pid(view: View, name: str) -> int:
-    """The process of one of a run's workers, as the run wrote it down: `kill` then ends no other run's."""
+    """Return the process id of one of a run's workers, as the run recorded it, so that `kill` ends no other run's
+    worker."""
     import socket
 
     from manyhands.facts.errors import BadValue, unknown
@@ -79,20 +80,20 @@ def worker_pid(view: View, name: str) -> int:
         raise unknown(f"device of {view.folder}", name, devices)
     if not view.is_live:
         raise BadValue(f"{view.folder} does not go on: {view.live.state}. Its workers have ended.")
-    found = devices[name]
-    if view.live.host != socket.gethostname() or not found.pid:
+    device = devices[name]
+    if view.live.host != socket.gethostname() or not device.pid:
         where = (
-            f"Its state is {found.state}" if view.live.host == socket.gethostname() else f"It ran on {view.live.host}"
+            f"Its state is {device.state}" if view.live.host == socket.gethostname() else f"It ran on {view.live.host}"
         )
         raise BadValue(
             f"{name} is not a running process that {view.folder} started on this machine. {where}.",
             hint="A worker that joined has its process id where it was started.",
         )
-    return found.pid
+    return device.pid
 
 
 def to_dict(view: View) -> dict[str, Any]:
-    """What --json prints: the run as live.json has it, and its last events."""
+    """Return what --json prints: the run as live.json has it, and its last events."""
     import msgspec
 
     live = msgspec.to_builtins(view.live)
@@ -105,7 +106,7 @@ def to_dict(view: View) -> dict[str, Any]:
     }
 
 
-def told(view: View) -> list[str]:
+def status_lines(view: View) -> list[str]:
     live = view.live
     lines = [f"{view.folder}: {live.model}, {plain(state_text(view))}", step_text(live)]
     for device in live.devices:
@@ -114,7 +115,7 @@ def told(view: View) -> list[str]:
         reason = f": {device.reason}" if device.reason else ""
         process = f", process {device.pid}" if device.pid and view.is_live else ""
         lines.append(f"  {plain(device.name)}: {plain(device.state + reason)}{stages}{busy}{process}")
-    for event in [one for one in view.events if event_text(one)][-3:]:
+    for event in [each for each in view.events if event_text(each)][-3:]:
         lines.append(f"  {event_time(event)} {event_text(event)}")
     if live.dashboard and view.is_live:
         lines.append(f"Dashboard: {live.dashboard}")

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40
 MOST_GROUPS = 31
-"""More channel groups than a network has: parts of its channels."""
+"""With more channel groups than this, a share is shown as a percentage of the channels."""
 
 
 def share_text(share: Share, place: int) -> str:
-    """What the device at `place` of a stage takes of it."""
+    """Return what the device at `place` of a stage takes of it."""
     if isinstance(share, BySamples):
         return f"{share.samples[place]} of {sum(share.samples)} samples"
     if isinstance(share, ByTiles):
@@ -35,16 +35,18 @@ def share_text(share: Share, place: int) -> str:
         part = share.rows[row] / sum(share.rows) * share.columns[column] / sum(share.columns)
         return f"tile {row},{column} of {len(share.rows)}x{len(share.columns)} ({part:.0%})"
     if isinstance(share, ByChannels):
-        own, total = share.groups[place], sum(share.groups)
-        return f"{own} of {total} channel groups" if total <= MOST_GROUPS else f"{own / total:.0%} of the channels"
+        groups, total = share.groups[place], sum(share.groups)
+        return (
+            f"{groups} of {total} channel groups" if total <= MOST_GROUPS else f"{groups / total:.0%} of the channels"
+        )
     return "all" if isinstance(share, Single) else share.text(place)
 
 
 def print_plan(
     plan: Plan, network: Network, cluster: Cluster, result: Simulation, sample_seconds: float | None = None
 ) -> None:
-    """Which device holds which layers and which part, and what that costs. `sample_seconds`: of inference, what the
-    plan was chosen by; then what is shown of devices is for one pass of those that were simulated."""
+    """Print which device holds which layers and which part, and what that costs. `sample_seconds`: for inference, what
+    the plan was chosen by; devices are then shown for one pass."""
     rows = []
     passes = 1.0 if sample_seconds is None else result.samples / plan.micro_batch_size
     for number, stage in enumerate(plan.stages):
@@ -55,13 +57,13 @@ def print_plan(
             else f"{network.layers[first].name} .. {network.layers[last - 1].name}"
         )
         for place, device in enumerate(stage.devices):
-            own = result.devices[device]
+            totals = result.devices[device]
             rows.append(
                 [str(number) if place == 0 else "", f"{first}-{last - 1}  {names}" if place == 0 else "", device,
                  share_text(stage.share, place),
-                 f"{format_seconds(own.busy_seconds / passes)}, {1 - result.idle_part(device):.0%}",
-                 f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}",
-                 format_bytes(own.bytes_sent / passes), format_bytes(own.bytes_received / passes)]
+                 f"{format_seconds(totals.busy_seconds / passes)}, {1 - result.idle_part(device):.0%}",
+                 f"{format_bytes(totals.peak_bytes)} of {format_bytes(totals.memory_bytes)}",
+                 format_bytes(totals.bytes_sent / passes), format_bytes(totals.bytes_received / passes)]
             )  # fmt: skip
     hidden = len(rows) - MOST_ROWS
     parts = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch(es)"
@@ -90,7 +92,7 @@ def print_plan(
 
 
 def print_simulation(result: Simulation, cluster: Cluster) -> None:
-    """What carries most: links, and the ports that all of a device's links share."""
+    """Print what carries most: links, and the ports that all of a device's links share."""
     counts: defaultdict[str, float] = defaultdict(float)
     rates: dict[str, float] = {}
     for (source, target), count in result.bytes_between.items():
@@ -117,7 +119,8 @@ def print_simulation(result: Simulation, cluster: Cluster) -> None:
 
 
 def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:
-    """Plans for inference, the chosen one first: seconds of a sample and how often devices wait for each other."""
+    """Print plans for inference, the chosen one first: seconds of a sample, and how often devices wait for each
+    other."""
     best = rows[0]["seconds_per_sample"]
     table = []
     for number, row in enumerate(rows[:MOST_ROWS]):
@@ -136,7 +139,7 @@ def print_inference(rows: Sequence[Mapping[str, Any]], objective: str) -> None:
 
 
 def print_comparison(table: Comparison, network: Network, cluster: Cluster, batch_size: int) -> None:
-    """Ours beside every rival, and why it wins."""
+    """Print our plan beside every baseline's, and why it wins."""
     best = table.ours.seconds
     rows = []
     for row in table.rows:
@@ -160,7 +163,7 @@ def print_comparison(table: Comparison, network: Network, cluster: Cluster, batc
 
 
 def print_tile_groups(groups: TileGroups, network: Network) -> None:
-    """Where an interior tile exchanges its boundary, layer by layer, and what that costs beside the extremes."""
+    """Print where an interior tile exchanges its boundary, layer by layer, and what that costs beside the extremes."""
     ways = (("forward", groups.forward), ("backward", groups.backward))
     rows = []
     for number, (layer, tile) in enumerate(zip(groups.layers, groups.tiles)):
@@ -168,7 +171,7 @@ def print_tile_groups(groups: TileGroups, network: Network) -> None:
         rows.append(
             [str(number), layer.name, f"{kind} {_by(layer.kernel)}, stride {_by(layer.stride)}",
              _by((layer.channels_in, *layer.input_size)), _by(tile),
-             *(str(sum(start <= number for start in found.best.starts)) for _, found in ways)]
+             *(str(sum(start <= number for start in compared.best.starts)) for _, compared in ways)]
         )  # fmt: skip
     costs = groups.costs
     title = (
@@ -179,9 +182,10 @@ def print_tile_groups(groups: TileGroups, network: Network) -> None:
     headings = ["", "layer", "", "input", "tile", "forward group", "backward group"]
     print_table(title, headings, rows, numbers=["input", "tile", "forward group", "backward group"])
     rows = [
-        [name, str(len(found.best.starts)), *map(_cost, (found.best.cost, found.one_group, found.every_layer)),
-         ", ".join(map(str, found.exchanges))]
-        for name, found in ways
+        [name, str(len(compared.best.starts)),
+         *map(_cost, (compared.best.cost, compared.one_group, compared.every_layer)),
+         ", ".join(map(str, compared.exchanges))]
+        for name, compared in ways
     ]  # fmt: skip
     headings = ["", "groups", "cost", "one group", "every layer", "exchanges at maps"]
     print_table("Costs (map n is the input of layer n)", headings, rows, numbers=headings[1:5])
@@ -196,11 +200,11 @@ def _cost(cost: float) -> str:
 
 
 def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
-    """What each device held when that was most, by part, as it was counted in a step of a run."""
-    kinds = list(dict.fromkeys(kind for own in parts.values() for kind in own))
+    """Print what each device held at its peak, by part, as counted in a step of a run."""
+    kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     rows = [
-        [device, *(format_bytes(own.get(kind, 0)) for kind in kinds), format_bytes(sum(own.values()))]
-        for device, own in parts.items()
+        [device, *(format_bytes(by_kind.get(kind, 0)) for kind in kinds), format_bytes(sum(by_kind.values()))]
+        for device, by_kind in parts.items()
     ]
     hidden = len(rows) - MOST_ROWS
     if rows:
@@ -211,7 +215,7 @@ def print_peaks(parts: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def print_groupings(rows: list[dict[str, Any]]) -> None:
-    """Where tiles exchange boundary data: each choice with its price and what the simulator says."""
+    """Print where tiles exchange boundary data: each choice with its price and the simulated time."""
     table = [
         [
             row["name"] + (" *" if row["chosen"] else ""),

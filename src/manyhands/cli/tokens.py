@@ -1,4 +1,4 @@
-"""How a token comes to a command: typed, in a file, in the environment, or asked for; never in a pipe or a file."""
+"""How a command gets the token: typed, from a file, from the environment, or by asking; never echoed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TokenFile = Annotated[
 
 
 def token_given(token: str, token_file: str) -> str:
-    """What --token or MANYHANDS_TOKEN says, or what is in the file; empty: nothing was given."""
+    """Return the token of --token or MANYHANDS_TOKEN, or of the file; empty: none was given."""
     if not token_file:
         return token
     from manyhands.facts.errors import BadValue
@@ -32,7 +32,7 @@ def token_given(token: str, token_file: str) -> str:
 
 
 def ask_for_token(whose: str) -> str:
-    """What somebody types at the terminal, unseen; empty where nobody is there."""
+    """Ask for the token at the terminal without echoing it; empty if there is no terminal."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
         return ""
     from getpass import getpass  # which asks only once the terminal shows nothing: what is typed sooner is not lost

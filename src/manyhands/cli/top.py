@@ -1,4 +1,4 @@
-"""`manyhands top`: a run as it goes on, once a second, until q or Ctrl-C; the run does not notice."""
+"""`manyhands top`: a running job, once a second, until q or Ctrl-C; the run is not affected."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEFT_OUT = {
     72: ("out", "in", "layers", "predicted", "planned with", "delay"),
     48: ("memory", "a round computes", "sent"),
 }
-"""In windows with fewer columns than these, columns of tables that are not shown."""
+"""Window width -> columns of tables that narrower windows do not show."""
 _KEYS_TO_LEAVE = ("q", "Q", "\x03", "")
 
 
 def top(run: Run = "") -> None:
-    """A run as it goes on: devices, links, stages, events. q or Ctrl-C leaves; the run does not notice."""
+    """Show a running job: devices, links, stages, events. q or Ctrl-C leaves; the run is not affected."""
     from rich.console import Console
     from rich.live import Live
 
@@ -69,7 +69,7 @@ class _Pressed:
     """Waits for a key, or for some seconds."""
 
     def __call__(self, seconds: float) -> str | None:
-        """The key; None: none was pressed; empty: there is nobody to press any."""
+        """Return the key; None: none was pressed; empty: standard input is closed."""
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if not ready:
             return None
@@ -78,7 +78,7 @@ class _Pressed:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[_Pressed | _Asleep]:
-    """Single keys, not shown, where standard input is a terminal."""
+    """Yield a reader of single keys, not echoed, if standard input is a terminal."""
     if not sys.stdin.isatty():
         yield _Asleep()
         return
@@ -97,14 +97,14 @@ def _keys() -> Iterator[_Pressed | _Asleep]:
 
 
 class _Asleep:
-    """No keys: only time goes by."""
+    """Waits without reading keys."""
 
     def __call__(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
 class Screen:
-    """All of it, cut to the height there is: devices first, then stages, events, links."""
+    """The whole screen, cut to its height: devices first, then stages, events, links."""
 
     def __init__(self, view: View, flows: rows.Flows, *, is_whole: bool = False) -> None:
         self.view, self.flows, self.is_whole = view, flows, is_whole
@@ -132,14 +132,14 @@ class Screen:
             yield bar
         if live.dashboard and view.is_live:
             yield line(f"Dashboard: {live.dashboard}")
-        events = [one for one in view.events if rows.event_text(one)]
+        events = [event for event in view.events if rows.event_text(event)]
         wanted_below = min(len(events), MOST_EVENTS) + 2
-        devices = [rows.device_row(one, self.flows) for one in live.devices]
-        stages = [rows.stage_row(one) for one in live.stages]
+        devices = [rows.device_row(device, self.flows) for device in live.devices]
+        stages = [rows.stage_row(stage) for stage in live.stages]
         busiest = sorted(
-            live.links, key=lambda one: (-self.flows.between.get((one.source, one.target), 0.0), -one.sent_bytes)
+            live.links, key=lambda link: (-self.flows.between.get((link.source, link.target), 0.0), -link.sent_bytes)
         )
-        links = [rows.link_row(one, self.flows) for one in busiest]
+        links = [rows.link_row(link, self.flows) for link in busiest]
         skipped = [heading for least, some in LEFT_OUT.items() if width < least for heading in some]
         for title, headings, content, numbers, below in (
             ("devices", rows.DEVICE_HEADINGS, devices, rows.DEVICE_NUMBERS, wanted_below + min(len(stages), 4) + 2),

@@ -35,8 +35,8 @@ from manyhands.cli.options import (
 from manyhands.cli.tokens import TokenFile, token_given
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
-    from manyhands.explaining.prediction_accuracy import Honesty
+    from manyhands.explaining.planned_run import PlannedRun
+    from manyhands.explaining.prediction_accuracy import PredictionAccuracy
     from manyhands.job.result import TrainResult
 
 MOST_ROWS = 16
@@ -183,7 +183,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "steps": result.steps,
         "scale": result.scale,
         "stands_in": result.stands_in,
-        "stages": result.honesty.to_dict() if result.honesty is not None else None,
+        "stages": result.prediction_accuracy.to_dict() if result.prediction_accuracy is not None else None,
         "problems": result.problems,
         "bytes_by_use": result.bytes_by_use,
         "bytes_by_use_of": result.traffic.by_device,
@@ -198,7 +198,7 @@ class _Show(Show):
         super().__init__("manyhands train", quiet=quiet)
         self.is_demo = is_demo
 
-    def note(self, planned: Planned) -> str:
+    def note(self, planned: PlannedRun) -> str:
         return _demo_note(planned) if self.is_demo else ""
 
     def finished(self, result: TrainResult) -> None:
@@ -215,8 +215,8 @@ class _Show(Show):
             f"{format_seconds(result.predicted_seconds)}: {ratio:.2f} times the prediction; "
             f"{result.throughput:,.0f} samples/s"
         )
-        if result.honesty is not None and len(result.honesty.stages) > 1:
-            print_honesty(result.honesty)
+        if result.prediction_accuracy is not None and len(result.prediction_accuracy.stages) > 1:
+            print_prediction_accuracy(result.prediction_accuracy)
         if is_tiled(result.plan):
             print_peaks(result.peaks)
             typer.echo(traffic_text(result.bytes_by_use))
@@ -233,7 +233,7 @@ class _Show(Show):
         typer.echo(f"Run folder: {result.folder} ({'; '.join(found)})")
 
 
-def print_honesty(found: Honesty) -> None:
+def print_prediction_accuracy(found: PredictionAccuracy) -> None:
     """Predicted beside measured, of every stage and device."""
     from manyhands.cli.show import print_table
     from manyhands.facts.units import format_seconds
@@ -267,7 +267,7 @@ def print_honesty(found: Honesty) -> None:
     print_table(title, headings, rows, numbers=headings[3:])
 
 
-def _demo_note(planned: Planned) -> str:
+def _demo_note(planned: PlannedRun) -> str:
     from manyhands.session.session import usable_cores
 
     count, cores = len(planned.plan.devices), usable_cores()

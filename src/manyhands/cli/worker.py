@@ -1,4 +1,4 @@
-"""`manyhands worker`: this device joins a coordinator and works for it until it is told to leave."""
+"""`manyhands worker`: this device joins a coordinator and works for it until it is asked to leave."""
 
 from __future__ import annotations
 
@@ -115,4 +115,4 @@ def worker(
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:
             say(confinement.sentence)
-        serve(joining, say, stay=stay, rejoin=is_typed)  # who started it starts another
+        serve(joining, say, stay=stay, rejoin=is_typed)  # the process that started it starts another

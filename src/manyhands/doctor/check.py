@@ -1,4 +1,4 @@
-"""One thing the doctor looked at. Plain Python: what is missing may be a package."""
+"""One check of the doctor. Plain Python, because a package may be what is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ HERE = "this machine"
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, what is needed, and what to type where that is not the same."""
+    """What was found, what is needed, and what to type where the two differ."""
 
     subject: str
     state: str
-    """ok; warning: a run works, and something is not as it should be; broken: a run would fail."""
+    """ok; warning: a run works, but something is not as it should be; broken: a run would fail."""
     found: str
     needed: str = ""
     fix: str = ""
@@ -32,12 +32,12 @@ class PairRate:
     target: str
     bytes_per_second: float
     delay_seconds: float
-    """One way."""
+    """One way, in seconds."""
 
 
 @dataclass
-class Diagnosis:
-    """All that was looked at, in that order."""
+class Findings:
+    """All checks in the order they were made, and the measured links."""
 
     checks: list[Check] = field(default_factory=list)
     links: list[PairRate] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' -> 2, 13, 0; the zeros at the end do not count."""
+    """Return the numbers of a version: '2.13.0+cpu' -> 2, 13; zeros at the end do not count."""
     match = re.match(r"\d+(\.\d+)*", version.strip())
     numbers = [int(part) for part in match.group().split(".")] if match else []
     while numbers and numbers[-1] == 0:
@@ -73,7 +73,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def requirement(text: str) -> tuple[str, list[tuple[str, str]]] | None:
-    """'torch<2.14,>=2.6' -> torch and its limits; None for one that only an extra has, or another system."""
+    """Return a requirement's name and limits: 'torch<2.14,>=2.6'. None if only an extra or another system needs it."""
     name_and_limits, _, marker = text.partition(";")
     if marker.strip():
         return None
@@ -84,16 +84,16 @@ def requirement(text: str) -> tuple[str, list[tuple[str, str]]] | None:
 
 
 def unmet(version: str, limits: list[tuple[str, str]]) -> str:
-    """Whether a version is 'older' or 'newer' than its limits let it be; empty where it is within them."""
-    own = release(version)
+    """Return 'older' or 'newer' if a version is outside its limits, or an empty string if it is within them."""
+    installed = release(version)
     for sign, limit in limits:
         bound = release(limit)
-        if (sign in (">=", "~=") and own < bound) or (sign == ">" and own <= bound):
+        if (sign in (">=", "~=") and installed < bound) or (sign == ">" and installed <= bound):
             return "older"
-        if (sign == "<=" and own > bound) or (sign == "<" and own >= bound):
+        if (sign == "<=" and installed > bound) or (sign == "<" and installed >= bound):
             return "newer"
-        if sign == "==" and own[: len(bound)] != bound:
-            return "older" if own < bound else "newer"
+        if sign == "==" and installed[: len(bound)] != bound:
+            return "older" if installed < bound else "newer"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Whether workers are confined: what this machine's kernel offers, and what those that have joined report."""
+"""Checks of confinement: what this machine's kernel offers, and what the workers that have joined report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = "no new privileges, seccomp, Landlock and a temp folder of its own for 
 
 
 def confinement_checks() -> Iterator[Check]:
-    """One check: what a worker that is started on this machine would get."""
+    """Yield one check: the confinement that a worker started on this machine would get."""
     from manyhands.runtime.confinement import CONFINE_VARIABLE, available, is_asked_for
 
     try:
@@ -30,15 +30,15 @@ def confinement_checks() -> Iterator[Check]:
     yield confinement_check(available())
 
 
-def confinement_check(found: Confinement, where: str = HERE) -> Check:
-    """What is in effect, or would be; what is missing and why."""
-    if not found.missing:
-        return Check(SUBJECT, OK, found.text, NEEDED, where=where)
-    lacking = " ".join(found.missing)
+def confinement_check(confinement: Confinement, where: str = HERE) -> Check:
+    """Return a check of the confinement in effect: what is missing and why."""
+    if not confinement.missing:
+        return Check(SUBJECT, OK, confinement.text, NEEDED, where=where)
+    lacking = " ".join(confinement.missing)
     if "switched off" in lacking:
         fix = "Start it without --no-confine, and without MANYHANDS_CONFINE=off."
     elif "Landlock" in lacking and "threads" not in lacking:
         fix = "A run works. For all of it: Linux 5.13 or newer, with landlock in the kernel's lsm= option."
     else:
         fix = "A run works. For all of it: Linux 5.13 or newer on x86-64 or 64-bit Arm."
-    return Check(SUBJECT, WARNING, found.text, NEEDED, fix, where)
+    return Check(SUBJECT, WARNING, confinement.text, NEEDED, fix, where)

@@ -1,4 +1,5 @@
-"""Which firewall stands here, and what opens it. Commands are only shown: opening doors is for people."""
+"""The firewall of this machine, and the commands that open it. Commands are only shown; a person decides to run
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from manyhands.runtime.reachability import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE,
 
 TOOLS = ("ufw", "firewalld", "nftables")
 _FREE_PORTS = (32768, 60999)
-"""What Linux gives to those who ask for any port: workers listen for data on such a one."""
+"""The ports that Linux hands out when a process asks for any: workers listen for data on one of them."""
 
 
 def free_ports(kernel: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> tuple[int, int]:
@@ -22,7 +23,8 @@ def free_ports(kernel: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) ->
 
 
 def firewall_here(root: Path = Path("/")) -> str:
-    """The one that is switched on, as far as everybody may see; empty: none, or it cannot be seen."""
+    """Return the firewall that is switched on, as far as any user can see; empty if there is none or it cannot be
+    seen."""
     try:
         if "ENABLED=yes" in (root / "etc/ufw/ufw.conf").read_text():
             return "ufw"
@@ -38,7 +40,8 @@ def firewall_here(root: Path = Path("/")) -> str:
 
 
 def opening(source: str, port: int | None, tool: str = "") -> list[str]:
-    """What to type on a machine that `source` cannot reach: at one port, or at any that a worker may take.
+    """Return what to type on a machine that `source` cannot reach: for one port, or for any port that a worker may
+    take.
 
     `tool`: the firewall there, where it is known; else a line for each.
     """
@@ -64,7 +67,7 @@ def _is_version_6(host: str) -> bool:
 
 
 def remedy(answer: Answer, source: str, source_host: str, target: str, tool: str = "", *, fixed_port: bool) -> str:
-    """What to do about somebody who could not be reached, by what the network said."""
+    """Return what to do about a device that could not be reached, by the outcome of the reachability probe."""
     where = f"{answer.host}:{answer.port}"
     if answer.outcome == NO_HOST:
         return f"{answer.host} is not known to {source}: write its address in place of its name."
@@ -80,5 +83,5 @@ def remedy(answer: Answer, source: str, source_host: str, target: str, tool: str
             f"On {target}, one of:\n{commands}"
         )
     if answer.outcome == REFUSED:
-        return f"Nobody listens at {where}, or a firewall of {target} rejects it. On {target}, one of:\n{commands}"
+        return f"No process listens at {where}, or a firewall of {target} rejects it. On {target}, one of:\n{commands}"
     return f"A firewall drops what comes to {where}, or {target} is off. On {target}, one of:\n{commands}"

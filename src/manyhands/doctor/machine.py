@@ -1,4 +1,4 @@
-"""What a run needs of this very machine. Nothing of torch is loaded here: it is tried in a process of its own."""
+"""What a run needs from this machine. Torch is not loaded here: it is tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from manyhands.facts.extras import EXTRAS
 from manyhands.facts.extras import is_here as is_extra_here
 
 WORKER_BYTES = 400_000_000
-"""What a worker takes before it has a tensor: 250 MB when it has joined, 340 MB in its first step, measured with torch
-2.13 on x86-64."""
+"""Memory of a worker before it has a tensor: 250 MB after joining, 340 MB in its first step, measured with torch 2.13
+on x86-64."""
 ROOMY = 2.0
-"""So many times that leaves something for weights and activations."""
+"""This many times as much leaves room for weights and activations."""
 LEAST_DISK_BYTES, ROOMY_DISK_BYTES = 100_000_000, 1_000_000_000
 SMALLEST_SHARED_BYTES = 64 * 2**20
 HOT_DEGREES = 80.0
 TORCH_SECONDS = 180.0
-"""From a cold SD card torch takes its time."""
+"""Loading torch from a cold SD card takes long."""
 DISTRIBUTION = "manyhands"
 _TRY_TORCH = """
 import json, torch, numpy
@@ -42,11 +42,11 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.vers
 """
 _THROTTLED = {0: "its voltage is too low", 1: "its clock is capped", 2: "it is throttled", 3: "it is near its limit"}
 _SETTING_ITSELF = ("intel_pstate", "intel_cpufreq", "amd-pstate", "amd-pstate-epp")
-"""Drivers whose governor 'powersave' goes as fast as is needed."""
+"""Drivers whose governor 'powersave' still raises the clock on demand."""
 
 
 def machine_checks(workers: int) -> Iterator[Check]:
-    """Everything, for so many workers on this machine."""
+    """Yield all checks of this machine, for a number of workers on it."""
     yield python_check(platform.python_version(), *_python_limits())
     packages = list(package_checks())
     yield from packages
@@ -84,13 +84,13 @@ def _metadata() -> importlib.metadata.PackageMetadata | None:
 
 
 def _python_limits() -> tuple[list[tuple[str, str]], list[str]]:
-    """What the package asks for, and the versions it was tried with."""
-    found = _metadata()
-    if found is None:
+    """Return the limits that the package sets for Python, and the versions it was tried with."""
+    metadata = _metadata()
+    if metadata is None:
         return [], []
-    _, limits = requirement(f"python {found['Requires-Python'] or ''}") or ("", [])
+    _, limits = requirement(f"python {metadata['Requires-Python'] or ''}") or ("", [])
     before = "Programming Language :: Python :: "
-    named = [text.removeprefix(before) for text in found.get_all("Classifier") or [] if text.startswith(before)]
+    named = [text.removeprefix(before) for text in metadata.get_all("Classifier") or [] if text.startswith(before)]
     return limits, [text for text in named if "." in text]
 
 
@@ -114,14 +114,14 @@ def _requirements() -> list[tuple[str, list[tuple[str, str]]]]:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         listed = []
-    return [found for text in listed if (found := requirement(text)) is not None]
+    return [parsed for text in listed if (parsed := requirement(text)) is not None]
 
 
 def package_checks() -> Iterator[Check]:
-    """One check for all packages but torch, unless something is wrong with one."""
+    """Yield one check for all packages but torch, and one for each package with a problem."""
     if _metadata() is None:
-        found = "manyhands is not installed, only its source is here"
-        yield Check("packages", WARNING, found, "an installed package", "pip install -e .")
+        problem = "manyhands is not installed, only its source is here"
+        yield Check("packages", WARNING, problem, "an installed package", "pip install -e .")
         return
     good: list[str] = []
     for name, limits in _requirements():
@@ -139,7 +139,7 @@ def package_checks() -> Iterator[Check]:
 
 
 def package_check(name: str, version: str, limits: list[tuple[str, str]]) -> Check | None:
-    """What is wrong with a package; None where nothing is."""
+    """Return the problem of a package, or None if there is none."""
     fix = f"pip install '{name}{','.join(sign + limit for sign, limit in limits)}'"
     if not version:
         return Check("packages", BROKEN, f"{name} is not installed", limits_text(limits), fix)
@@ -153,7 +153,7 @@ def package_check(name: str, version: str, limits: list[tuple[str, str]]) -> Che
 
 
 def try_torch(code: str = _TRY_TORCH, limit_seconds: float = TORCH_SECONDS) -> dict[str, Any] | str:
-    """What it says of itself in a process of its own, or how that process failed.
+    """Return what torch reports in a process of its own, or how that process failed.
 
     On a processor it was not built for it takes the process with it, without a word.
     """
@@ -172,8 +172,8 @@ def try_torch(code: str = _TRY_TORCH, limit_seconds: float = TORCH_SECONDS) -> d
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return f"it cannot be used: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:200]}"
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    reported: dict[str, Any] = json.loads(lines[-1])
+    return reported
 
 
 def _torch_limits() -> list[tuple[str, str]]:
@@ -181,8 +181,8 @@ def _torch_limits() -> list[tuple[str, str]]:
 
 
 def torch_check(tried: dict[str, Any] | str, limits: list[tuple[str, str]]) -> Check:
-    asked = "torch" + ",".join(sign + limit for sign, limit in limits)
-    needed, fix = limits_text(limits), f"pip install '{asked}'"
+    wanted = "torch" + ",".join(sign + limit for sign, limit in limits)
+    needed, fix = limits_text(limits), f"pip install '{wanted}'"
     if isinstance(tried, str):
         if "SIGILL" in tried:
             fix = "Install an older torch, or one built for this board: pip install 'torch==2.6.*'"
@@ -210,7 +210,7 @@ def gpu_check(tried: dict[str, Any], *, is_driver_here: bool) -> Check:
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     import psutil
 
     affinity = getattr(os, "sched_getaffinity", None)
@@ -231,22 +231,23 @@ def memory_check(free: int, workers: int) -> Check:
 
     count = max(1, workers)
     least = count * WORKER_BYTES
-    found = f"{format_bytes(free)} free"
+    available = f"{format_bytes(free)} free"
     needed = f"{format_bytes(least)} for {count} worker(s), and as much again for what they train"
     if free < least:
         most = max(0, free // WORKER_BYTES)
         fix = f"Start at most {most}: --devices {most}" if most else "End other programs, or add swap."
-        return Check("memory", BROKEN, found, needed, fix)
+        return Check("memory", BROKEN, available, needed, fix)
     if free < ROOMY * least:
-        return Check("memory", WARNING, found, needed, "Small networks fit; else end other programs.")
-    return Check("memory", OK, found, needed)
+        return Check("memory", WARNING, available, needed, "Small networks fit; else end other programs.")
+    return Check("memory", OK, available, needed)
 
 
 def folder_check(subject: str, folder: Path, elsewhere: str) -> Check:
-    """Whether something can be written there: by writing, for a disk may be mounted read-only. Nothing is left."""
+    """Return whether a folder can be written to. It writes and removes a file, because a disk may be mounted
+    read-only."""
     from manyhands.facts.units import format_bytes
 
-    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     needed = f"writable, {format_bytes(LEAST_DISK_BYTES)} free or more"
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -262,31 +263,37 @@ def folder_check(subject: str, folder: Path, elsewhere: str) -> Check:
 def room_check(subject: str, folder: str, free: int, elsewhere: str) -> Check:
     from manyhands.facts.units import format_bytes
 
-    found, needed = f"{folder}: {format_bytes(free)} free", f"writable, {format_bytes(LEAST_DISK_BYTES)} free or more"
+    available, needed = (
+        f"{folder}: {format_bytes(free)} free",
+        f"writable, {format_bytes(LEAST_DISK_BYTES)} free or more",
+    )
     if free < LEAST_DISK_BYTES:
-        return Check(subject, BROKEN, found, needed, f"Delete old runs and checkpoints, or: {elsewhere}")
+        return Check(subject, BROKEN, available, needed, f"Delete old runs and checkpoints, or: {elsewhere}")
     if free < ROOMY_DISK_BYTES:
-        return Check(subject, WARNING, found, needed, "Checkpoints of a large network may not fit: delete old runs.")
-    return Check(subject, OK, found, needed)
+        return Check(
+            subject, WARNING, available, needed, "Checkpoints of a large network may not fit: delete old runs."
+        )
+    return Check(subject, OK, available, needed)
 
 
 def _shared_memory() -> tuple[bool, str, int | None]:
-    """Whether memory in common can be made, how large it was asked to be, and the size of /dev/shm."""
+    """Return whether shared memory can be made, the size that was asked for, and the size of /dev/shm."""
     size = None
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
     return hasattr(os, "memfd_create"), os.environ.get("MANYHANDS_SHARED_MEMORY", ""), size
 
 
-def shared_memory_check(can_share: bool, asked: str, size: int | None) -> Check:
-    """Workers of one machine hand each other tensors through it; torch's own data loaders take /dev/shm."""
+def shared_memory_check(can_share: bool, setting: str, size: int | None) -> Check:
+    """Return a check of shared memory: workers of one machine exchange tensors through it, and torch's data loaders use
+    /dev/shm."""
     from manyhands.facts.units import format_bytes
 
     subject, shown = "shared memory", "no /dev/shm" if size is None else f"/dev/shm has {format_bytes(size)}"
     needed = f"memfd_create, and {format_bytes(SMALLEST_SHARED_BYTES)} of /dev/shm for data loaders"
     if not can_share:
         return Check(subject, WARNING, "none on this system", needed, "Workers of one machine use TCP: slower.")
-    if asked == "0":
+    if setting == "0":
         return Check(subject, WARNING, "switched off", needed, "unset MANYHANDS_SHARED_MEMORY")
     if size is not None and size < SMALLEST_SHARED_BYTES:
         fix = "sudo mount -o remount,size=512M /dev/shm (in a container: docker run --shm-size 512m)"
@@ -305,22 +312,24 @@ def _open_files() -> tuple[int, int] | None:
 
 
 def open_files_check(soft: int, hard: int, workers: int) -> Check:
-    """A coordinator has two connections to each worker, and a worker one to each of the others, beside its files."""
+    """Return a check of the limit on open files: the coordinator has two connections to each worker, and a worker has
+    one to each other worker."""
     least = 64 + 8 * max(1, workers)
-    found, needed = f"at most {soft}", f"{least} for {max(1, workers)} worker(s)"
+    allowed, needed = f"at most {soft}", f"{least} for {max(1, workers)} worker(s)"
     if soft >= least:
-        return Check("open files", OK, found, needed)
+        return Check("open files", OK, allowed, needed)
     fix = f"ulimit -n {min(hard, 4096)}"
     if hard < least:
         fix = f"As root: ulimit -Hn 4096 (at most {hard} are allowed now), then ulimit -n 4096"
-    return Check("open files", BROKEN, found, needed, fix)
+    return Check("open files", BROKEN, allowed, needed, fix)
 
 
 # How fast the processor may go
 
 
 def speed_checks(system: Path) -> Iterator[Check]:
-    """Of Linux, where it can be read: who sets the clock, and whether heat or voltage has capped it."""
+    """Yield checks of the processor's clock, where Linux reports it: its governor, and whether heat or voltage has
+    capped it."""
     policies = sorted(system.glob("devices/system/cpu/cpu[0-9]*/cpufreq"))
     governors = {_read(policy / "scaling_governor") for policy in policies}
     drivers = {_read(policy / "scaling_driver") for policy in policies}
@@ -335,11 +344,11 @@ def speed_checks(system: Path) -> Iterator[Check]:
         flags = int(text, 16) if set(text.lower()) <= set("0123456789abcdefx") else 0
         reasons += [why for bit, why in _THROTTLED.items() if flags >> bit & 1]
         reasons += [f"since it started: {why}" for bit, why in _THROTTLED.items() if flags >> 16 + bit & 1]
-    counts = [_read(one) for one in system.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")]
+    counts = [_read(counter) for counter in system.glob("devices/system/cpu/cpu*/thermal_throttle/core_throttle_count")]
     if any(count not in ("", "0") for count in counts):
         reasons.append("heat has slowed it down since it started")
-    degrees = [int(value) / 1000 for one in system.glob("class/thermal/thermal_zone*/temp")
-               if (value := _read(one)).isdigit()]  # fmt: skip
+    degrees = [int(value) / 1000 for sensor in system.glob("class/thermal/thermal_zone*/temp")
+               if (value := _read(sensor)).isdigit()]  # fmt: skip
     hottest = max(degrees, default=0.0)
     if hottest >= HOT_DEGREES:
         reasons.append(f"it has {hottest:.0f} degrees")
@@ -358,7 +367,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# What not everybody needs
+# Optional parts
 
 
 def lab_check() -> Check:
@@ -368,7 +377,7 @@ def lab_check() -> Check:
 
 
 def lab_verdict(why: str) -> Check:
-    """`why` there can be no lab here; empty where there can."""
+    """Return the check of a lab. `why` says what is missing here; empty: nothing."""
     needed = "root, iproute2 and control groups, for `manyhands lab` and --lab only"
     if not why:
         return Check("lab", OK, "possible: root, iproute2 and control groups are here", needed)

@@ -1,4 +1,5 @@
-"""What a run needs of its workers and of the network between them. Every wait has a limit: silence is a finding."""
+"""What a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
+finding."""
 
 from __future__ import annotations
 
@@ -21,48 +22,49 @@ from manyhands.runtime.member import Member
 from manyhands.runtime.reachability import Answer
 
 MOST_WALL_SECONDS = 2.0
-"""By how much the time of day may differ: what is written of a run is in order by it, nothing else depends on it."""
+"""How much the time of day may differ. It only orders what is written about a run."""
 MOST_DRIFT_SECONDS = 5e-3
-"""Between two looks a moment apart: timelines of several machines are drawn by these clocks."""
+"""How much clocks may drift between two measurements: timelines of several machines are drawn by these clocks."""
 _DRIFT_LOOK_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 125_000.0
 LONG_DELAY_SECONDS = 0.5
 _FIRST_BYTES, _MOST_BYTES = 32_000, 4_000_000
 _LOOK_SECONDS = 0.25
-"""So long a link is to be busy while its rate is measured."""
+"""How long a link is kept busy while its rate is measured."""
 PAIRS_SECONDS = 120.0
-"""After so long no other pair is measured."""
+"""No further pair is measured after this many seconds."""
 
 Say = Callable[[str], None]
 
 
 def worker_checks(members: Iterable[Member]) -> Iterator[Check]:
-    """What the workers said of their machines when they joined."""
-    own = identify()
+    """Yield checks of what the workers reported about their machines when they joined."""
+    this_machine = identify()
     for member in members:
         facts = member.facts
-        found = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
-        yield worker_check(member.name, found, facts.torch, own.torch, facts.memory_bytes)
+        described = f"{facts.machine}, {format_bytes(facts.memory_bytes)}"
+        yield worker_check(member.name, described, facts.torch, this_machine.torch, facts.memory_bytes)
         if facts.confinement is not None:
             yield confinement_check(facts.confinement, member.name)
 
 
-def worker_check(name: str, found: str, torch: str, own_torch: str, memory_bytes: int) -> Check:
+def worker_check(name: str, described: str, torch: str, own_torch: str, memory_bytes: int) -> Check:
     if memory_bytes < WORKER_BYTES:
         fix = "Nothing fits beside Python and torch there: use another device."
-        return Check("worker", BROKEN, found, f"{format_bytes(WORKER_BYTES)} of memory", fix, name)
+        return Check("worker", BROKEN, described, f"{format_bytes(WORKER_BYTES)} of memory", fix, name)
     if torch.partition("+")[0] != own_torch.partition("+")[0]:
         fix = f"On {name}: pip install torch=={own_torch.partition('+')[0]}"
         needed = f"torch {own_torch}, as here: others may round otherwise"
-        return Check("worker", WARNING, found, needed, fix, name)
-    return Check("worker", OK, found, f"torch {own_torch}, as here", where=name)
+        return Check("worker", WARNING, described, needed, fix, name)
+    return Check("worker", OK, described, f"torch {own_torch}, as here", where=name)
 
 
 # Clocks
 
 
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
-    """Whether clocks can be compared, which is measured twice, and whether it is the same time of day."""
+    """Yield checks of the clocks: whether they run alike, measured twice, and whether they show the same time of
+    day."""
     wanted = list(names)
     first = coordinator.clock_sync.synchronize(wanted)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
@@ -78,29 +80,29 @@ def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Che
 
 
 def clock_check(name: str, wall_offset: float | None, drift: float, round_trip: float) -> Check:
-    """`wall_offset`: to be added to that machine's time of day to get this one's."""
+    """Return a check of one clock. `wall_offset` is added to that machine's time of day to get this machine's."""
     needed = f"the same time of day within {MOST_WALL_SECONDS:g} s"
     if abs(drift) > max(MOST_DRIFT_SECONDS, round_trip):
-        found = (
+        difference = (
             f"within {_DRIFT_LOOK_SECONDS:g} s its clock went {format_seconds(abs(drift))} another way than this one"
         )
         fix = f"Pictures of timelines will be wrong. Is {name} a virtual machine that is paused at times?"
-        return Check("clock", WARNING, found, "clocks that go alike", fix, name)
+        return Check("clock", WARNING, difference, "clocks that go alike", fix, name)
     if wall_offset is None:
         return Check(
             "clock", WARNING, "it did not say what time it has", needed, "Install the same version there.", name
         )
-    found = f"{format_seconds(abs(wall_offset))} {'behind' if wall_offset > 0 else 'ahead'}"
+    difference = f"{format_seconds(abs(wall_offset))} {'behind' if wall_offset > 0 else 'ahead'}"
     if abs(wall_offset) > MOST_WALL_SECONDS:
-        return Check("clock", WARNING, found, needed, f"On {name}: sudo timedatectl set-ntp true", name)
-    return Check("clock", OK, f"{found}; there and back in {format_seconds(round_trip)}", needed, where=name)
+        return Check("clock", WARNING, difference, needed, f"On {name}: sudo timedatectl set-ntp true", name)
+    return Check("clock", OK, f"{difference}; there and back in {format_seconds(round_trip)}", needed, where=name)
 
 
 def no_answer(coordinator: Coordinator, name: str, subject: str) -> Check:
     member = coordinator.members[name]
     why = coordinator.local.ending(name) or member.reason or "it did not answer within 2 s"
-    said = coordinator.local.last_words(name)[-400:]
-    fix = f"Start it again, and look at what it prints. {said}".strip()
+    output = coordinator.local.last_words(name)[-400:]
+    fix = f"Start it again, and look at what it prints. {output}".strip()
     return Check(subject, BROKEN, why, "an answer", fix, name)
 
 
@@ -114,38 +116,45 @@ def pair_checks(
     say: Say,
     limit_seconds: float = PAIRS_SECONDS,
 ) -> Iterator[Check]:
-    """Can every two connect, and how fast is it between them? Measured rates are put into `links` too."""
+    """Yield checks of every pair: whether it can connect, and how fast it is. Measured rates are added to `links`."""
     end = time.monotonic() + limit_seconds
     say("whether all can reach each other")
-    reached, lost = _knock(coordinator, list(names))
+    reached, lost = _probe_reachability(coordinator, list(names))
     for name, why in lost.items():
         yield Check("worker", BROKEN, why, "a worker that answers", "Start it again, and look at its log.", name)
-    shut = {(one, other) for one, answers in reached.items() for other, answer in answers.items() if not answer.is_open}
+    shut = {
+        (source, target)
+        for source, answers in reached.items()
+        for target, answer in answers.items()
+        if not answer.is_open
+    }
     for source, target in sorted(shut):
         yield unreached(coordinator, source, target, reached[source][target])
     there = [name for name in names if name not in lost]
     pairs = [pair for pair in itertools.combinations(there, 2) if pair not in shut and pair[::-1] not in shut]
-    for number, (one, other) in enumerate(pairs):
+    for number, (first, second) in enumerate(pairs):
         if time.monotonic() > end:
             left = len(pairs) - number
             yield Check("link", WARNING, f"{left} of {len(pairs)} pairs were not measured", "time", "Run it again.")
             return
-        say(f"the link between {one} and {other} ({number + 1} of {len(pairs)})")
+        say(f"the link between {first} and {second} ({number + 1} of {len(pairs)})")
         try:
-            found = _measure(coordinator, (one, other))
+            measured = _measure(coordinator, (first, second))
         except ManyhandsError as error:
             fix = error.hint or "Start both again; is one of them busy with something else?"
-            yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{one}, {other}")
+            yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{first}, {second}")
             continue
         links += [
-            PairRate(one, other, found[one].bytes_per_second, found[one].delay_seconds),
-            PairRate(other, one, found[other].bytes_per_second, found[other].delay_seconds),
+            PairRate(first, second, measured[first].bytes_per_second, measured[first].delay_seconds),
+            PairRate(second, first, measured[second].bytes_per_second, measured[second].delay_seconds),
         ]
-        yield link_check(one, other, found)
+        yield link_check(first, second, measured)
 
 
-def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
-    """What came of connecting, between those who answer; and why the others do not."""
+def _probe_reachability(
+    coordinator: Coordinator, names: list[str]
+) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
+    """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:
         there = [name for name in names if name not in lost]
@@ -153,20 +162,20 @@ def _knock(coordinator: Coordinator, names: list[str]) -> tuple[dict[str, dict[s
             return probe_reachability(coordinator, there) if there else {}, lost
         except ManyhandsError as error:
             gone = {name: error.message for name in there if coordinator.members[name].is_lost}
-            if not gone:  # nobody is lost, and somebody does not say a word: all are told of it
+            if not gone:  # no worker is lost, but one does not answer: all get the error
                 return {}, lost | dict.fromkeys(there, error.message)
             lost |= gone
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: Answer) -> Check:
-    """A pair that cannot connect, and how to mend it."""
+    """Return a check for a pair that cannot connect, with the fix."""
     tool = firewall_here() if target == COORDINATOR else ""
     host = coordinator.members[source].address[0] if source != COORDINATOR else "the coordinator's address"
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
         host = member.channel.local_host
     fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
-    found = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
-    return Check("reach", BROKEN, found, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
+    failure = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
+    return Check("reach", BROKEN, failure, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
 
 
 def _shown(name: str) -> str:
@@ -174,11 +183,11 @@ def _shown(name: str) -> str:
 
 
 def _measure(coordinator: Coordinator, pair: tuple[str, str]) -> dict[str, Link]:
-    """A short look, then one as long as the link is fast."""
-    found = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
-    sizes = {name: _size(link) for name, link in found.items()}
+    """Measure a link shortly, and then again for as long as its rate allows."""
+    measured = probe_pair(coordinator, pair, dict.fromkeys(pair, _FIRST_BYTES))
+    sizes = {name: _size(link) for name, link in measured.items()}
     if min(sizes.values()) <= _FIRST_BYTES:
-        return found
+        return measured
     return probe_pair(coordinator, pair, sizes)
 
 
@@ -186,13 +195,13 @@ def _size(link: Link) -> int:
     return int(min(_MOST_BYTES, max(_FIRST_BYTES, link.bytes_per_second * _LOOK_SECONDS)))
 
 
-def link_check(one: str, other: str, found: Mapping[str, Link]) -> Check:
-    """Both ways of a pair."""
-    rates = [found[name].bytes_per_second for name in (one, other)]
-    delay = max(found[name].delay_seconds for name in (one, other))
+def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
+    """Return a check of both directions of a pair."""
+    rates = [links[name].bytes_per_second for name in (first, second)]
+    delay = max(links[name].delay_seconds for name in (first, second))
     text = f"{format_rate(rates[0])} there, {format_rate(rates[1])} back, {format_seconds(delay)} one way"
     needed = f"{format_rate(SLOW_BYTES_PER_SECOND)} or more, at most {format_seconds(LONG_DELAY_SECONDS)}"
-    where = f"{one}, {other}"
+    where = f"{first}, {second}"
     if min(rates) < SLOW_BYTES_PER_SECOND or delay > LONG_DELAY_SECONDS:
         fix = "Use a cable or another Wi-Fi channel; `manyhands plan --what-if` says what a faster link would bring."
         return Check("link", WARNING, text, needed, fix, where)
@@ -200,6 +209,6 @@ def link_check(one: str, other: str, found: Mapping[str, Link]) -> Check:
 
 
 def lost_before_joining(error: ManyhandsError) -> Check:
-    """A worker on this machine that ended before it was there."""
-    fix = f"Its last words: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
+    """Return a check for a worker on this machine that ended before it joined."""
+    fix = f"Its last output: {error.hint}" if error.hint and isinstance(error, WorkerLost) else error.hint
     return Check("worker", BROKEN, error.message, "workers that start", fix or "Run again with --debug.")

@@ -1,4 +1,4 @@
-"""`manyhands doctor`: would a run work here, on these machines, and if not, what is to be done?"""
+"""`manyhands doctor`: whether a run would work on these machines, and if not, what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Diagnosis
+from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Findings
 from manyhands.doctor.machine import machine_checks
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, TimedOut
 from manyhands.files.documents import load_cluster
@@ -29,15 +29,15 @@ OnCheck = Callable[[Check], None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Whose health it is about: this machine's and that of workers started here, of those that join, or of a lab."""
+class DoctorOptions:
+    """What the doctor examines: this machine and workers started on it, workers that join, or a lab."""
 
     workers: int | None = None
-    """Started on this machine; None: two, unless others are meant."""
+    """Workers to start on this machine; None: two, unless other workers are named."""
     cluster: str = ""
     listen: str = ""
     devices: int = 1
-    """How many join."""
+    """How many workers join."""
     token: str = ""
     lab: str = ""
     join: str = ""
@@ -61,49 +61,49 @@ class Asked:
 
     @property
     def started_here(self) -> int:
-        """Workers on this machine."""
+        """The number of workers to start on this machine."""
         if self.listen or self.cluster or self.lab or self.join:
             return 0
         return WORKERS if self.workers is None else self.workers
 
 
-def examine(asked: Asked, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Diagnosis:
-    """Look at everything. `say`: what is being looked at now; `on_check`: each finding as soon as it is there."""
-    asked.check()
-    found = Diagnosis()
-    for check in _checks(asked, found, say):
-        found.checks.append(check)
+def examine(options: DoctorOptions, say: Say = lambda text: None, on_check: OnCheck = lambda check: None) -> Findings:
+    """Run all checks. `say` receives what is being examined; `on_check` receives each check as soon as it is made."""
+    options.check()
+    findings = Findings()
+    for check in _checks(options, findings, say):
+        findings.checks.append(check)
         on_check(check)
-    return found
+    return findings
 
 
-def _checks(asked: Asked, found: Diagnosis, say: Say) -> Iterator[Check]:
+def _checks(options: DoctorOptions, findings: Findings, say: Say) -> Iterator[Check]:
     say("this machine")
-    yield from machine_checks(asked.started_here)
-    if any(check.subject in ("torch", "packages", "Python") for check in found.broken):
-        fix = "Mend what is broken above first."
+    yield from machine_checks(options.started_here)
+    if any(check.subject in ("torch", "packages", "Python") for check in findings.broken):
+        fix = "Fix what is broken above first."
         yield Check("workers", WARNING, "not looked at: none would start", "Python, torch and packages", fix)
         return
-    if asked.join:
-        yield join_check(asked.join)
+    if options.join:
+        yield join_check(options.join)
         yield discovery_check(say)
         return
-    if asked.workers == 0:
+    if options.workers == 0:
         yield discovery_check(say)
         return
     with tempfile.TemporaryDirectory(prefix="manyhands-doctor-") as logs, contextlib.ExitStack() as stack:
         events: list[str] = []
         try:
-            coordinator = stack.enter_context(_workers(asked, Path(logs), say, events))
+            coordinator = stack.enter_context(_workers(options, Path(logs), say, events))
         except ManyhandsError as error:
-            yield _not_there(asked, error)
+            yield _not_there(options, error)
             return
-        yield from _joined(asked, coordinator, events)
-        yield from _network(coordinator, found, say)
+        yield from _joined(options, coordinator, events)
+        yield from _network(coordinator, findings, say)
     yield discovery_check(say)
 
 
-def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[Check]:
+def _network(coordinator: Coordinator, findings: Findings, say: Say) -> Iterator[Check]:
     from manyhands.doctor import network
 
     members = sorted(coordinator.alive(), key=lambda member: (len(member.name), member.name))  # local-2 before local-10
@@ -113,71 +113,71 @@ def _network(coordinator: Coordinator, found: Diagnosis, say: Say) -> Iterator[C
     names = [member.name for member in members]
     say("clocks")
     yield from network.clock_checks(coordinator, names)
-    yield from network.pair_checks(coordinator, names, found.links, say)
+    yield from network.pair_checks(coordinator, names, findings.links, say)
 
 
 # Workers, wherever they are
 
 
 @contextlib.contextmanager
-def _workers(asked: Asked, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
-    """A coordinator; those of other machines may not all have come when their time is up."""
+def _workers(options: DoctorOptions, logs: Path, say: Say, events: list[str]) -> Iterator[Coordinator]:
+    """Yield a coordinator with its workers; some of other machines may still be missing when the timeout is over."""
     from manyhands.facts.cluster import Cluster
     from manyhands.runtime.coordinator import Coordinator
 
-    if asked.lab:
+    if options.lab:
         from manyhands.session.lab_session import lab_cluster, lab_session
 
-        say(f"the lab {asked.lab}")
-        with lab_session(lab_cluster(asked.lab), logs=logs, say=say, limit_seconds=asked.wait_seconds) as session:
+        say(f"the lab {options.lab}")
+        with lab_session(lab_cluster(options.lab), logs=logs, say=say, limit_seconds=options.wait_seconds) as session:
             yield session.coordinator
         return
-    cluster = load_cluster(asked.cluster) if asked.cluster else None
+    cluster = load_cluster(options.cluster) if options.cluster else None
     is_local = cluster is not None and all(device.kind == "local" for device in cluster.devices)
-    if asked.started_here or is_local:
-        machines = cluster or Cluster.local(asked.started_here)
+    if options.started_here or is_local:
+        machines = cluster or Cluster.local(options.started_here)
         say(f"starting {len(machines.devices)} worker(s)")
-        with Coordinator.local_cluster(machines, logs=logs, limit_seconds=asked.wait_seconds) as coordinator:
+        with Coordinator.local_cluster(machines, logs=logs, limit_seconds=options.wait_seconds) as coordinator:
             yield coordinator
         return
-    with _listening(asked, cluster, say, events) as coordinator:
+    with _listening(options, cluster, say, events) as coordinator:
         yield coordinator
 
 
 @contextlib.contextmanager
-def _listening(asked: Asked, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
+def _listening(options: DoctorOptions, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
     from manyhands.runtime.shared_token import shared_token
     from manyhands.session.joining import join_text, parse_address
 
-    host, port = parse_address(asked.listen or "0.0.0.0", DEFAULT_PORT)
-    token = asked.token or shared_token(events.append)
+    host, port = parse_address(options.listen or "0.0.0.0", DEFAULT_PORT)
+    token = options.token or shared_token(events.append)
     with Coordinator(host, port, token, on_event=events.append) as coordinator:
-        wanted = list(cluster.names) if cluster is not None else asked.devices
+        wanted = list(cluster.names) if cluster is not None else options.devices
         named = " --name NAME" if cluster is not None else ""
         who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"
-        say(f"Waiting {asked.wait_seconds:g} s for {who}. On each device:\n{join_text(coordinator, named)}")
+        say(f"Waiting {options.wait_seconds:g} s for {who}. On each device:\n{join_text(coordinator, named)}")
         if isinstance(wanted, list):
             coordinator.wanted = set(wanted)
         with contextlib.suppress(TimedOut):  # which is a finding
-            coordinator.wait_for(wanted, asked.wait_seconds)
+            coordinator.wait_for(wanted, options.wait_seconds)
         yield coordinator
 
 
-def _not_there(asked: Asked, error: ManyhandsError) -> Check:
+def _not_there(options: DoctorOptions, error: ManyhandsError) -> Check:
     if isinstance(error, AddressTaken):
         fix = error.hint or "Give another port: --listen HOST:PORT"
-        return Check("workers", BROKEN, error.message, f"a free port at {asked.listen or '0.0.0.0:7077'}", fix)
+        return Check("workers", BROKEN, error.message, f"a free port at {options.listen or '0.0.0.0:7077'}", fix)
     from manyhands.doctor.network import lost_before_joining
 
     return lost_before_joining(error)
 
 
-def _joined(asked: Asked, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
-    """Whether all came who were waited for, and who was turned away."""
+def _joined(options: DoctorOptions, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
+    """Yield checks of whether all expected workers joined, and which were refused."""
     there = sorted(member.name for member in coordinator.alive())
-    wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(asked.devices)]
-    if not (asked.listen or asked.cluster):
+    wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(options.devices)]
+    if not (options.listen or options.cluster):
         yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(there)} that join")
         return
     for text in events:
@@ -187,7 +187,7 @@ def _joined(asked: Asked, coordinator: Coordinator, events: list[str]) -> Iterat
     if not missing:
         yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(wanted)} that join")
         return
-    yield missing_check(coordinator, there, missing, len(wanted), asked.wait_seconds)
+    yield missing_check(coordinator, there, missing, len(wanted), options.wait_seconds)
 
 
 def missing_check(coordinator: Coordinator, there: list[str], missing: list[str], count: int, waited: float) -> Check:
@@ -195,9 +195,9 @@ def missing_check(coordinator: Coordinator, there: list[str], missing: list[str]
     from manyhands.engine.security import is_loopback
 
     host, port = coordinator.address[:2]
-    found = f"{len(there)} of {count} joined within {waited:g} s"
+    joined = f"{len(there)} of {count} joined within {waited:g} s"
     if coordinator.wanted:
-        found += f"; {', '.join(missing)} did not"
+        joined += f"; {', '.join(missing)} did not"
     fix = f"On each device: {coordinator.join_command()}\nWhat stands in its way: manyhands doctor --join HOST:{port}"
     if is_loopback(host):
         fix += f"\n{host} is for workers of this machine only; for others: --listen 0.0.0.0:{port}"
@@ -206,14 +206,14 @@ def missing_check(coordinator: Coordinator, there: list[str], missing: list[str]
         which = f" ({tool} is on)" if tool else ", one of"
         lines = "\n".join(opening("DEVICE", port, tool))
         fix += f"\nIf that times out or is refused, open port {port} on {HERE}{which}:\n{lines}"
-    return Check("workers", BROKEN, found, f"{count} that join", fix)
+    return Check("workers", BROKEN, joined, f"{count} that join", fix)
 
 
 # This machine as one of the workers
 
 
 def join_check(address: str) -> Check:
-    """Whether a coordinator's port can be reached from here."""
+    """Return a check of whether a coordinator's port can be reached from here."""
     from manyhands.doctor.firewall import remedy
     from manyhands.runtime.coordinator import DEFAULT_PORT
     from manyhands.runtime.reachability import probe
@@ -223,17 +223,17 @@ def join_check(address: str) -> Check:
     answer = probe(host, port)
     where = f"{host}:{port}"
     if answer.is_open:
-        found = f"{where} answers, after {answer.seconds * 1000:.1f} ms"
-        return Check("coordinator", OK, found, "a port that is open", where=where)
+        reached = f"{where} answers, after {answer.seconds * 1000:.1f} ms"
+        return Check("coordinator", OK, reached, "a port that is open", where=where)
     fix = remedy(answer, HERE, _own_address(host, port), "the coordinator's machine", fixed_port=True)
     if answer.outcome == "refused":
         fix = f"Is the coordinator running (manyhands train --listen 0.0.0.0:{port})? {fix}"
-    found = f"{where}: {answer.outcome} ({answer.text})"
-    return Check("coordinator", BROKEN, found, "a port that is open", fix, where)
+    reached = f"{where}: {answer.outcome} ({answer.text})"
+    return Check("coordinator", BROKEN, reached, "a port that is open", fix, where)
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine that somebody there would see: connecting a UDP socket sends nothing."""
+    """Return this machine's address as the other machine would see it: connecting a UDP socket sends nothing."""
     import socket
 
     with contextlib.suppress(OSError, OverflowError):
@@ -245,7 +245,8 @@ def _own_address(host: str, port: int) -> str:
 
 
 def discovery_check(say: Say) -> Check:
-    """Whether what is announced by multicast DNS is heard, here at least; without it workers are given --join."""
+    """Return a check of whether a multicast DNS announcement is received on this machine; without it workers need
+    --join."""
     import importlib.util
 
     if importlib.util.find_spec("zeroconf") is None:
@@ -259,29 +260,29 @@ def discovery_check(say: Say) -> Check:
         return Check("mDNS", WARNING, error.message, MULTICAST, error.hint)
     if interface is None:
         return Check("mDNS", WARNING, "switched off by MANYHANDS_DISCOVERY", MULTICAST, "unset MANYHANDS_DISCOVERY")
-    return discovery_verdict(_is_heard(interface))
+    return discovery_verdict(_discovery_problem(interface))
 
 
-def _is_heard(interface: str) -> str:
-    """Why an announcement of our own does not come back; empty where it does."""
+def _discovery_problem(interface: str) -> str:
+    """Return why our own announcement is not received, or an empty string if it is."""
     import time
 
     from manyhands.engine.security import new_token
     from manyhands.runtime.discovery import PROBE, Announcer, Lookout
 
-    said: list[str] = []
+    problems: list[str] = []
     host = interface or "0.0.0.0"
     end = time.monotonic() + DISCOVERY_SECONDS
     try:
-        announced = Announcer((host, 9), new_token(), "doctor", said.append, interface, PROBE)
+        announced = Announcer((host, 9), new_token(), "doctor", problems.append, interface, PROBE)
         with Lookout(PROBE) as lookout, announced as announcer:
             while (left := end - time.monotonic()) > 0:
-                if any(one.salt == announcer.salt for one in lookout.seen()):
+                if any(announcement.salt == announcer.salt for announcement in lookout.seen()):
                     return ""
                 lookout.wait(min(left, 0.2))
     except (OSError, ManyhandsError) as error:
         return str(error)
-    return said[0] if said else f"nothing was heard of an announcement within {DISCOVERY_SECONDS:g} s"
+    return problems[0] if problems else f"nothing was heard of an announcement within {DISCOVERY_SECONDS:g} s"
 
 
 def discovery_verdict(why: str) -> Check:

@@ -1,4 +1,4 @@
-"""What limits a simulated step, in words: the largest parts of its critical path, each with who and how much.
+"""What limits a simulated step, in words: the largest parts of its critical path, each with its device and its share.
 
 The parts add up to the whole step, so the first is what to make faster. That it does help is checked by simulating the
 same plan with just that twice as fast (`checked`); memory is another matter, see explain.py.
@@ -25,7 +25,7 @@ from manyhands.simulator.simulate import MOST_SPANS, simulate
 
 TWICE = 2.0
 ABOUT_AS_BUSY = 0.9
-"""Devices of a stage that compute so much of what the busiest does are limits as it is."""
+"""Devices of a stage that compute at least this fraction of what the busiest does are limits too."""
 WORTH_SAYING = 0.02
 MOST_CHECKED = 3
 HELPS = 1.01
@@ -38,10 +38,10 @@ class Limit:
 
     kind: Literal["compute", "transfer", "delay", "memory", "energy"]
     part: float
-    """Of the step: of its critical path. Of memory: of the budget; of energy: of the joules."""
+    """The fraction of the step's critical path; for memory, of the budget; for energy, of the joules."""
     text: str
     subject: str = ""
-    """The same without its part: 'the sum of 98 MB of weight gradients'."""
+    """The text without its part: 'the sum of 98 MB of weight gradients'."""
     devices: tuple[str, ...] = ()
     seconds: float = 0.0
     stage: int | None = None
@@ -51,7 +51,7 @@ class Limit:
     relaxed: str = ""
     """What was changed to check it: 'laptop twice as fast'."""
     relaxed_seconds: float | None = None
-    """Of a step then, simulated; None: not checked."""
+    """Seconds of a step after that change, simulated; None: not checked."""
     speed_up: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Limit:
 
 @dataclass
 class _Sum:
-    """Legs of one sort."""
+    """The sum of legs of one sort."""
 
     seconds: float = 0.0
     by_device: Counter[str] = field(default_factory=Counter)
@@ -70,60 +70,60 @@ class _Sum:
 
 
 def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str = "step") -> list[Limit]:
-    """What a simulation with spans spent its time on, the most first. `what` is what took that time, as a word.
+    """Return what a simulation with spans spent its time on, the largest part first. `what` names what took that time.
 
     Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
     """
-    told = _Teller(result, plan, network, cluster, what)
+    describer = _Describer(result, plan, network, cluster, what)
     if len(result.spans) >= MOST_SPANS:
-        return [told.busiest()]
+        return [describer.busiest()]
     sums: defaultdict[tuple[str, str | int], _Sum] = defaultdict(_Sum)
     for leg in critical_path(result, cluster):
-        own = sums[leg.kind, _sort(leg)]
-        own.seconds += leg.seconds
-        own.count += 1
-        own.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
-        own.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
-        own.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
-    found = [told.limit(kind, sort, own) for (kind, sort), own in sums.items() if own.seconds > 0]
-    return sorted(found, key=lambda limit: -limit.seconds)
+        legs = sums[leg.kind, _sort(leg)]
+        legs.seconds += leg.seconds
+        legs.count += 1
+        legs.by_device[leg.source] += leg.seconds  # type: ignore[assignment]
+        legs.by_pair[leg.source, leg.target] += leg.seconds  # type: ignore[assignment]
+        legs.by_stage[leg.stage] += leg.seconds  # type: ignore[assignment]
+    limits = [describer.limit(kind, sort, legs) for (kind, sort), legs in sums.items() if legs.seconds > 0]
+    return sorted(limits, key=lambda limit: -limit.seconds)
 
 
 def _sort(leg: Leg) -> str | int:
-    """Computing is told by stage, transfers by what they are for, delays all together."""
+    """Return how a leg is grouped: computing by stage, transfers by their use, delays all together."""
     if leg.kind == "compute":
         return leg.stage
     return leg.use if leg.kind == "transfer" else ""
 
 
-class _Teller:
+class _Describer:
     def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str) -> None:
         self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, what
 
-    def limit(self, kind: str, sort: str | int, own: _Sum) -> Limit:
-        part = own.seconds / self.result.seconds
+    def limit(self, kind: str, sort: str | int, legs: _Sum) -> Limit:
+        part = legs.seconds / self.result.seconds
         if kind == "compute":
-            return self._compute(int(sort), own, part)
+            return self._compute(int(sort), legs, part)
         if kind == "transfer":
-            return self._transfer(str(sort), own, part)
-        longest = max(self.cluster.link_between(a, b).delay_seconds if b else 0.0 for a, b in own.by_pair)
-        subject = f"waiting for links' delays ({own.count} times up to {format_seconds(longest)})"
-        return Limit("delay", part, f"{subject} is {self._of(part)}", subject, tuple(own.by_device), own.seconds)
+            return self._transfer(str(sort), legs, part)
+        longest = max(self.cluster.link_between(a, b).delay_seconds if b else 0.0 for a, b in legs.by_pair)
+        subject = f"waiting for links' delays ({legs.count} times up to {format_seconds(longest)})"
+        return Limit("delay", part, f"{subject} is {self._of(part)}", subject, tuple(legs.by_device), legs.seconds)
 
     def busiest(self) -> Limit:
-        own = max(self.result.devices.values(), key=lambda one: one.busy_seconds)
-        part = own.busy_seconds / self.result.seconds
-        text = f"{own.device} computes {self._of(part)}"
-        return Limit("compute", part, text, f"computing on {own.device}", (own.device,), own.busy_seconds)
+        busiest = max(self.result.devices.values(), key=lambda device: device.busy_seconds)
+        part = busiest.busy_seconds / self.result.seconds
+        text = f"{busiest.device} computes {self._of(part)}"
+        return Limit("compute", part, text, f"computing on {busiest.device}", (busiest.device,), busiest.busy_seconds)
 
     def _of(self, part: float) -> str:
         return f"{percent(part)} of the {self.what}"
 
-    def _compute(self, stage: int, own: _Sum, part: float) -> Limit:
-        """A stage, and which of its devices the others wait for."""
-        devices = tuple(name for name, _ in own.by_device.most_common())
+    def _compute(self, stage: int, legs: _Sum, part: float) -> Limit:
+        """Return the limit of a stage: which of its devices the others wait for."""
+        devices = tuple(name for name, _ in legs.by_device.most_common())
         is_one_of_many = len(self.plan.stages) > 1 and stage >= 0
-        if own.by_device[devices[0]] >= ABOUT_AS_BUSY * own.seconds:
+        if legs.by_device[devices[0]] >= ABOUT_AS_BUSY * legs.seconds:
             devices = devices[:1]
             where = f"stage {stage} on " if is_one_of_many else ""
             beside = len(as_busy(devices, stage, self.result, self.plan)) - 1
@@ -134,21 +134,22 @@ class _Teller:
             subject = f"computing{f' stage {stage}' if is_one_of_many else ''}"
             text = f"{subject} is {self._of(part)} ({_listed(devices)} are waited for in turn)"
             subject += f" ({_listed(devices)} in turn)"
-        return Limit("compute", part, text, subject, devices, own.seconds, stage if stage >= 0 else None)
+        return Limit("compute", part, text, subject, devices, legs.seconds, stage if stage >= 0 else None)
 
     def _share(self, stage: int, device: str) -> str:
-        """' (2 of 8 samples)', where that explains how long it takes."""
+        """Return ' (2 of 8 samples)', where that explains how long it takes."""
         if stage < 0:
             return ""
-        own = self.plan.stages[stage]
-        if not isinstance(own.share, BySamples) or device not in own.devices:
+        planned = self.plan.stages[stage]
+        if not isinstance(planned.share, BySamples) or device not in planned.devices:
             return ""
-        return f" ({own.share.samples[own.devices.index(device)]} of {sum(own.share.samples)} samples)"
+        return f" ({planned.share.samples[planned.devices.index(device)]} of {sum(planned.share.samples)} samples)"
 
-    def _transfer(self, use: str, own: _Sum, part: float) -> Limit:
-        """Gradients' sums by their stage; anything else by the port or link that it fills most."""
-        stage = own.by_stage.most_common(1)[0][0]
-        name, rate, carried, devices = self._crossed(own)
+    def _transfer(self, use: str, legs: _Sum, part: float) -> Limit:
+        """Return the limit of transfers: gradient sums by their stage; others by the port or link that they fill
+        most."""
+        stage = legs.by_stage.most_common(1)[0][0]
+        name, rate, carried, devices = self._crossed(legs)
         carries = f"{name} carries {format_bytes(carried)}{f' at {format_rate(rate)}' if rate < inf else ''}"
         if use == GRADIENT_SUMS:
             first, last = layer_range(self.plan.stages[stage])
@@ -158,18 +159,18 @@ class _Teller:
             whose = f"stage {stage}'s" if len(self.plan.stages) > 1 else "the"
             subject = f"the sum of {whose} {format_bytes(size)} of weight gradients"
             text = f"{subject} ends the {self.what}: {percent(part)} of it ({carries})"
-            return Limit("transfer", part, text, f"{subject} ({carries})", devices, own.seconds, stage, use, size)
+            return Limit("transfer", part, text, f"{subject} ({carries})", devices, legs.seconds, stage, use, size)
         text = f"{carries}: waiting for {use} is {self._of(part)}"
         return Limit(
-            "transfer", part, text, f"waiting for {use} ({carries})", devices, own.seconds, None, use, carried
+            "transfer", part, text, f"waiting for {use} ({carries})", devices, legs.seconds, None, use, carried
         )  # fmt: skip
 
-    def _crossed(self, own: _Sum) -> tuple[str, float, float, tuple[str, ...]]:
-        """Of the ports and links that at least half of these transfers cross, the one that carries most for its rate:
-        its name, its rate, its bytes in a step, and whose it is."""
+    def _crossed(self, legs: _Sum) -> tuple[str, float, float, tuple[str, ...]]:
+        """Return the port or link, among those that at least half of these transfers cross, that carries most for its
+        rate: its name, its rate, its bytes in a step, and its devices."""
         waited: Counter[tuple[str, ...]] = Counter()
         rates: dict[tuple[str, ...], float] = {}
-        for (a, b), seconds in own.by_pair.items():
+        for (a, b), seconds in legs.by_pair.items():
             for key, rate in self._resources(a, b):
                 waited[key] += seconds
                 rates[key] = rate
@@ -208,7 +209,7 @@ def _listed(names: Sequence[str]) -> str:
 def checked(
     limits: Sequence[Limit], result: Simulation, plan: Plan, network: Network, cluster: Cluster, profile: Profile
 ) -> list[Limit]:
-    """The limits, the first few simulated again without them: those that help before those that do not."""
+    """Return the limits, the first few simulated again without them: those that help before those that do not."""
     tried = [
         _check(limit, result, plan, network, cluster, profile)
         for limit in limits[:MOST_CHECKED]
@@ -236,7 +237,7 @@ def _check(limit: Limit, result: Simulation, plan: Plan, network: Network, clust
 
 
 def as_busy(devices: Sequence[str], stage: int | None, result: Simulation, plan: Plan) -> tuple[str, ...]:
-    """The devices the others wait for, and those of their stage that would be waited for next."""
+    """Return the devices that the others wait for, and those of their stage that would be waited for next."""
     beside = plan.stages[stage].devices if stage is not None and stage >= 0 else ()
     busy = {name: result.devices[name].busy_seconds for name in {*devices, *beside}}
     enough = ABOUT_AS_BUSY * max(busy[name] for name in devices)

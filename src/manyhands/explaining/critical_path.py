@@ -1,5 +1,5 @@
-"""Why a simulated step takes as long as it does: the chain of computing, transfers and delays that it could not end
-before, from its last action back to its first. The seconds of its links add up to the step's.
+"""The critical path of a simulated step: the chain of computing, transfers and delays that its end had to wait for,
+from its last action back to its first. The seconds of its legs add up to the step's.
 
     nano     ██forward██                                     ██backward██▄step
                         ╲ value, 4 ms                       ╱ gradient, 4 ms
@@ -26,7 +26,7 @@ USES = {
     "output": "outputs and their gradients", "output-gradient": "outputs and their gradients", "weights": "weights",
     "weight-gradient": "weight gradients",
 }  # fmt: skip
-"""Message kind -> what a person calls it."""
+"""Message kind -> the name shown to people."""
 GRADIENT_SUMS = "weight gradients"
 STATISTICS = "batch-norm sums"
 _CLOSE = 1e-12
@@ -34,7 +34,7 @@ _CLOSE = 1e-12
 
 @dataclass(frozen=True)
 class Leg:
-    """A link of the chain. Of computing `source` is the device; of a transfer or a delay, who sends."""
+    """A leg of the chain. `source` is the device that computes, or the sender of a transfer or delay."""
 
     kind: Literal["compute", "transfer", "delay"]
     seconds: float
@@ -46,7 +46,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class _Journey:
-    """A message, or all flows of a sum, from the moment it could start to the moment that others have it."""
+    """A message, or all flows of a sum, from when it could start to when the others have it."""
 
     start: float
     sent: float
@@ -58,14 +58,14 @@ class _Journey:
 
 
 def use_of(what: object) -> str:
-    """What a transfer is for."""
+    """Return what a transfer is for."""
     if isinstance(what, Reduce):
         return GRADIENT_SUMS if what.what == "gradients" else STATISTICS
     return USES.get(what.kind, what.kind) if isinstance(what, Message) else ""
 
 
 def critical_path(result: Simulation, cluster: Cluster) -> list[Leg]:
-    """The chain, last link first. The simulation must have kept its spans."""
+    """Return the chain, last leg first. The simulation must have kept its spans."""
     return list(_Chain(result, cluster).walk())
 
 
@@ -97,7 +97,8 @@ class _Chain:
             arrivals.sort(key=itemgetter(0))
 
     def _add_sum(self, flows: list[Span]) -> None:
-        """A sum is there when its last flow is and its rounds' delays have passed, for all who take part."""
+        """Add a sum: it is complete when its last flow has ended and its rounds' delays have passed, for all devices in
+        it."""
         last = max(flows, key=lambda span: span.end)
         reduce = last.what
         assert isinstance(reduce, Reduce)
@@ -138,7 +139,7 @@ class _Chain:
                 return
 
     def _waited_for(self, journey: _Journey) -> str:
-        """Who let it start: its sender, or the last to join a sum."""
+        """Return the device that let it start: its sender, or the last to join a sum."""
         if isinstance(journey.what, Reduce):
             return max(journey.what.devices, key=lambda name: self._latest(name, journey.start))
         return journey.source
@@ -148,13 +149,15 @@ class _Chain:
         return max(computed.end if computed else 0.0, journey.arrives if journey else 0.0)
 
     def _computed_by(self, device: str, now: float) -> Span | None:
-        own = self.computed[device]
-        place = bisect_right(own, now, key=lambda span: span.end)
-        return own[place - 1] if place else None
+        spans = self.computed[device]
+        place = bisect_right(spans, now, key=lambda span: span.end)
+        return spans[place - 1] if place else None
 
     def _arrived_by(self, device: str, now: float) -> _Journey | None:
-        own = self.reaches[device]
-        place = bisect_right(own, now, key=itemgetter(0))
-        while place and id(own[place - 1][1]) in self.seen:  # links without time or delay: no transfer counts twice
+        arrivals = self.reaches[device]
+        place = bisect_right(arrivals, now, key=itemgetter(0))
+        while (
+            place and id(arrivals[place - 1][1]) in self.seen
+        ):  # links without time or delay: no transfer counts twice
             place -= 1
-        return own[place - 1][1] if place else None
+        return arrivals[place - 1][1] if place else None

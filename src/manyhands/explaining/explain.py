@@ -1,4 +1,4 @@
-"""A plan explains itself: what limits it, why other plans lost, and what more hardware would give.
+"""Explains a plan: what limits it, why other plans lost, and what more hardware would give.
 
 All seconds are simulated. Where a claim is "this is what limits it" it was tried: the same plan is simulated with that
 twice as fast; for memory, the task is planned again with twice of it where it is full. What-ifs are planned again too.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manyhands.explaining import what_if
 from manyhands.explaining.bottleneck import Limit, checked, limits_of, percent
+from manyhands.explaining.explanation import Explanation, RunnerUp, WhatIf
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.network import Network
@@ -21,102 +22,32 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.facts.units import format_bytes, format_seconds
 from manyhands.planner.strategies import CORNERS
-from manyhands.planner.task import Candidate
-from manyhands.plans.planning import Planned, cluster_of, network_of, plan
-from manyhands.plans.planning import simulate as simulate_plan
+from manyhands.planner.task import PlanCandidate
+from manyhands.plans.inference import plan_to_show, sample_seconds
+from manyhands.plans.planned import Planned
+from manyhands.plans.planning import plan
+from manyhands.plans.simulating import cluster_of, network_of
+from manyhands.plans.simulating import simulate as simulate_plan
 from manyhands.simulator.result import Simulation
 
 MOST_SECONDS = 10.0
-"""Of the processor: planning again is not begun where it would take longer than this, all together."""
+"""Processor seconds: planning again is not started if all of it would take longer than this."""
 QUICK_SECONDS, LONG_SECONDS = 2.0, 20.0
-"""A task that took longer to plan is planned again by the strategy that came first only; or not at all."""
+"""A task that took longer to plan is planned again only by the strategy that came first, or not at all."""
 NEARLY_FULL, HALF_FULL = 0.9, 0.5
-"""Parts of a memory. Where half is used, micro-batches of twice the size may not fit: worth a look if that is quick."""
+"""Fractions of a memory. Where half is used, micro-batches of twice the size may not fit, which is checked if that is
+quick."""
 ALSO = 0.25
-"""A second part of a rival's step that is worth naming."""
+"""A second part of another plan's step that is worth naming."""
 TEN_TIMES = 10.0
 SAME = 1.02
 MEMORY_FIRST = 1.05
-"""Full memory is named before what the devices spend their time on, if a plan with more of it is that much faster."""
+"""Full memory is named before what the devices spend their time on, if a plan with more memory is that much faster."""
 
 
 def faster_text(times: float) -> str:
-    """'1.3 times as fast', where that can be told from noise."""
+    """Return '1.3 times as fast', or 'about the same' within noise."""
     return f"{times:.3g} times as fast" if times >= SAME else "about the same"
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """A plan that lost, and why."""
-
-    name: str
-    seconds: float | None
-    """Of a step (of a sample, for inference), simulated; None: it cannot run."""
-    times: float | None
-    """As long as the plan that was chosen; by another objective: as much of it."""
-    reason: str
-    limits: tuple[Limit, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "limits": [limit.to_dict() for limit in self.limits]}
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """What another cluster would give, planned anew."""
-
-    change: str
-    seconds: float
-    speed_up: float
-    score: float
-    """What plans are compared by: these seconds, or bytes, or joules a sample."""
-    gain: float
-    """How many times less that is."""
-    plan: Plan
-    is_device: bool
-    """Of what sort: one more device, or a faster network."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": self.plan.to_dict()}
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why this plan. `limits` add up to the step; `binding` is the one that was found to matter most."""
-
-    seconds: float
-    binding: Limit | None
-    limits: tuple[Limit, ...]
-    runners_up: tuple[RunnerUp, ...]
-    what_if: tuple[WhatIf, ...]
-    """The best change of each sort first: one more device, a faster network."""
-    searched: tuple[str, ...] = ()
-    """Strategies that what-ifs were planned by."""
-    skipped: tuple[str, ...] = ()
-    """Changes that were not planned for, since that takes long here."""
-    full: tuple[Limit, ...] = ()
-    """Devices whose memory is nearly full, and whether more would help."""
-
-    @property
-    def best_changes(self) -> list[WhatIf]:
-        """Of one more device, the best; and the network."""
-        found: dict[bool, WhatIf] = {}
-        for one in self.what_if:
-            found.setdefault(one.is_device, one)
-        return list(found.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "simulated": True,
-            "seconds": self.seconds,
-            "binding": self.binding.to_dict() if self.binding else None,
-            "limits": [limit.to_dict() for limit in self.limits],
-            "full": [limit.to_dict() for limit in self.full],
-            "runners_up": [one.to_dict() for one in self.runners_up],
-            "what_if": [one.to_dict() for one in self.what_if],
-            "searched": list(self.searched),
-            "skipped": list(self.skipped),
-        }
 
 
 def explain(
@@ -127,10 +58,10 @@ def explain(
     *,
     with_what_if: bool | None = None,
     planning_seconds: float = 0.0,
-    **asked: Any,
+    **options: Any,
 ) -> Explanation:
-    """Why `planned` is as it is. `asked`: what else `plan` was asked (strategy, micro_batches, best ...), so that it
-    can be asked again of other clusters.
+    """Explain `planned`. `options` are the other arguments that `plan` was given (strategy, micro_batches, best ...),
+    so that other clusters can be planned with them.
 
     `with_what_if`: False leaves out whatever must be planned again; None does what takes a few seconds, if need be by
     the strategy that came first here only; True does all of it. `planning_seconds`: what one planning took of the
@@ -138,16 +69,16 @@ def explain(
     """
     network, cluster = network_of(network), cluster_of(cluster)
     profile = profile or estimate_cluster(network, cluster)
-    return _Explainer(planned, network, cluster, profile, with_what_if, planning_seconds, asked).explanation()
+    return _Explainer(planned, network, cluster, profile, with_what_if, planning_seconds, options).explanation()
 
 
 class _Explainer:
     def __init__(
         self, planned: Planned, network: Network, cluster: Cluster, profile: Profile, with_what_if: bool | None,
-        planning_seconds: float, asked: dict[str, Any],
+        planning_seconds: float, options: dict[str, Any],
     ) -> None:  # fmt: skip
         self.planned, self.network, self.cluster, self.profile = planned, network, cluster, profile
-        self.asked = {"batch_size": planned.plan.batch_size, "best": planned.best, **asked}
+        self.asked = {"batch_size": planned.plan.batch_size, "best": planned.best, **options}
         self.best = planned.best
         if planned.objective is not None:
             self.asked["objective"] = planned.objective
@@ -159,7 +90,7 @@ class _Explainer:
 
     @property
     def _what(self) -> str:
-        """What the seconds are of."""
+        """What the seconds measure."""
         return "step" if self.planned.objective is None else "stream" if self._is_stream else "answer"
 
     @property
@@ -191,23 +122,28 @@ class _Explainer:
             return _fullest(result)
         if self.best == "energy" and result.joules:
             return _hungriest(result)
-        helping = [one for one in full if one.part >= NEARLY_FULL and (one.speed_up or 0.0) >= MEMORY_FIRST]
+        helping = [limit for limit in full if limit.part >= NEARLY_FULL and (limit.speed_up or 0.0) >= MEMORY_FIRST]
         return next(iter([*helping, *limits]), None)
 
     def _full(self, result: Simulation, seconds: float) -> list[Limit]:
-        """Whoever is nearly full; twice the memory there, planned again, says whether that is why it is no faster."""
-        parts = {name: own.peak_bytes / own.memory_bytes for name, own in result.devices.items()}
+        """Return the devices that are nearly full. Planning again with twice the memory there shows whether memory
+        limits the speed."""
+        parts = {name: device.peak_bytes / device.memory_bytes for name, device in result.devices.items()}
         enough = HALF_FULL if self._allowed or self._planning <= QUICK_SECONDS else NEARLY_FULL
         names = tuple(name for name in parts if parts[name] >= max(enough, 0.9 * max(parts.values())))
-        refused = [one.name for one in self.planned.candidates if one.plan is None and "memory" in one.reason]
+        refused = [
+            candidate.name
+            for candidate in self.planned.candidates
+            if candidate.plan is None and "memory" in candidate.reason
+        ]
         if names:
             first = max(names, key=lambda name: parts[name])
-            own = result.devices[first]
+            fullest = result.devices[first]
             is_full = parts[first] >= NEARLY_FULL
             others = f", {len(names) - 1} other{'s' * (len(names) > 2)} nearly so" if len(names) > 1 else ""
-            held = f"{format_bytes(own.peak_bytes)} of {format_bytes(own.memory_bytes)}{others}"
+            held = f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.memory_bytes)}{others}"
             text = f"{first} is full: {held}" if is_full else f"larger parts do not fit: {first} holds {held}"
-            limit = Limit("memory", parts[first], text, devices=names, bytes=own.peak_bytes)
+            limit = Limit("memory", parts[first], text, devices=names, bytes=fullest.peak_bytes)
             relaxed = f"twice the memory on {' and '.join(names) if len(names) <= 3 else f'{len(names)} devices'}"
         elif refused:
             names = self.cluster.names
@@ -216,63 +152,67 @@ class _Explainer:
             relaxed = "twice the memory on all devices"
         else:
             return []
-        found = self._planned_again(what_if.with_memory(self.cluster, names, 2.0), self.profile, relaxed, is_first=True)
-        if found is None:
+        again = self._planned_again(what_if.with_memory(self.cluster, names, 2.0), self.profile, relaxed, is_first=True)
+        if again is None:
             return [limit] if limit.part >= NEARLY_FULL else []
-        times = _ratio(seconds, found[0][0])
+        times = _ratio(seconds, again[0][0])
         if limit.part < NEARLY_FULL and times < SAME:
             return []
-        return [replace(limit, relaxed=relaxed, relaxed_seconds=found[0][0], speed_up=times)]
+        return [replace(limit, relaxed=relaxed, relaxed_seconds=again[0][0], speed_up=times)]
 
     # ---- Why others lost
 
     def _runners_up(self, limits: list[Limit]) -> list[RunnerUp]:
         ranked, began = self.planned.candidates, time.process_time()
-        found = []
-        for one in ranked[1:]:
-            if one.plan is not None and time.process_time() - began > MOST_SECONDS:  # very many devices
-                times = _ratio(_score(one), _score(ranked[0]))
-                found.append(RunnerUp(one.name, one.seconds, times, "not looked into: simulating it takes long"))
+        runners_up = []
+        for candidate in ranked[1:]:
+            if candidate.plan is not None and time.process_time() - began > MOST_SECONDS:  # very many devices
+                times = _ratio(_score(candidate), _score(ranked[0]))
+                runners_up.append(
+                    RunnerUp(candidate.name, candidate.seconds, times, "not looked into: simulating it takes long")
+                )
             else:
-                found.append(self._runner_up(one, ranked[0], limits))
-        return found
+                runners_up.append(self._runner_up(candidate, ranked[0], limits))
+        return runners_up
 
-    def _runner_up(self, one: Candidate, best: Candidate, chosen: list[Limit]) -> RunnerUp:
-        """Where it spends most more than the plan that was chosen."""
-        if one.plan is None:
-            return RunnerUp(one.name, None, None, one.reason.split("\n")[0])
-        timed = self._timed(one.plan)
-        result = self._simulated(one.plan)
+    def _runner_up(self, candidate: PlanCandidate, best: PlanCandidate, chosen: list[Limit]) -> RunnerUp:
+        """Explain a runner-up by where it spends more than the chosen plan."""
+        if candidate.plan is None:
+            return RunnerUp(candidate.name, None, None, candidate.reason.split("\n")[0])
+        timed = self._timed(candidate.plan)
+        result = self._simulated(candidate.plan)
         limits = limits_of(result, timed, self.network, self.cluster, self._what)
         if self.best in ("memory", "energy"):
             reason = (_fullest if self.best == "memory" or not result.joules else _hungriest)(result).text
         else:
             reason = self._where_it_loses(limits, chosen, timed)
-        return RunnerUp(one.name, one.seconds, _ratio(_score(one), _score(best)), reason, tuple(limits[:3]))
+        return RunnerUp(
+            candidate.name, candidate.seconds, _ratio(_score(candidate), _score(best)), reason, tuple(limits[:3])
+        )
 
     def _where_it_loses(self, limits: list[Limit], chosen: list[Limit], timed: Plan) -> str:
         here, there = _by_use(limits), _by_use(chosen)
-        lost = sorted(((sum(m.seconds for m in own) - sum(m.seconds for m in there.get(use, ())), use)
-                       for use, own in here.items()), reverse=True)  # fmt: skip
-        told = []
+        lost = sorted(((sum(m.seconds for m in limits_here) - sum(m.seconds for m in there.get(use, ())), use)
+                       for use, limits_here in here.items()), reverse=True)  # fmt: skip
+        losses = []
         for more, use in lost[:2]:
             if more <= 0 or more < ALSO * lost[0][0]:
                 break
-            own, old = here[use], sum(limit.seconds for limit in there.get(use, ()))
-            subject = f"{timed.devices[0]} computes alone" if len(timed.devices) == 1 else own[0].subject
-            told.append(
-                f"{subject}: {format_seconds(sum(limit.seconds for limit in own))}"
+            limits_here, old = here[use], sum(limit.seconds for limit in there.get(use, ()))
+            subject = f"{timed.devices[0]} computes alone" if len(timed.devices) == 1 else limits_here[0].subject
+            losses.append(
+                f"{subject}: {format_seconds(sum(limit.seconds for limit in limits_here))}"
                 + (f" in place of {format_seconds(old)}" if old else "")
             )  # fmt: skip
-        return "; ".join(told) or limits[0].text
+        return "; ".join(losses) or limits[0].text
 
     # ---- What else would give
 
     def _what_ifs(self, seconds: float, score: float) -> list[WhatIf]:
-        found: list[WhatIf] = []
+        network_changes: list[WhatIf] = []
         if len(self.cluster.devices) > 1:
             faster = what_if.with_network(self.cluster, rate=TEN_TIMES)
-            found += self._what_if(
+            network_changes += self._what_if(
                 "links and ports ten times as fast", faster, self.profile, seconds, score, is_first=True
             )
         grown: list[WhatIf] = []
@@ -280,7 +220,7 @@ class _Explainer:
             cluster, profile = what_if.one_more(self.cluster, self.profile, like)
             change = f"one more {_called(like.kind, like.name)}"
             grown += self._what_if(change, cluster, profile, seconds, score, is_first=number == 0)
-        return [*sorted(grown, key=lambda one: one.score), *found]
+        return [*sorted(grown, key=lambda change: change.score), *network_changes]
 
     def _what_if(
         self, change: str, cluster: Cluster, profile: Profile, seconds: float, score: float, *, is_first: bool
@@ -299,8 +239,8 @@ class _Explainer:
     def _planned_again(
         self, cluster: Cluster, profile: Profile, change: str, *, is_first: bool
     ) -> tuple[tuple[float, float], Plan] | None:
-        """The best of the new plans and the old one there; None where there is no time for it. The first of each sort
-        of change has time unless planning takes long by itself."""
+        """Return the best of the new plans and the old one on another cluster, or None if there is no time for it. The
+        first change of each sort has time unless planning alone takes long."""
         if self._allowed is False:
             return None
         expected = self._spent if is_first else self._spent + self._last
@@ -308,88 +248,91 @@ class _Explainer:
             self.skipped.append(change)
             return None
         began = time.process_time()
-        found = [(self._worth(replace(self.planned, candidates=[]), cluster, profile), self.planned.plan)]
+        plans = [(self._worth(replace(self.planned, candidates=[]), cluster, profile), self.planned.plan)]
         for strategy in self.searched:
             with suppress(ManyhandsError):  # there is no such plan; the old one still runs there
                 planned = plan(self.network, cluster, profile=profile, **{**self.asked, "strategy": strategy})
-                found.append((self._worth(planned, cluster, profile), planned.plan))
+                plans.append((self._worth(planned, cluster, profile), planned.plan))
         self._last = time.process_time() - began
         self._spent += self._last
-        return min(found, key=lambda one: one[0][1])
+        return min(plans, key=lambda entry: entry[0][1])
 
     def _searches(self) -> tuple[str, ...]:
-        """Strategies that are asked again: what was asked, or where that takes long, what came first; and pipelines,
-        which are quickly found."""
-        asked = str(self.asked.get("strategy", "auto"))
-        if asked != "auto" or self._allowed or self._planning <= QUICK_SECONDS:
-            return (asked,)
-        known = (*CORNERS, "mixed", "channels")
-        ran = [word for one in self.planned.candidates if one.plan for word in one.name.split() if word in known]
+        """Return the strategies to plan with again: those asked for, or where that takes long, the one that came first;
+        and pipelines, which are found quickly."""
+        strategy = str(self.asked.get("strategy", "auto"))
+        if strategy != "auto" or self._allowed or self._planning <= QUICK_SECONDS:
+            return (strategy,)
+        names = (*CORNERS, "mixed", "channels")
+        ran = [
+            word
+            for candidate in self.planned.candidates
+            if candidate.plan
+            for word in candidate.name.split()
+            if word in names
+        ]
         shared = [name for name in ran if name != "single"]
         return tuple(dict.fromkeys([*ran[:1], *shared[:1], "pipeline"]))
 
     # ---- Simulations
 
     def _worth(self, planned: Planned, cluster: Cluster, profile: Profile) -> tuple[float, float]:
-        """Seconds, and what plans are compared by."""
+        """Return the seconds of a plan, and what plans are compared by."""
         if planned.candidates:
             return planned.candidates[0].seconds, _score(planned.candidates[0])
         if planned.objective is not None:
-            from manyhands.plans.inference import sample_seconds
-
             seconds = sample_seconds(planned.plan, self.network, cluster, profile, planned.objective)
             return seconds, seconds
         result = simulate_plan(planned.plan, self.network, cluster, profile, keep_spans=False)
         if self.best == "memory":
-            return result.seconds, max(own.peak_bytes for own in result.devices.values())
+            return result.seconds, max(device.peak_bytes for device in result.devices.values())
         return result.seconds, result.joules_per_sample if self.best == "energy" else result.seconds
 
-    def _timed(self, one: Plan) -> Plan:
-        """What is simulated: a step; of inference one answer by itself, or a stream."""
+    def _timed(self, plan: Plan) -> Plan:
+        """Return the plan to simulate: a step; for inference one answer alone, or a stream."""
         if self.planned.objective is None:
-            return one
-        from manyhands.plans.inference import as_asked
+            return plan
+        return plan_to_show(plan, self.planned.objective)
 
-        return as_asked(one, self.planned.objective)
-
-    def _simulated(self, one: Plan) -> Simulation:
-        return simulate_plan(self._timed(one), self.network, self.cluster, self.profile)
+    def _simulated(self, plan: Plan) -> Simulation:
+        return simulate_plan(self._timed(plan), self.network, self.cluster, self.profile)
 
 
-def _score(one: Candidate) -> float:
-    """What was ranked by: seconds, unless the objective is another."""
-    return one.seconds if one.score is None else one.score
+def _score(candidate: PlanCandidate) -> float:
+    """Return what a candidate was ranked by: seconds, unless there is another objective."""
+    return candidate.seconds if candidate.score is None else candidate.score
 
 
 def _by_use(limits: list[Limit]) -> dict[str, list[Limit]]:
-    """Computing of all stages together, transfers by what they are for, delays; the largest part first."""
-    found: dict[str, list[Limit]] = {}
+    """Group limits: computing of all stages together, transfers by their use, delays; the largest part first."""
+    by_use: dict[str, list[Limit]] = {}
     for limit in limits:
-        found.setdefault(limit.use or limit.kind, []).append(limit)
-    return found
+        by_use.setdefault(limit.use or limit.kind, []).append(limit)
+    return by_use
 
 
-def _ratio(one: float, other: float) -> float:
-    return one / other if other else float("inf")
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else float("inf")
 
 
 def _called(kind: str, name: str) -> str:
-    """A kind as a person says it: the catalogue's name, or 'device like laptop'."""
+    """Return a readable kind: the catalogue's name, or 'device like laptop'."""
     return f"device like {name}" if kind in ("custom", "local") else kind
 
 
 def _fullest(result: Simulation) -> Limit:
-    own = max(result.devices.values(), key=lambda one: one.peak_bytes)
-    part = own.peak_bytes / own.memory_bytes
-    text = f"{own.device} holds most: {format_bytes(own.peak_bytes)}, {percent(part)} of its memory"
-    return Limit("memory", part, text, devices=(own.device,), bytes=own.peak_bytes)
+    fullest = max(result.devices.values(), key=lambda device: device.peak_bytes)
+    part = fullest.peak_bytes / fullest.memory_bytes
+    text = f"{fullest.device} holds most: {format_bytes(fullest.peak_bytes)}, {percent(part)} of its memory"
+    return Limit("memory", part, text, devices=(fullest.device,), bytes=fullest.peak_bytes)
 
 
 def _hungriest(result: Simulation) -> Limit:
-    own = max(result.devices.values(), key=lambda one: one.joules)
-    part = own.joules / result.joules
-    busy = format_seconds(own.busy_seconds)
+    hungriest = max(result.devices.values(), key=lambda device: device.joules)
+    part = hungriest.joules / result.joules
+    busy = format_seconds(hungriest.busy_seconds)
     text = (
-        f"{own.device} uses {percent(part)} of the energy: {own.joules:.3g} of {result.joules:.3g} J, computing {busy}"
+        f"{hungriest.device} uses {percent(part)} of the energy: {hungriest.joules:.3g} of {result.joules:.3g} J, "
+        f"computing {busy}"
     )
-    return Limit("energy", part, text, devices=(own.device,), seconds=own.busy_seconds)
+    return Limit("energy", part, text, devices=(hungriest.device,), seconds=hungriest.busy_seconds)

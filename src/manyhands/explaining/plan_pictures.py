@@ -1,10 +1,11 @@
-"""A plan's pictures, from what was planned and simulated."""
+"""Pictures of a plan, from what was planned and simulated."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from manyhands.explaining.explain import Explanation, faster_text
+from manyhands.explaining.explain import faster_text
+from manyhands.explaining.explanation import Explanation
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
@@ -15,7 +16,7 @@ from manyhands.simulator.result import Simulation
 
 
 def check_picture_name(path: str) -> None:
-    """Before anything is planned."""
+    """Check the file's name before anything is planned."""
     if path and Path(path).suffix.lower() != ".png":
         raise BadValue(f"--picture is '{path}'; pictures are written as PNG.", hint=f"Type --picture {path}.png")
     if path:
@@ -25,12 +26,12 @@ def check_picture_name(path: str) -> None:
 def write_plan_picture(
     path: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation, explained: Explanation
 ) -> Path:
-    """Which device holds which layers and which part; what it computes and holds; what limits it."""
+    """Draw which device holds which layers and which part, what it computes and holds, and what limits the plan."""
     from manyhands.observe.plan_picture import DeviceLoad, draw_plan
 
     loads = {
-        name: DeviceLoad(1 - result.idle_part(name), own.peak_bytes, own.memory_bytes)
-        for name, own in result.devices.items()
+        name: DeviceLoad(1 - result.idle_part(name), totals.peak_bytes, totals.memory_bytes)
+        for name, totals in result.devices.items()
     }
     size = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
     what = f"{size}: {format_seconds(result.seconds)} a step"
@@ -40,7 +41,7 @@ def write_plan_picture(
     title = f"{network.name} ({network.input_text}) on {cluster.name}, {what}, {travels}, simulated"
     notes = [f"What limits it: {explained.binding.text}."] if explained.binding else []
     notes += [
-        f"With {one.change}: {format_seconds(one.seconds)}, {faster_text(one.speed_up)}."
-        for one in explained.best_changes
+        f"With {change.change}: {format_seconds(change.seconds)}, {faster_text(change.speed_up)}."
+        for change in explained.best_changes
     ]
     return draw_plan(plan, network, cluster.names, loads, path, title=title, notes=notes)

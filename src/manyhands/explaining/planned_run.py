@@ -14,8 +14,8 @@ from manyhands.simulator.result import Simulation
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What is about to run, and what the simulator expects of it."""
+class PlannedRun:
+    """The plan of a run, and what the simulator predicts for it."""
 
     plan: Plan
     network: Network
@@ -25,9 +25,9 @@ class Planned:
     steps: int
     folder: Path
     alternatives: Mapping[str, float] = field(default_factory=dict)
-    """What else `auto` looked at -> predicted seconds of a step."""
+    """Other plans that `auto` priced -> predicted seconds of a step."""
 
     @property
     def step_seconds(self) -> float:
-        """Predicted, of one step of the optimiser."""
+        """The predicted seconds of one step of the optimiser."""
         return self.prediction.seconds / self.plan.steps_per_round

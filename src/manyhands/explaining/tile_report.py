@@ -1,4 +1,4 @@
-"""What travels in a step and what for, and the tiles of a plan as they are drawn.
+"""What travels in a step and what for, and how the tiles of a plan are drawn.
 
     input_output   samples and targets to the devices, tensors between stages, outputs, and their gradients
     boundary       halos among the tiles of a stage, their gradients, and sums over a whole map or batch (batch norm)
@@ -34,7 +34,7 @@ from manyhands.schedule.tiles import TileGeometry
 
 USES = ("input_output", "boundary", "weights")
 FEED, RESULT, SUMS, REDUCTION = "feed", "result", "statistics", "gradients"
-"""What travels beside messages: from the coordinator, back to it, and in the two kinds of reductions."""
+"""Bytes besides messages: from the coordinator, back to it, and in the two kinds of reductions."""
 USE_OF_KIND = {
     **dict.fromkeys((FEED, RESULT, "input", "output", "output-gradient", "value", "gradient"), "input_output"),
     **dict.fromkeys(("halo", "halo-gradient", "partial", SUMS), "boundary"),
@@ -44,16 +44,16 @@ USE_OF_KIND = {
 
 @dataclass
 class Traffic:
-    """Payload bytes that a plan says travel in one step."""
+    """Payload bytes that travel in one step of a plan."""
 
     sent: dict[str, Counter[str]] = field(default_factory=dict)
-    """Sender, the coordinator among them -> kind of message -> bytes."""
+    """Sender, which may be the coordinator -> kind of message -> bytes."""
     fed: dict[str, int] = field(default_factory=dict)
-    """Device -> bytes it gets from the coordinator."""
+    """Device -> bytes that it receives from the coordinator."""
 
     @property
     def by_use(self) -> dict[str, int]:
-        """All senders together."""
+        """Bytes by use, of all senders together."""
         return _by_use(self.sent.values())
 
     @property
@@ -62,8 +62,8 @@ class Traffic:
         return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
 
     def differences(self, logs: Mapping[str, DeviceLog], plan: Plan) -> list[str]:
-        """Where the devices of a run sent each other something else than this in every round, one sentence each."""
-        found = []
+        """Return one sentence for each difference between the bytes that a run's devices sent and the plan's."""
+        differences = []
         for device, log in logs.items():
             rounds = Fraction(log.rounds)
             if plan.order == "replay" and log.samples:  # the last round may have been shorter
@@ -72,44 +72,45 @@ class Traffic:
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
             pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
-            found += [
+            differences += [
                 f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {wanted} a round."
                 for how, wanted, measured in pairs
                 if measured != wanted * rounds
             ]
-        return found
+        return differences
 
     def to_dict(self) -> dict[str, Any]:
         return {"total": self.by_use, "senders": self.by_device}
 
 
-def _by_use(several: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found = dict.fromkeys(USES, 0)
-    for kinds in several:
+def _by_use(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    by_use = dict.fromkeys(USES, 0)
+    for kinds in counts:
         for kind, size in kinds.items():
-            found[USE_OF_KIND[kind]] += size
-    return found
+            by_use[USE_OF_KIND[kind]] += size
+    return by_use
 
 
 def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: bool = False) -> Traffic:
-    """What a plan sends in one step. Targets are counted where the graph, which has the loss, is given. `is_laid`: all
-    samples were laid out before, and their numbers travel."""
-    found = Traffic()
+    """Return what a plan sends in one step. Targets are counted if the graph, which has the loss, is given. `is_laid`:
+    the dataset is resident on the devices, and only sample numbers travel."""
+    traffic = Traffic()
     for device in schedule.lowering.work:
-        own: Counter[str] = Counter()
+        sent: Counter[str] = Counter()
         for action in schedule.every_action(device):
             if isinstance(action, Send):
-                own[action.message.kind] += action.message.bytes
+                sent[action.message.kind] += action.message.bytes
             elif isinstance(action, Reduce):
                 sizes = pair_bytes(action, schedule.network)
-                own[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
-        found.sent[device] = own
-    _count_the_coordinators(found, schedule, graph, is_laid)
-    return found
+                sent[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
+        traffic.sent[device] = sent
+    _count_the_coordinators(traffic, schedule, graph, is_laid)
+    return traffic
 
 
-def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
-    """Inputs and targets go out with every micro-batch; of a stream, outputs come back."""
+def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
+    """Add what the coordinator sends and receives: inputs and targets of every micro-batch, and the outputs of a
+    stream."""
     plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
     for device in plan.devices:
         if graph is not None:
@@ -120,26 +121,26 @@ def _count_the_coordinators(found: Traffic, schedule: Schedule, graph: Graph | N
             inputs = fed_inputs(lowering).get(device, ())
             size = sum(part.box.volume * DTYPE_BYTES[network.tensors[part.tensor].dtype] for _, part in inputs)
         if size:
-            found.fed[device] = size * plan.micro_batches
-    found.sent[COORDINATOR] = Counter({FEED: sum(found.fed.values())})
+            traffic.fed[device] = size * plan.micro_batches
+    traffic.sent[COORDINATOR] = Counter({FEED: sum(traffic.fed.values())})
     for name in network.outputs if not plan.is_training else ():
         for device, box in lowering.geometries[-1].returning(name).pieces():
-            found.sent[device][RESULT] += box.volume * DTYPE_BYTES[network.tensors[name].dtype] * plan.micro_batches
+            traffic.sent[device][RESULT] += box.volume * DTYPE_BYTES[network.tensors[name].dtype] * plan.micro_batches
 
 
 def traffic_text(by_use: Mapping[str, int]) -> str:
-    """One line for a person."""
+    """Return the bytes by use as one line."""
     parts = ", ".join(f"{format_bytes(by_use[use])} {use.replace('_', '/')}" for use in USES)
     return f"Bytes a step: {parts}"
 
 
 def is_tiled(plan: Plan) -> bool:
-    """Whether a plan has a stage that is shared by tiles."""
+    """Return whether a plan has a stage that is shared by tiles."""
     return any(isinstance(stage.share, ByTiles) and len(stage.devices) > 1 for stage in plan.stages)
 
 
 def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
-    """A plan's schedule, if it has a tiled stage to report on."""
+    """Return a plan's schedule if it has a tiled stage, else None."""
     return Schedule(resolve(plan, network), network) if is_tiled(plan) else None
 
 
@@ -147,7 +148,7 @@ def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
 
 
 def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
-    """The tiles of a plan with their halos, group by group."""
+    """Draw the tiles of a plan with their halos, group by group."""
     grids = [f"{len(geometry.share.rows)}x{len(geometry.share.columns)} tiles" for geometry in _tiled_stages(schedule)]
     plan = schedule.plan
     batch = f"batch {plan.batch_size}" + (f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
@@ -155,14 +156,14 @@ def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
 
 
 def group_maps(schedule: Schedule) -> list[GroupMap]:
-    """Forward groups in the order they are computed, then backward groups in theirs."""
+    """Return the forward groups in the order they are computed, then the backward groups in theirs."""
     stages = _tiled_stages(schedule)
-    found = [one for geometry in stages for one in _Maps(schedule, geometry).forward()]
-    found += [one for geometry in reversed(stages) for one in _Maps(schedule, geometry).backward()]
+    maps = [each for geometry in stages for each in _Maps(schedule, geometry).forward()]
+    maps += [each for geometry in reversed(stages) for each in _Maps(schedule, geometry).backward()]
     return [
-        GroupMap(one.way, 1 + sum(other.way == one.way for other in found[:place]), one.layers, one.size, one.owned,
-                 one.halos, one.exchanged_bytes, one.notes)
-        for place, one in enumerate(found)
+        GroupMap(each.way, 1 + sum(other.way == each.way for other in maps[:place]), each.layers, each.size, each.owned,
+                 each.halos, each.exchanged_bytes, each.notes)
+        for place, each in enumerate(maps)
     ]  # fmt: skip
 
 
@@ -182,14 +183,16 @@ class _Maps:
     def forward(self) -> list[GroupMap]:
         geometry = self.geometry
         is_adjoint = self.schedule.plan.is_training and geometry.backward_groups is None
-        found = []
+        maps = []
         for group in geometry.groups:
             read = dict.fromkeys(n for op in self.network.ops[group.first : group.last] for n in op.inputs)
             outside = [n for n in read if n in geometry.maps and not self._is_made(n, group.first, group.last)]
             tensor = self._most(group.fetches, outside)
             notes = self._notes(group.fetches, self._sums(group.first, group.last, backward=False))
             if is_adjoint:
-                back = {t: adjoint(own) for t, own in group.fetches.items() if self.network.tensors[t].differentiable}
+                back = {
+                    t: adjoint(moves) for t, moves in group.fetches.items() if self.network.tensors[t].differentiable
+                }
                 sums = self._sums(group.first, group.last, backward=True)
                 size = self._bytes(back)
                 both = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
@@ -197,12 +200,12 @@ class _Maps:
             halos = self._fetched(group.fetches.get(tensor, ()))
             if not geometry.is_made_here(tensor):
                 halos = self._handed(tensor, geometry.entering(tensor))
-            found.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
-        return found
+            maps.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
+        return maps
 
     def backward(self) -> list[GroupMap]:
         geometry = self.geometry
-        found = []
+        maps = []
         for group in geometry.backward_groups or ():
             made = [n for op in self.network.ops[group.first : group.last] for n in op.outputs if n in geometry.maps]
             tensor = self._most(group.deltas, made[::-1])
@@ -211,28 +214,28 @@ class _Maps:
                 notes.insert(0, f"{format_bytes(self._bytes(group.values))} of it forward values")
             halos = self._fetched(group.deltas.get(tensor, ()))
             both: dict[str, tuple[Move, ...]] = dict(group.deltas)
-            for name, own in group.values.items():
-                both[name] = both.get(name, ()) + own
-            found.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
-        return found
+            for name, moves in group.values.items():
+                both[name] = both.get(name, ()) + moves
+            maps.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
+        return maps
 
     def _is_made(self, tensor: str, first: int, last: int) -> bool:
         return first <= self.network.producer.get(tensor, -1) < last
 
     def _most(self, fetches: Fetches, others: list[str]) -> str:
-        """The map that stands for a group: the one of which most travels, or else the first of some others."""
+        """Return the map drawn for a group: the one that sends the most bytes, or else the first of the others."""
         if fetches:
             return max(fetches, key=lambda tensor: self._bytes({tensor: fetches[tensor]}))
         return next(iter(others), next(iter(sorted(self.geometry.maps))))
 
     def _bytes(self, fetches: Fetches) -> int:
-        """In a step, between devices."""
-        elements = {t: sum(m.box.volume for m in own if not m.is_local) for t, own in fetches.items()}
+        """Return the bytes of these moves in a step, between devices."""
+        elements = {t: sum(m.box.volume for m in moves if not m.is_local) for t, moves in fetches.items()}
         size = sum(count * DTYPE_BYTES[self.network.tensors[t].dtype] for t, count in elements.items())
         return size * self.schedule.plan.micro_batches
 
     def _sums(self, first: int, last: int, *, backward: bool) -> int:
-        """Bytes of the sums over whole maps that travel inside a group."""
+        """Return the bytes of the sums over whole maps inside a group."""
         actions = self.schedule.every_action(self.geometry.devices[0])
         return sum(
             sum(pair_bytes(action, self.network).values())
@@ -245,15 +248,15 @@ class _Maps:
         notes = [f"{len(fetches)} maps, of one shown"] if len(fetches) > 1 else []
         return notes + ([f"{format_bytes(sums)} of sums inside"] if sums else [])
 
-    def _fetched(self, several: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
-        found: dict[str, list[tuple[str, Box]]] = {}
-        for move in several:
+    def _fetched(self, moves: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
+        by_device: dict[str, list[tuple[str, Box]]] = {}
+        for move in moves:
             if not move.is_local and not move.box.is_empty:
-                found.setdefault(move.target, []).append((move.source, _plane(move.box)))
-        return found
+                by_device.setdefault(move.target, []).append((move.source, _plane(move.box)))
+        return by_device
 
     def _handed(self, tensor: str, layout: Layout) -> dict[str, list[tuple[str, Box]]]:
-        """What a device gets of a tensor made before the stage, beyond its tile."""
+        """Return what a device receives of a tensor made before the stage, beyond its tile."""
         return {
             device: [
                 (HANDED, piece)
@@ -278,12 +281,12 @@ class _Maps:
         return GroupMap(way, 0, layers, shape, owned, halos, self._bytes(fetches), tuple(notes))
 
     def _name(self, op: int, *, is_start: bool) -> str:
-        """A layer, or where a group starts or ends inside one, the operator too."""
+        """Return the name of a layer, with the operator if a group starts or ends inside the layer."""
         layer = self.network.layers[self.network.layer_of_op[op]]
         is_whole = op == (layer.first if is_start else layer.last - 1)
         return layer.name if is_whole else f"{layer.name} {self.network.ops[op].name}"
 
 
 def _plane(box: Box) -> Box:
-    """Its rows and columns."""
+    """Return the rows and columns of a box."""
     return Box(box.intervals[-2:])

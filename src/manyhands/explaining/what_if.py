@@ -1,4 +1,4 @@
-"""Clusters that might be: one more device, a faster network, more memory, a faster device. The rest stays as it is."""
+"""Changed clusters for what-ifs: one more device, a faster network, more memory, a faster device; all else equal."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 
 
 def kinds(cluster: Cluster) -> list[Device]:
-    """One device of each kind, the fastest first."""
-    found: dict[tuple[str, float, int], Device] = {}
+    """Return one device of each kind, the fastest first."""
+    by_kind: dict[tuple[str, float, int], Device] = {}
     for device in cluster.devices:
-        found.setdefault((device.kind, device.gflops, device.memory_bytes), device)
-    return sorted(found.values(), key=lambda device: -device.gflops)
+        by_kind.setdefault((device.kind, device.gflops, device.memory_bytes), device)
+    return sorted(by_kind.values(), key=lambda device: -device.gflops)
 
 
 def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster, Profile]:
-    """The cluster with a twin of a device: as fast, linked to the others in the same way, behind a port of its own."""
+    """Return the cluster with a twin of a device: as fast, with the same links to the others, behind a port of its
+    own."""
     stem, number = like.name.rstrip("0123456789").rstrip("-") or like.name, 2
     while f"{stem}-{number}" in cluster.names:
         number += 1
     name = f"{stem}-{number}"
     twin = msgspec.structs.replace(like, name=name, host="")
     links = list(cluster.links)
-    for one in cluster.links:
-        if one.sender == like.name:
-            links.append(DirectedLink(name, one.receiver, one.link))
-        if one.receiver == like.name:
-            links.append(DirectedLink(one.sender, name, one.link))
+    for link in cluster.links:
+        if link.sender == like.name:
+            links.append(DirectedLink(name, link.receiver, link.link))
+        if link.receiver == like.name:
+            links.append(DirectedLink(link.sender, name, link.link))
     grown = Cluster(f"{cluster.name} and {name}", (*cluster.devices, twin), cluster.link, tuple(links))
-    known = msgspec.structs.replace(profile.of(like.name), device=name)
-    return grown, Profile({**profile.devices, name: known})
+    twin_profile = msgspec.structs.replace(profile.of(like.name), device=name)
+    return grown, Profile({**profile.devices, name: twin_profile})
 
 
 def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> Cluster:
-    """All links and ports so many times as fast, all delays so many times as long."""
+    """Return the cluster with all rates of links and ports, and all delays, multiplied."""
 
     def changed(link: Link) -> Link:
         return Link(link.bytes_per_second * rate, link.delay_seconds * delay)
@@ -51,12 +52,12 @@ def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> 
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(DirectedLink(one.sender, one.receiver, changed(one.link)) for one in cluster.links)
+    links = tuple(DirectedLink(link.sender, link.receiver, changed(link.link)) for link in cluster.links)
     return Cluster(cluster.name, devices, changed(cluster.link), links)
 
 
 def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Cluster:
-    """Some devices with so many times their memory."""
+    """Return the cluster with the memory of some devices multiplied."""
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes=int(device.memory_bytes * times))
         if device.name in names
@@ -67,7 +68,7 @@ def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Clust
 
 
 def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times: float) -> tuple[Cluster, Profile]:
-    """Some devices so many times as fast: their layers, and what their memory gives the optimiser."""
+    """Return the cluster with some devices faster: their layers, and their memory for the optimiser."""
     devices = tuple(
         msgspec.structs.replace(
             device, gflops=device.gflops * times, memory_bytes_per_second=device.memory_bytes_per_second * times,
@@ -78,8 +79,11 @@ def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times
         else device
         for device in cluster.devices
     )  # fmt: skip
-    own: Mapping[str, DeviceProfile] = profile.devices
-    faster = {name: _faster(one, times) if name in names else one for name, one in own.items()}
+    profiles: Mapping[str, DeviceProfile] = profile.devices
+    faster = {
+        name: _faster(device_profile, times) if name in names else device_profile
+        for name, device_profile in profiles.items()
+    }
     return Cluster(cluster.name, devices, cluster.link, cluster.links), Profile(faster)
 
 
@@ -88,7 +92,8 @@ def _faster(profile: DeviceProfile, times: float) -> DeviceProfile:
         LayerTiming(
             layer.layer,
             tuple(
-                Timing(one.samples, one.forward_seconds / times, one.backward_seconds / times) for one in layer.ladder
+                Timing(timing.samples, timing.forward_seconds / times, timing.backward_seconds / times)
+                for timing in layer.ladder
             ),
         )
         for layer in profile.layers

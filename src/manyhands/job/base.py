@@ -20,8 +20,8 @@ from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.resident_dataset import resident_bytes
-from manyhands.explaining.planned_run import Planned
-from manyhands.explaining.prediction_accuracy import Honesty, compared, correct_profiles, sentence
+from manyhands.explaining.planned_run import PlannedRun
+from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
@@ -47,7 +47,7 @@ from manyhands.job.stopping import stopping
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.living import Living, rounds_between_looks
@@ -62,7 +62,7 @@ TRACED_STEPS = 3
 
 OnStep = Callable[[int, float, float], None]
 """Step, loss, seconds."""
-OnPlanned = Callable[["Planned"], None]
+OnPlanned = Callable[["PlannedRun"], None]
 OnOpened = Callable[[Path], str | None]
 """Told the run's folder before anything happens; returns where the run is shown, if it is."""
 
@@ -206,7 +206,7 @@ class Job:
     test: Dataset[Any] | None
     limit_seconds: float
 
-    def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> Planned:
+    def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> PlannedRun:
         """What a resolved plan would do, once it is sure that all of it can be done."""
         network = self.graph.network
         runs_here(plan, network)
@@ -226,11 +226,11 @@ class Job:
             check(schedule, cluster)
         prediction = simulate(plan, network, cluster, profile)
         steps = self.last_step - self.start.steps_done
-        return Planned(plan, network, cluster, profile, prediction, steps, self.folder)
+        return PlannedRun(plan, network, cluster, profile, prediction, steps, self.folder)
 
     def run(
-        self, planned: Planned, on_step: OnStep | None, strategy: str, lasting: Lasting
-    ) -> tuple[TrainResult, Planned]:
+        self, planned: PlannedRun, on_step: OnStep | None, strategy: str, lasting: Lasting
+    ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end. The plan may be another one then: what is given back is the last."""
         options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
         every = self.checkpoint_every(planned)
@@ -287,7 +287,7 @@ class Job:
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
 
-    def _laying(self, planned: Planned) -> Preload:
+    def _laying(self, planned: PlannedRun) -> Preload:
         """All samples, if there is room for them at every device beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
         found = Preload.of(self.options.data)
@@ -310,17 +310,17 @@ class Job:
 
     # What other kinds of jobs do otherwise
 
-    def checkpoint_every(self, planned: Planned) -> int:
+    def checkpoint_every(self, planned: PlannedRun) -> int:
         """Steps between two checkpoints."""
         return self.options.checkpoint_steps(planned.step_seconds)
 
-    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
         """Steps between two copies that are kept against losses."""
         return chosen_backups(
             planned.plan, planned.network, planned.cluster, planned.prediction.seconds, lasting.backup_every
         )
 
-    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
         """Who is asked for a plan when workers change."""
         return Replanner(
             self.session, self.graph, planned.cluster, planned.profile, strategy, self.options.optimizer,
@@ -354,7 +354,7 @@ class Job:
         if self.record.living is not None:
             self.record.living.noted(text)
 
-    def _show(self, planned: Planned) -> None:
+    def _show(self, planned: PlannedRun) -> None:
         """Others see now what is to be run, and by whom."""
         living = self.record.living
         if living is not None:
@@ -385,7 +385,7 @@ class Job:
                         hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
-    def _result(self, planned: Planned, outcome: JobOutcome) -> TrainResult:
+    def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
         steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
@@ -398,7 +398,7 @@ class Job:
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
-            honesty=compared(planned, schedule, outcome.logs, outcome.step_seconds),
+            prediction_accuracy=compared(planned, schedule, outcome.logs, outcome.step_seconds),
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             for text in traffic.differences(outcome.logs, planned.plan):
@@ -406,7 +406,7 @@ class Job:
             self.record.devices(outcome.logs, travels, traffic.to_dict())
         return result
 
-    def finish(self, planned: Planned, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
+    def finish(self, planned: PlannedRun, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
         """After the last step: held-out data, pictures. The weights are kept by now: what fails is said, no more."""
         after = Aftermath(result.problems, self.record, self.say)
         if self.test is not None:
@@ -416,16 +416,16 @@ class Job:
         if result.test is not None:
             with after.surviving("The accuracy could not be written to the run's folder"):
                 self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
-        if result.honesty is not None:
+        if result.prediction_accuracy is not None:
             with after.surviving("Predicted beside measured could not be written"):
-                self._be_honest(planned, result, result.honesty)
+                self._report_accuracy(planned, result, result.prediction_accuracy)
         self._doing("drawing pictures")
         with after.surviving("The pictures could not be written"):
             self.write_pictures(planned, result)
         with after.surviving("The end of the run could not be written to its folder"):
             self.record.event("finished", steps=result.steps)
 
-    def _be_honest(self, planned: Planned, result: TrainResult, found: Honesty) -> None:
+    def _report_accuracy(self, planned: PlannedRun, result: TrainResult, found: PredictionAccuracy) -> None:
         """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
         steps = 0
         if not result.recoveries:
@@ -437,7 +437,7 @@ class Job:
             if self.say is not None:
                 self.say(text)
 
-    def evaluated(self, planned: Planned, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
+    def evaluated(self, planned: PlannedRun, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
         """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""
         trained = self.trained.weights
         try:
@@ -451,7 +451,7 @@ class Job:
             alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
             return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
 
-    def write_pictures(self, planned: Planned, result: TrainResult) -> None:
+    def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
         from manyhands.job.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
 
         note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)

@@ -21,10 +21,10 @@ from manyhands.files.documents import load_cluster, read_document
 from manyhands.models.registry import entry_of, from_file
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
 from manyhands.planner.strategies import is_strategy_name, strategy_names
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.plans.networks import parse_input
 from manyhands.plans.planning import plan_file
-from manyhands.plans.tiles import tile_wish
+from manyhands.plans.tiles import tile_options
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.session.joining import parse_address, parse_devices, refuse_preset
@@ -146,8 +146,8 @@ class Wish:
         return not is_strategy_name(self.plan)
 
     @property
-    def tiles(self) -> TileWish:
-        return tile_wish(self.grid or None, self.rows or None, self.columns or None)
+    def tiles(self) -> TileOptions:
+        return tile_options(self.grid or None, self.rows or None, self.columns or None)
 
     @property
     def count(self) -> int:

@@ -21,7 +21,7 @@ from manyhands.facts.errors import BadFile, BadValue, unknown
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.session.session import Say
@@ -133,7 +133,7 @@ class Sharing:
 
     plan: Plan | str | Path
     micro_batches: int | None
-    tiles: TileWish | None
+    tiles: TileOptions | None
     reduce: str
     tune: int = 0
 

@@ -16,12 +16,12 @@ from manyhands.runtime.record import one_step
 from manyhands.schedule.policy import Schedule
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
-    from manyhands.explaining.prediction_accuracy import Honesty
+    from manyhands.explaining.planned_run import PlannedRun
+    from manyhands.explaining.prediction_accuracy import PredictionAccuracy
     from manyhands.job.result import TrainResult
 
 
-def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainResult, epoch_steps: int) -> str:
+def write_pictures(folder: Path, plots: Path, planned: PlannedRun, result: TrainResult, epoch_steps: int) -> str:
     """Measured beside predicted, the loss, peaks of memory; the pipeline and the tiles if there are any.
 
     Returns what is to be said of it: nothing, or why there are no pictures.
@@ -51,8 +51,8 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
             notes=(_bubbles(planned, expected), _bubbles(planned, busy)) if name == "pipeline.png" else ({}, {}),
         )  # fmt: skip
     draw_utilisation(busy, expected, plots / "utilisation.png", title=f"{title}: part of a step computing")
-    if result.honesty is not None:
-        _write_stages(result.honesty, plots / "stages.png", f"{title}: a step, predicted and measured")
+    if result.prediction_accuracy is not None:
+        _write_stages(result.prediction_accuracy, plots / "stages.png", f"{title}: a step, predicted and measured")
     draw_losses(result.losses, plots / "loss.png", title=f"{planned.network.name}: loss", epoch_steps=epoch_steps)
     if peaks := result.peaks:
         budgets = {name: planned.cluster.device(name).memory_bytes for name in peaks}
@@ -62,7 +62,7 @@ def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainRes
     return ""
 
 
-def _write_stages(found: Honesty, path: Path, title: str) -> None:
+def _write_stages(found: PredictionAccuracy, path: Path, title: str) -> None:
     """Where a device works in several stages, the rest of its step is beside each of them."""
     rows = []
     for one in found.stages:
@@ -72,7 +72,7 @@ def _write_stages(found: Honesty, path: Path, title: str) -> None:
     draw_stages(rows, path, title=title)
 
 
-def _bubbles(planned: Planned, busy: Mapping[str, float]) -> dict[str, str]:
+def _bubbles(planned: PlannedRun, busy: Mapping[str, float]) -> dict[str, str]:
     """A device's stages, and the part of the step in which it computes nothing."""
     stages = {
         name: ", ".join(str(n) for n, stage in enumerate(planned.plan.stages) if name in stage.devices) for name in busy

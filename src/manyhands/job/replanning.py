@@ -17,7 +17,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Kernel, Profile
 from manyhands.graph.graph import Graph
 from manyhands.planner.replanning import replanned
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change
 from manyhands.runtime.measuring import measure_on
 from manyhands.schedule.backup import holders, rounds_between

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.executor.log import DeviceLog
-from manyhands.explaining.prediction_accuracy import Honesty
+from manyhands.explaining.prediction_accuracy import PredictionAccuracy
 from manyhands.explaining.tile_report import Traffic
 from manyhands.facts.plan import Plan
 from manyhands.job.evaluation import EvaluateResult
@@ -45,7 +45,7 @@ class TrainResult:
     """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
     """(from, to) -> bytes that were sent in all rounds, without copies of state."""
-    honesty: Honesty | None = None
+    prediction_accuracy: PredictionAccuracy | None = None
     """Predicted beside measured, stage by stage; None: the run was too short to say."""
     problems: list[str] = field(default_factory=list)
     """What failed after the last step, a line each, such as pictures for which the disk had no room."""

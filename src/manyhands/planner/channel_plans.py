@@ -18,14 +18,14 @@ from manyhands.facts.reads import Blocks
 from manyhands.planner.cost import CostModel
 from manyhands.planner.pricing import Named, Pricer, alike
 from manyhands.planner.simple import proportional
-from manyhands.planner.task import Candidate, Task
+from manyhands.planner.task import PlanCandidate, Task
 
 UNDIVIDED = 16
-"""Parts for each device that the channels of a network without groups are cut into."""
+"""Parts per device that the channels of a network without groups are cut into."""
 TOLD_APART = 64
-"""Up to so many ways equal devices are told apart: an odd number of outputs is not cut alike for all of them."""
+"""With up to this many ways, equal devices are distinguished: an odd number of outputs is not cut equally for all."""
 MOST_COMPOSITIONS = 4000
-"""More ways to give groups to devices than this are not looked at one by one: only those near the devices' speeds."""
+"""With more ways than this to give groups to devices, only those close to the devices' speeds are tried."""
 MOST_SIMULATED = 48
 MOST_SHOWN = 8
 _SLACK = 0.95
@@ -33,26 +33,26 @@ _SLACK = 0.95
 
 
 def channel_groups(network: Network) -> int:
-    """The largest g by which the groups of all convolutions on maps can be divided, the first one and depthwise ones
-    apart; 1: it is not decoupled."""
-    found = 0
+    """Return the largest g that divides the groups of all convolutions on maps, except the first one and depthwise
+    ones. 1 means that the network is not decoupled."""
+    divisor = 0
     for op in network.ops:
         if op.channels not in ("dense", "grouped") or "conv" not in op.target or not _is_inside(network, op):
             continue
         groups = groups_of(network, op)
         if groups < network.tensors[op.inputs[0]].shape[1]:
-            found = gcd(found, groups)
-    return found or 1
+            divisor = gcd(divisor, groups)
+    return divisor or 1
 
 
 def groups_of(network: Network, op: Op) -> int:
-    """In how many groups a convolution reads its channels."""
+    """Return the number of groups in which a convolution reads its channels."""
     rule = op.reads[0].rules[1]
     return network.tensors[op.inputs[0]].shape[1] // rule.inputs if isinstance(rule, Blocks) else 1
 
 
 def _is_inside(network: Network, op: Op) -> bool:
-    """On maps of more than one place, and not on the network's input."""
+    """Return whether an operator works on maps of more than one position, and not on the network's input."""
     shape = network.tensors[op.inputs[0]].shape
     return op.inputs[0] not in network.inputs and len(shape) == 4 and shape[2] * shape[3] > 1
 
@@ -67,20 +67,20 @@ class DenseCut(NamedTuple):
 
 
 def dense_cuts(network: Network, first: int, last: int) -> list[DenseCut]:
-    """The ways that are looked at for operators [first, last); those that come to the same are left out."""
+    """Return the ways to cut the dense operators in [first, last); equivalent ways are listed once."""
     divided, everywhere, ends = _divided(network, first, last)
-    found = [DenseCut("by bytes", None, ())]
+    cuts = [DenseCut("by bytes", None, ())]
     if divided:
-        found.append(DenseCut("input-based", tuple(divided), ()))
-        found.append(DenseCut("output-based", (), ()))
+        cuts.append(DenseCut("input-based", tuple(divided), ()))
+        cuts.append(DenseCut("output-based", (), ()))
     if everywhere:
-        found.append(DenseCut("sums everywhere", (*everywhere, *ends), tuple(everywhere)))
-    return found
+        cuts.append(DenseCut("sums everywhere", (*everywhere, *ends), tuple(everywhere)))
+    return cuts
 
 
 def _divided(network: Network, first: int, last: int) -> tuple[list[str], list[str], list[str]]:
-    """Dense operators that read divided channels; in turns, those whose sums are best had by all, since another dense
-    operator reads them; and those that then are left, whose sums go to their owners."""
+    """Return the dense operators that read divided channels; those, in turns, whose sums all devices should have
+    because another dense operator reads them; and the remaining ones, whose sums go to their owners."""
     is_divided: dict[str, bool] = {}
     in_turns: dict[str, bool] = {}
     divided: list[str] = []
@@ -105,7 +105,7 @@ def _divided(network: Network, first: int, last: int) -> tuple[list[str], list[s
 
 
 def _feeds_dense(network: Network, op: Op, last: int) -> bool:
-    """Whether a dense operator reads what is made of an operator's output channel by channel."""
+    """Return whether a dense operator reads, channel by channel, what is made of this operator's output."""
     reached = set(op.outputs)
     for index in range(network.producer[op.outputs[0]] + 1, last):
         other = network.ops[index]
@@ -118,8 +118,8 @@ def _feeds_dense(network: Network, op: Op, last: int) -> bool:
 
 
 def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to give `total` groups to devices, some of which may get none; equal devices (by kind) get them in
-    falling order, since nothing changes if they change places."""
+    """Yield every way to give `total` groups to devices, some of which may get none. Devices of one kind get them in
+    falling order, because swapping them changes nothing."""
 
     def give(given: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         place = len(given)
@@ -127,76 +127,78 @@ def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
             if not left:
                 yield given
             return
-        before = next((given[one] for one in range(place - 1, -1, -1) if kinds[one] == kinds[place]), left)
-        for own in range(min(left, before), -1, -1):
-            yield from give((*given, own), left - own)
+        before = next((given[earlier] for earlier in range(place - 1, -1, -1) if kinds[earlier] == kinds[place]), left)
+        for count in range(min(left, before), -1, -1):
+            yield from give((*given, count), left - count)
 
     yield from give((), total)
 
 
-def shares_worth_a_look(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Ways to give groups to two devices or more, and the least seconds that the busiest then needs; best first."""
+def promising_shares(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Return the ways to give groups to two devices or more, each with a lower bound on the seconds of the busiest
+    device; best first."""
     names = task.cluster.names
     kinds = list(alike(task).values())
     if comb(total + len(names) - 1, total) <= TOLD_APART:
         kinds = list(range(len(names)))
     each = {name: _least_seconds(task, name) / total for name in names}
-    found = []
+    ranked = []
     for number, counts in enumerate(compositions(total, kinds)):
         if number >= MOST_COMPOSITIONS:
             return shares_by_speed(task, total)
         if sum(map(bool, counts)) > 1:
-            found.append((max(each[name] * own for name, own in zip(names, counts)), counts))
-    return sorted(found, key=lambda one: one[0])
+            ranked.append((max(each[name] * count for name, count in zip(names, counts)), counts))
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def shares_by_speed(task: Task, total: int) -> list[tuple[float, tuple[int, ...]]]:
-    """The same for the fastest two devices, three and so on only, in proportion to their speeds."""
+    """Return the shares of only the fastest two devices, three and so on, in proportion to their speeds."""
     each = {name: _least_seconds(task, name) / total for name in task.cluster.names}
     fastest = sorted(each, key=each.__getitem__)
-    found = []
+    ranked = []
     for count in range(2, min(total, len(fastest)) + 1):
         chosen = fastest[:count]
-        own = proportional(total - count, [1.0 / max(each[name], 1e-30) for name in chosen])
-        given = dict(zip(chosen, (one + 1 for one in own)))
+        extra = proportional(total - count, [1.0 / max(each[name], 1e-30) for name in chosen])
+        given = dict(zip(chosen, (number + 1 for number in extra)))
         least = max(each[name] * number for name, number in given.items())
-        found.append((least, tuple(given.get(name, 0) for name in each)))
-    return sorted(found, key=lambda one: one[0])
+        ranked.append((least, tuple(given.get(name, 0) for name in each)))
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def _least_seconds(task: Task, name: str) -> float:
-    """Seconds of one sample's operators that are divided among devices, all of them on one device."""
+    """Return the seconds of one sample's divisible operators, all of them on one device."""
     costs = CostModel(task.network, task.cluster, task.profile)
-    own = task.profile.of(name)
+    profile = task.profile.of(name)
     return sum(
-        costs.range_seconds(own, name, index, index + 1, 1.0)[0]
+        costs.range_seconds(profile, name, index, index + 1, 1.0)[0]
         for index, op in enumerate(task.network.ops)
         if op.macs and op.channels in ("dense", "grouped")
     )
 
 
 def channel_stage(layers: tuple[int, int], names: Sequence[str], counts: Sequence[int], cut: DenseCut) -> Stage:
-    """A stage by channels; devices without a group are left out."""
-    given = [(name, own) for name, own in zip(names, counts) if own]
+    """Return a stage by channels; devices without a group are left out."""
+    given = [(name, count) for name, count in zip(names, counts) if count]
     devices = tuple(name for name, _ in given)
-    share = ByChannels(tuple(own for _, own in given), input_based=cut.input_based, everywhere=cut.everywhere)
+    share = ByChannels(tuple(count for _, count in given), input_based=cut.input_based, everywhere=cut.everywhere)
     return Stage(layers, devices, share)
 
 
-def channels(task: Task, pricer: Pricer) -> list[Candidate]:
-    """The network as one stage by channels: every way to give its groups to devices that may win is simulated."""
+def channels(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return plans with the network as one stage by channels. Every division of its groups that may win is
+    simulated."""
     names, network = task.cluster.names, task.network
     if len(names) < 2:
         raise BadPlan(f"Channels need at least two devices; cluster {task.cluster.name} has {len(names)}.")
     total = channel_groups(network)
     cuts = dense_cuts(network, 0, len(network.ops))
-    shares = shares_worth_a_look(task, total) if total > 1 else shares_by_speed(task, UNDIVIDED * len(names))[:2]
-    found: list[Candidate] = []
+    shares = promising_shares(task, total) if total > 1 else shares_by_speed(task, UNDIVIDED * len(names))[:2]
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     simulated = 0
     for least, counts in shares:
-        fastest = min((pricer.best, *(one.seconds for one in found)))
-        if found and (_SLACK * least >= fastest or simulated >= MOST_SIMULATED):
+        fastest = min((pricer.best, *(candidate.seconds for candidate in candidates)))
+        if candidates and (_SLACK * least >= fastest or simulated >= MOST_SIMULATED):
             break
         try:
             ranked = pricer.rank(_plans(task, names, counts, cuts))
@@ -204,10 +206,10 @@ def channels(task: Task, pricer: Pricer) -> list[Candidate]:
             refusal = refusal or error
             continue
         simulated += len(cuts)
-        found += ranked
-    if not found:
+        candidates += ranked
+    if not candidates:
         raise refusal or BadPlan(f"{network.name} has {total} channel group(s): too few for two devices.")
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
 def _plans(task: Task, names: Sequence[str], counts: Sequence[int], cuts: Sequence[DenseCut]) -> Iterator[Named]:
@@ -215,5 +217,5 @@ def _plans(task: Task, names: Sequence[str], counts: Sequence[int], cuts: Sequen
         stage = channel_stage((0, len(task.network.layers)), names, counts, cut)
         words = f" {cut.name}" if len(cuts) > 1 else ""
         plan: Plan = task.plan([stage], 1)
-        given = counts if len(counts) <= MOST_SHOWN else [own for own in counts if own]
+        given = counts if len(counts) <= MOST_SHOWN else [count for count in counts if count]
         yield f"channels {','.join(map(str, given))}{words}", plan

@@ -1,4 +1,4 @@
-"""What a profile promises of every stage of a plan, and a profile put right by what the stages took.
+"""What a profile predicts for every stage of a plan, and profiles corrected by what the stages took.
 
 A stage's layers on a device are scaled by one factor, measured over promised, at the rung of their ladders that has as
 many samples as the device took; where there is none, one is put there. That share then has the price that was measured.
@@ -25,11 +25,11 @@ from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 
 WORTH = 0.05
-"""A profile that is right within this is left alone: the same run, asked for again, is planned as before."""
+"""A profile that is right within this is left alone, so that the same run is planned as before."""
 MOST = 8.0
-"""A factor beyond this is rather an accident than a machine; if it is not, the next run goes on from here."""
+"""A larger factor is more likely an accident than the machine; if it is real, the next run continues from here."""
 MOST_RUNGS = 16
-"""A ladder gets no more than these; then the rungs beside a share are scaled in its place."""
+"""The most rungs of a ladder; with more, the rungs beside a share are scaled instead."""
 
 Place = tuple[int, str]
 """A stage, and a device in it."""
@@ -37,15 +37,17 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True)
 class Promise:
-    """What a device does for a stage in a round."""
+    """The predicted seconds of a device for one stage in a round."""
 
     compute_seconds: float
     """Forward and backward."""
     copying_seconds: float = 0.0
-    """Its part of what moving bytes takes from computing: felt while the stage computes, or while it waits."""
+    """Its part of the seconds that moving bytes takes from computing, whether it shows while the stage computes or
+    waits."""
 
     def factor(self, measured_seconds: float) -> float:
-        """How many times longer than promised the layers themselves took: as little off as copying can explain."""
+        """Return how many times longer than predicted the layers themselves took, after deducting what copying can
+        explain."""
         if not self.compute_seconds:
             return 1.0
         least = measured_seconds - self.copying_seconds
@@ -53,8 +55,8 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Some layers took `factor` times what a profile says of them."""
+class TimingEvidence:
+    """The observation that some layers took `factor` times what a profile predicts."""
 
     factor: float
     samples: Mapping[int, frozenset[float]]
@@ -62,8 +64,8 @@ class Evidence:
 
 
 def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
-    """Of every stage on every device that computes in it."""
-    found: dict[Place, Promise] = {}
+    """Return the prediction for every stage on every device that computes in it."""
+    by_place: dict[Place, Promise] = {}
     for device, work in schedule.lowering.work.items():
         computing = {geometry.index: 0.0 for geometry in work.geometries}
         copying = 0.0
@@ -74,45 +76,45 @@ def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
                 copying += costs.copy_seconds(device, action)
         total = sum(computing.values())
         for stage, seconds in computing.items():
-            found[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)
-    return found
+            by_place[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)
+    return by_place
 
 
-def evidence(geometry: StageGeometry, network: Network, device: str, factor: float) -> Evidence:
-    """What a stage on a device says of its layers."""
+def evidence(geometry: StageGeometry, network: Network, device: str, factor: float) -> TimingEvidence:
+    """Return what the time of a stage on a device says about its layers."""
     ahead, back = geometry.fractions(device), geometry.backward_fractions(device)
     samples: dict[int, set[float]] = {}
     for op in range(geometry.first, geometry.last):
         facts = network.ops[op]
         if geometry.is_split_inside and not (facts.macs or facts.moved_bytes):  # takes no time
             continue
-        own = samples.setdefault(network.layer_of_op[op], set())
-        own |= {part[op - geometry.first] * geometry.samples for part in (ahead, back)}
-    return Evidence(factor, {layer: frozenset(s for s in own if s > 0) for layer, own in samples.items()})
+        layer_samples = samples.setdefault(network.layer_of_op[op], set())
+        layer_samples |= {part[op - geometry.first] * geometry.samples for part in (ahead, back)}
+    return TimingEvidence(factor, {layer: frozenset(s for s in numbers if s > 0) for layer, numbers in samples.items()})
 
 
-def corrected(profile: DeviceProfile, found: Iterable[Evidence], *, steps: int, when: str) -> DeviceProfile:
-    """The profile with its layers as they were found to be; the same profile where it was right.
+def corrected(profile: DeviceProfile, evidence: Iterable[TimingEvidence], *, steps: int, when: str) -> DeviceProfile:
+    """Return the profile with its layers corrected by the evidence, or the same profile where it was right.
 
     `steps`: that each piece of evidence is the median of.
     """
-    seen = tuple(found)
-    whole = {int(n) for one in seen for samples in one.samples.values() for n in samples if n == int(n)}
+    seen = tuple(evidence)
+    whole = {int(n) for piece in seen for samples in piece.samples.values() for n in samples if n == int(n)}
     ladders = [_with_rungs(profile, layer, whole) for layer in range(len(profile.layers))]
     factors: dict[tuple[int, int], list[float]] = {}
-    for one in seen:
-        factor = min(max(one.factor, 1 / MOST), MOST)
-        for layer, samples in one.samples.items():
+    for piece in seen:
+        factor = min(max(piece.factor, 1 / MOST), MOST)
+        for layer, samples in piece.samples.items():
             ladder = ladders[layer]
             for rung in {rung for number in samples for rung in rungs(ladder, number)}:
                 factors.setdefault((layer, rung), []).append(factor)
-    taken = {place: _worth(statistics.median(several)) for place, several in factors.items()}
+    taken = {place: _worth(statistics.median(measured)) for place, measured in factors.items()}
     if all(factor == 1.0 for factor in taken.values()):
         return profile
     layers = []
     for number, ladder in enumerate(ladders):
-        own = {rung: factor for (of, rung), factor in taken.items() if of == number}
-        layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, own) if own else ladder))
+        by_rung = {rung: factor for (of, rung), factor in taken.items() if of == number}
+        layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, by_rung) if by_rung else ladder))
     before = profile.corrected or Corrected(0, 0, "")
     return msgspec.structs.replace(
         profile, layers=tuple(layers), corrected=Corrected(before.runs + 1, before.steps + steps, when)
@@ -120,7 +122,7 @@ def corrected(profile: DeviceProfile, found: Iterable[Evidence], *, steps: int, 
 
 
 def _with_rungs(profile: DeviceProfile, layer: int, samples: Iterable[int]) -> tuple[Timing, ...]:
-    """A layer's ladder with rungs where there were none, which say what was read between the others so far."""
+    """Return a layer's ladder with rungs added at these numbers of samples; they hold what was interpolated so far."""
     ladder = profile.ladders[layer]
     new = sorted(set(samples) - {timing.samples for timing in ladder})[: max(0, MOST_RUNGS - len(ladder))]
     added = [Timing(number, *profile.layer_seconds(layer, number)) for number in new]
@@ -128,7 +130,7 @@ def _with_rungs(profile: DeviceProfile, layer: int, samples: Iterable[int]) -> t
 
 
 def rungs(ladder: Sequence[Timing], samples: float) -> tuple[int, ...]:
-    """The places of a ladder that a number of samples is read from: what is read is scaled as they are."""
+    """Return the rungs of a ladder that a number of samples is interpolated from."""
     place = bisect_left(ladder, samples, key=lambda timing: timing.samples)
     if place < len(ladder) and ladder[place].samples == samples:
         return (place,)
@@ -143,21 +145,22 @@ def _worth(factor: float) -> float:
 
 
 def _scaled(ladder: tuple[Timing, ...], factors: Mapping[int, float]) -> tuple[Timing, ...]:
-    forward = _rising([one.forward_seconds for one in ladder], factors)
-    backward = _rising([one.backward_seconds for one in ladder], factors)
-    return tuple(Timing(one.samples, f, b) for one, f, b in zip(ladder, forward, backward))
+    forward = _rising([timing.forward_seconds for timing in ladder], factors)
+    backward = _rising([timing.backward_seconds for timing in ladder], factors)
+    return tuple(Timing(timing.samples, f, b) for timing, f, b in zip(ladder, forward, backward))
 
 
 def _rising(before: list[float], factors: Mapping[int, float]) -> list[float]:
-    """Every rung times its factor, the others times its root. Where more samples took no less time before, they do not
-    now: a rung that nothing is known of gives way to its neighbours, and one that is known to those below it."""
+    """Return every rung times its factor, and the others times the factor's root. Where more samples took no less time
+    before, they do not take less now: an unmeasured rung yields to its neighbours, and a measured one to those below
+    it."""
     other = math.sqrt(statistics.median(factors.values()))
-    found = [seconds * factors.get(rung, other) for rung, seconds in enumerate(before)]
+    scaled = [seconds * factors.get(rung, other) for rung, seconds in enumerate(before)]
     rises = [low <= high for low, high in zip(before, before[1:])]
-    for low in range(len(found) - 2, -1, -1):
+    for low in range(len(scaled) - 2, -1, -1):
         if rises[low] and low not in factors:
-            found[low] = min(found[low], found[low + 1])
-    for low in range(len(found) - 1):
+            scaled[low] = min(scaled[low], scaled[low + 1])
+    for low in range(len(scaled) - 1):
         if rises[low]:
-            found[low + 1] = max(found[low + 1], found[low])
-    return found
+            scaled[low + 1] = max(scaled[low + 1], scaled[low])
+    return scaled

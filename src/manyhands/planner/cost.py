@@ -1,4 +1,4 @@
-"""What every action costs: the one place where plans are priced, for planners and simulator alike."""
+"""The cost of every action: the only place where plans are priced, for planners and simulator alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.schedule.memory import weight_part
 from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
-"""How much of an operator's backward pass a part of it takes."""
+"""The fraction of an operator's backward pass that each part of it takes."""
 
 
 class CostModel:
@@ -24,7 +24,7 @@ class CostModel:
         self.network, self.cluster, self.profile = network, cluster, profile
         for name in profile.devices:
             profile.of(name).check_matches(network)
-        self._known: dict[tuple[int, int, int, float], tuple[float, float]] = {}
+        self._range_seconds: dict[tuple[int, int, int, float], tuple[float, float]] = {}
         self._op_shares: dict[int, tuple[float, ...]] = {}
         self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
@@ -32,30 +32,32 @@ class CostModel:
         self._delays: dict[tuple[object, ...], float] = {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
-        """Seconds of a forward or backward action on its device: the same for every micro-batch. Devices that share a
-        stage wait for each other, so the slowest of them counts."""
+        """Return the seconds of a forward or backward action on its device, the same for every micro-batch. Devices
+        that share a stage wait for each other, so the slowest of them counts."""
         key = (geometry, device, isinstance(action, Forward), action.first, action.last, action.part)
-        found = self._computed.get(key)
-        if found is None:
+        seconds = self._computed.get(key)
+        if seconds is None:
             together = self.profile.of(device).together(len(geometry.devices))
-            found = self._computed[key] = self._compute_seconds(geometry, device, action) * together
-        return found
+            seconds = self._computed[key] = self._compute_seconds(geometry, device, action) * together
+        return seconds
 
     def _compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         key = (geometry, device, isinstance(action, Forward))
         parts = self._fractions.get(key)
         if parts is None:
-            found = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions
-            parts = self._fractions[key] = found(device)
-        own = self.profile.of(device)
+            fractions_of = geometry.fractions if isinstance(action, Forward) else geometry.backward_fractions
+            parts = self._fractions[key] = fractions_of(device)
+        profile = self.profile.of(device)
         if not geometry.is_split_inside:
-            forward, backward = self.range_seconds(own, device, action.first, action.last, parts[0] * geometry.samples)
+            forward, backward = self.range_seconds(
+                profile, device, action.first, action.last, parts[0] * geometry.samples
+            )
             return forward if isinstance(action, Forward) else backward
         total = 0.0
         for op in range(action.first, action.last):
             samples = parts[op - geometry.first] * geometry.samples
             if samples:
-                forward, backward = self.range_seconds(own, device, op, op + 1, samples)
+                forward, backward = self.range_seconds(profile, device, op, op + 1, samples)
                 if isinstance(action, Forward):
                     total += forward * geometry.forward_part(device, action.first, action.part)
                 else:
@@ -65,11 +67,12 @@ class CostModel:
     def range_seconds(
         self, profile: DeviceProfile, device: str, first: int, last: int, samples: float
     ) -> tuple[float, float]:
-        """Forward and backward seconds of operators [first, last) for some samples (a fraction: a tile of one)."""
+        """Return forward and backward seconds of operators [first, last) for some samples; a fraction is a tile of one
+        sample."""
         key = (id(profile), first, last, samples)
-        found = self._known.get(key)
-        if found is not None:
-            return found
+        seconds = self._range_seconds.get(key)
+        if seconds is not None:
+            return seconds
         shares = self._shares(profile, device)
         forward = backward = 0.0
         op = first
@@ -83,26 +86,28 @@ class CostModel:
                 forward += ahead * part
                 backward += back * part
             op = end
-        self._known[key] = (forward, backward)
+        self._range_seconds[key] = (forward, backward)
         return forward, backward
 
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
-        """Each operator's part of its layer's time: measured per layer, divided by the roofline estimate."""
-        found = self._op_shares.get(id(profile))
-        if found is not None:
-            return found
+        """Return each operator's fraction of its layer's time. Layers are measured; the roofline estimate divides their
+        time."""
+        stored = self._op_shares.get(id(profile))
+        if stored is not None:
+            return stored
         kind = self.cluster.device(device)
         weights = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
         shares: list[float] = []
         for layer in self.network.layers:
-            own = weights[layer.first : layer.last]
-            total = sum(own)
-            shares.extend(weight / total if total else 1.0 / len(own) for weight in own)
+            layer_weights = weights[layer.first : layer.last]
+            total = sum(layer_weights)
+            shares.extend(weight / total if total else 1.0 / len(layer_weights) for weight in layer_weights)
         self._op_shares[id(profile)] = tuple(shares)
         return self._op_shares[id(profile)]
 
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
-        """The optimiser reads and writes weights, gradients and its own state once: memory-bound."""
+        """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and
+        state once."""
         trainable = sum(
             weight.bytes * weight_part(geometry, device, weight)
             for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
@@ -111,8 +116,8 @@ class CostModel:
         return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
 
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
-        """Computing lost to an action's messages and to moving their bytes in and out of the network, where no other
-        core does it."""
+        """Return the computing seconds lost to an action's messages and to copying their bytes, where no other core
+        does it."""
         facts = self.cluster.device(device)
         each, message = facts.copy_seconds_per_gigabyte / 1e9, facts.message_seconds
         if not each and not message:
@@ -126,28 +131,28 @@ class CostModel:
         return self.cluster.link_between(source, target)
 
     def _moved_bytes(self, reduce: Reduce) -> list[float]:
-        """What each device of a sum sends and receives for it."""
+        """Return the bytes that each device sends and receives for a sum."""
         key = (reduce.devices, reduce.what, reduce.first, reduce.last, reduce.bytes)
-        found = self._moved.get(key)
-        if found is None:
+        moved = self._moved.get(key)
+        if moved is None:
             sizes, count = flow_bytes(reduce, self.network), len(reduce.devices)
-            ends = [numpy.bincount(own, weights=sizes, minlength=count) for own in flow_ends(reduce)]
-            found = self._moved[key] = (ends[0] + ends[1]).tolist()
-        return found
+            ends = [numpy.bincount(ends_of, weights=sizes, minlength=count) for ends_of in flow_ends(reduce)]
+            moved = self._moved[key] = (ends[0] + ends[1]).tolist()
+        return moved
 
     def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
-        """What each pair of devices exchanges to form a sum."""
+        """Return the bytes that each pair of devices exchanges to form a sum."""
         return pair_bytes(reduce, self.network)
 
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
-        """Every round waits for the slowest link's delay."""
+        """Return the delay of a sum: every round waits for the slowest link."""
         key = (reduce.devices, reduce.what)
-        found = self._delays.get(key)
-        if found is None:
+        seconds = self._delays.get(key)
+        if seconds is None:
             slowest = self.cluster.link.delay_seconds
             if self.cluster.links:
                 devices, (sources, targets) = reduce.devices, flow_ends(reduce)
                 pairs = zip(sources.tolist(), targets.tolist())
                 slowest = max(self.link(devices[a], devices[b]).delay_seconds for a, b in pairs)
-            found = self._delays[key] = rounds_in(reduce) * slowest
-        return found
+            seconds = self._delays[key] = rounds_in(reduce) * slowest
+        return seconds

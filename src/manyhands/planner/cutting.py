@@ -1,4 +1,5 @@
-"""Where the cuts between stages go, once it is known who works in each: the shortest round, by dynamic programming."""
+"""Where the cuts between stages go once the devices of each stage are known: the shortest round, by dynamic
+programming."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.planner.ground import Batch, Ground
+from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
@@ -26,15 +27,15 @@ TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The devices of a stage to be, and the old stage they come from; None: a device that joins."""
+class StageDraft:
+    """A stage to be planned: its devices, and the old stage they come from (None for a device that joins)."""
 
     devices: tuple[str, ...]
     old: Stage | None
     warm_up: int
     """K_p, where the plan gives one number per stage."""
     is_plain: bool = False
-    """Shared by samples, however the old stage was."""
+    """Whether it is shared by samples, however the old stage was shared."""
 
     @property
     def kind(self) -> str:
@@ -45,12 +46,12 @@ class Crew:
         return self.old.share.by if isinstance(self.old.share, (ByTiles, ByChannels)) else "samples"
 
 
-Crews = tuple[Crew, ...]
+StageDrafts = tuple[StageDraft, ...]
 
 
 @dataclass(frozen=True)
 class _Table:
-    """[first, last] -> seconds of a stage of these layers; infinite where it cannot be."""
+    """[first, last] -> seconds of a stage of these layers; infinite where it is impossible."""
 
     forward: Numbers
     backward: Numbers
@@ -58,7 +59,7 @@ class _Table:
 
 
 class Cutting:
-    """One plan and the present devices: what a round takes, and where it is cut best."""
+    """The rounds of one plan on the present devices: what each takes, and where it is best cut."""
 
     def __init__(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> None:
         homeless = resolve(msgspec.structs.replace(plan, homes={}), network)
@@ -68,9 +69,9 @@ class Cutting:
         is_synchronised = plan.batch_norm == "synchronised"
         warm_up = "2(P-p)-1" if isinstance(plan.warm_up, tuple) else plan.warm_up
         self.batch = Batch(self.samples, plan.micro_batches, plan.optimizer_slots, is_synchronised, warm_up)
-        self.ground = Ground(network, cluster, profile, self.samples, plan.optimizer_slots, cluster.names)
-        ladders = self.ground.ladders.total
-        whole = {name: ladders[kind][self.samples, -1] for name, kind in zip(self.ground.names, self.ground.kinds)}
+        self.context = PlanningContext(network, cluster, profile, self.samples, plan.optimizer_slots, cluster.names)
+        ladders = self.context.ladders.total
+        whole = {name: ladders[kind][self.samples, -1] for name, kind in zip(self.context.names, self.context.kinds)}
         self.speeds = {name: 1 / max(float(seconds), TINY) for name, seconds in whole.items()}
         self._steps: dict[tuple[str, ...], Steps] = {}
         self._tables: dict[tuple[object, ...], _Table] = {}
@@ -80,39 +81,45 @@ class Cutting:
 
     def steps(self, names: tuple[str, ...]) -> Steps:
         if names not in self._steps:
-            self._steps[names] = Steps(self.ground.only(names), self.batch)
+            self._steps[names] = Steps(self.context.only(names), self.batch)
         return self._steps[names]
 
-    def cut(self, crews: Crews, is_tight: bool, only: tuple[int, ...] | None = None) -> tuple[float, tuple[int, ...]]:
-        """Seconds of a round and where each stage ends; no ends: it cannot be. `only`: with these ends."""
-        key = (tuple((crew.devices, crew.kind, crew.warm_up) for crew in crews), is_tight, only)
+    def cut(
+        self, drafts: StageDrafts, is_tight: bool, only: tuple[int, ...] | None = None
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds of a round and where each stage ends; no ends mean that it is impossible. `only` fixes the
+        ends."""
+        key = (tuple((draft.devices, draft.kind, draft.warm_up) for draft in drafts), is_tight, only)
         if key not in self._cuts:
-            self._cuts[key] = self._cut(crews, is_tight, only)
+            self._cuts[key] = self._cut(drafts, is_tight, only)
         return self._cuts[key]
 
-    def _cut(self, crews: Crews, is_tight: bool, only: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]]:
+    def _cut(self, drafts: StageDrafts, is_tight: bool, only: tuple[int, ...] | None) -> tuple[float, tuple[int, ...]]:
         count = self.plan.micro_batches
-        names = [name for crew in crews for name in crew.devices]
+        names = [name for draft in drafts for name in draft.devices]
         is_overlapped = self.plan.order != "sequential" and len(names) == len(set(names))
         if len(names) != len(set(names)) and not self.plan.may_repeat_devices:
             return inf, ()
         longest, ending = numpy.full(self.layers + 1, inf), numpy.zeros(self.layers + 1)
         choices: list[Counts] = []
-        for place in range(len(crews) - 1, -1, -1):
-            table = self._table(crews[place], self._ahead(crews, place), is_tight)
-            own = table.forward + table.backward
-            if place == len(crews) - 1:
+        for place in range(len(drafts) - 1, -1, -1):
+            table = self._table(drafts[place], self._ahead(drafts, place), is_tight)
+            stage_seconds = table.forward + table.backward
+            if place == len(drafts) - 1:
                 ahead = back = numpy.zeros(self.layers + 1)
                 behind, behind_ending = numpy.full(self.layers + 1, inf), ending
                 behind[-1] = 0.0
             else:
-                ahead, back = self._cut_seconds(crews[place].devices, crews[place + 1].devices)
+                ahead, back = self._cut_seconds(drafts[place].devices, drafts[place + 1].devices)
                 behind, behind_ending = longest, ending
             crossing = ahead + back
             if is_overlapped:
-                total = numpy.maximum(numpy.maximum(count * own, count * crossing + own), behind + own + crossing)
+                total = numpy.maximum(
+                    numpy.maximum(count * stage_seconds, count * crossing + stage_seconds),
+                    behind + stage_seconds + crossing,
+                )
             else:
-                total = count * (own + crossing) + behind
+                total = count * (stage_seconds + crossing) + behind
             after = numpy.maximum(table.reduce, behind_ending - table.backward - back)
             round_seconds = numpy.where(numpy.isfinite(total), total + numpy.maximum(after, 0.0), inf)
             if only is not None:
@@ -133,28 +140,28 @@ class Cutting:
             ends.append(place)
         return seconds, tuple(ends)
 
-    def _ahead(self, crews: Crews, place: int) -> int:
-        """How many micro-batches a stage holds at once."""
+    def _ahead(self, drafts: StageDrafts, place: int) -> int:
+        """Return how many micro-batches a stage holds at once."""
         if self.plan.order in ("sequential", "stream"):
             return 1
         if self.plan.order == "gpipe":
             return self.plan.micro_batches
         if isinstance(self.plan.warm_up, tuple):
-            return crews[place].warm_up
-        return self.batch.ahead(len(crews) - place)
+            return drafts[place].warm_up
+        return self.batch.ahead(len(drafts) - place)
 
     @cached_property
     def _ranges(self) -> tuple[Counts, Counts]:
-        """First and last of all runs of layers."""
+        """The first and last layers of all runs of layers."""
         first, last = numpy.triu_indices(self.layers + 1, 1)
         return first, last
 
-    def _table(self, crew: Crew, ahead: int, is_tight: bool) -> _Table:
-        key = (crew.devices, crew.kind, ahead, is_tight)
+    def _table(self, draft: StageDraft, ahead: int, is_tight: bool) -> _Table:
+        key = (draft.devices, draft.kind, ahead, is_tight)
         if key not in self._tables:
-            divided = crew.kind in ("tiles", "channels")
-            table = self._divided(crew, ahead, is_tight) if divided else self._shared(crew, ahead, is_tight)
-            illegal = ~self._is_legal(crew.kind, len(crew.devices))
+            divided = draft.kind in ("tiles", "channels")
+            table = self._divided(draft, ahead, is_tight) if divided else self._shared(draft, ahead, is_tight)
+            illegal = ~self._is_legal(draft.kind, len(draft.devices))
             table.forward[illegal] = inf
             self._tables[key] = table
         return self._tables[key]
@@ -163,114 +170,117 @@ class Cutting:
         shape = (self.layers + 1, self.layers + 1)
         return _Table(numpy.full(shape, inf), numpy.zeros(shape), numpy.zeros(shape))
 
-    def _shared(self, crew: Crew, ahead: int, is_tight: bool) -> _Table:
-        """By samples, with the best shares of every run of layers."""
-        found = self._empty()
-        if len(crew.devices) > self.samples:
-            return found
+    def _shared(self, draft: StageDraft, ahead: int, is_tight: bool) -> _Table:
+        """Return the table of a stage shared by samples, with the best shares for every run of layers."""
+        table = self._empty()
+        if len(draft.devices) > self.samples:
+            return table
         first, last = self._ranges
-        lines = self._solved(crew, first, last, ahead, is_tight)
+        lines = self._solved(draft, first, last, ahead, is_tight)
         place = (lines.first, lines.last)
-        found.forward[place], found.backward[place] = lines.forward, lines.backward
+        table.forward[place], table.backward[place] = lines.forward, lines.backward
         if self.plan.is_training:
-            found.reduce[place] = lines.reduce
+            table.reduce[place] = lines.reduce
         else:
-            found.backward[place] = 0.0
-        return found
+            table.backward[place] = 0.0
+        return table
 
-    def _solved(self, crew: Crew, first: Counts, last: Counts, ahead: int, is_tight: bool) -> StageTable:
-        steps = self.steps(crew.devices)
-        group = numpy.full(len(first), steps.groups.index((0, len(crew.devices))))
+    def _solved(self, draft: StageDraft, first: Counts, last: Counts, ahead: int, is_tight: bool) -> StageTable:
+        steps = self.steps(draft.devices)
+        group = numpy.full(len(first), steps.groups.index((0, len(draft.devices))))
         lines = steps.stages(first, last, group)
         return steps.within_memory(lines, ahead) if is_tight else lines
 
-    def _divided(self, crew: Crew, ahead: int, is_tight: bool) -> _Table:
-        """Every operator divided in proportion to speed; an exchange at every layer, forward and backward."""
-        found = self._empty()
+    def _divided(self, draft: StageDraft, ahead: int, is_tight: bool) -> _Table:
+        """Return the table of a stage whose operators are divided in proportion to speed, with an exchange at every
+        layer, forward and backward."""
+        table = self._empty()
         first, last = self._ranges
-        ground, names = self.ground, crew.devices
-        kinds = [ground.kinds[ground.names.index(name)] for name in names]
+        context, names = self.context, draft.devices
+        kinds = [context.kinds[context.names.index(name)] for name in names]
         between = self.cluster.bytes_per_second_between
         rate = min(between(a, b) for a in names for b in names if a != b)
         delay = max(self.cluster.link_between(a, b).delay_seconds for a in names for b in names if a != b)
         exchanges = (last - first) * (delay + MESSAGE_SECONDS)
-        for matrix, tables in ((found.forward, ground.ladders.forward), (found.backward, ground.ladders.backward)):
+        for matrix, tables in ((table.forward, context.ladders.forward), (table.backward, context.ladders.backward)):
             rows = [tables[kind][self.samples] for kind in kinds]
             speed = sum(1 / numpy.maximum(row[last] - row[first], TINY) for row in rows)
             matrix[first, last] = 1 / speed + exchanges
-        weights = ground.bytes.trained
-        found.reduce[first, last] = 2 * (weights[last] - weights[first]) / rate + 2 * delay
+        weights = context.bytes.trained
+        table.reduce[first, last] = 2 * (weights[last] - weights[first]) / rate + 2 * delay
         if not self.plan.is_training:
-            found.backward[:], found.reduce[:] = 0.0, 0.0
+            table.backward[:], table.reduce[:] = 0.0, 0.0
         if is_tight:
             fixed, each = self.steps(names[:1]).memory(first, last, ahead)
             whole = sum(self.speeds[name] for name in names)
             for name, kind in zip(names, kinds):
                 part = self.speeds[name] / whole * self.samples
-                is_over = fixed + each * part > ground.budgets[kind]
-                found.forward[first[is_over], last[is_over]] = inf
-        return found
+                is_over = fixed + each * part > context.budgets[kind]
+                table.forward[first[is_over], last[is_over]] = inf
+        return table
 
     def _is_legal(self, kind: str, size: int) -> NDArray[numpy.bool_]:
-        """[first, last]: whether a stage of these layers may be shared so, as the checker of plans sees it."""
+        """Return [first, last] -> whether a stage of these layers may be shared this way, as the checker of plans
+        decides."""
         if (kind, size) in self._legal:
             return self._legal[kind, size]
         network, count = self.network, self.layers + 1
-        found = numpy.triu(numpy.ones((count, count), bool), 1)
-        found &= self._may_cut[:, None] & self._may_cut[None, :]
-        found &= self.plan.order != "replay" or kind == "single"
+        legal = numpy.triu(numpy.ones((count, count), bool), 1)
+        legal &= self._may_cut[:, None] & self._may_cut[None, :]
+        legal &= self.plan.order != "replay" or kind == "single"
         is_synchronised = self.plan.batch_norm == "synchronised"
         if kind == "samples":
-            found &= self._none_of(lambda op: network.ops[op].mixes_samples)
+            legal &= self._none_of(lambda op: network.ops[op].mixes_samples)
             if network.loss_combination == "whole" and self.plan.is_training:
-                found[:, -1] = False
+                legal[:, -1] = False
             if self.plan.order == "eager" and is_synchronised:
-                found &= self._none_of(lambda op: network.ops[op].statistics > 0)
+                legal &= self._none_of(lambda op: network.ops[op].statistics > 0)
         elif kind in ("tiles", "channels"):
-            found &= self.plan.order != "eager"
+            legal &= self.plan.order != "eager"
         if kind == "tiles":
             for first in range(self.layers):
                 _, obstacle = maps_of(network, network.layers[first].first, len(network.ops))
                 end = self.layers if obstacle is None else network.layer_of_op[obstacle]
-                found[first, end + 1 :] = False
-        self._legal[kind, size] = found
-        return found
+                legal[first, end + 1 :] = False
+        self._legal[kind, size] = legal
+        return legal
 
     def _none_of(self, is_one: Callable[[int], bool]) -> NDArray[numpy.bool_]:
-        """[first, last]: whether no operator of these layers is one of them."""
+        """Return [first, last] -> whether the condition holds for no operator of these layers."""
         each = [any(is_one(op) for op in range(layer.first, layer.last)) for layer in self.network.layers]
         sums = numpy.concatenate([[0], numpy.cumsum(each)])
-        found: NDArray[numpy.bool_] = sums[None, :] == sums[:, None]
-        return found
+        is_free: NDArray[numpy.bool_] = sums[None, :] == sums[:, None]
+        return is_free
 
     @cached_property
     def _may_cut(self) -> NDArray[numpy.bool_]:
-        """Before which layers a stage may start: not between two that change the same weight."""
-        found = numpy.ones(self.layers + 1, bool)
+        """[layer] -> whether a stage may start before it: not between two layers that change the same weight."""
+        may_cut = numpy.ones(self.layers + 1, bool)
         written = {name for op in self.network.ops for name in op.writes}
         first_use: dict[str, int] = {}
         for index, layer in enumerate(self.network.layers):
             for name in self.network.weights_of(layer.first, layer.last):
                 if self.network.weights[name].trainable or name in written:
-                    found[first_use.setdefault(name, index) + 1 : index + 1] = False
-        return found
+                    may_cut[first_use.setdefault(name, index) + 1 : index + 1] = False
+        return may_cut
 
-    def _cut_seconds(self, one: tuple[str, ...], other: tuple[str, ...]) -> tuple[Numbers, Numbers]:
-        """For every layer, what crosses the cut before it takes forward and backward, for a micro-batch."""
-        ahead, back, delay = self._between(one, other)
-        crossing, returning = (self.ground.bytes.crossing * self.samples, self.ground.bytes.returning * self.samples)
+    def _cut_seconds(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Numbers, Numbers]:
+        """Return, for every layer, the seconds that a micro-batch takes to cross the cut before it, forward and
+        backward."""
+        ahead, back, delay = self._between(senders, receivers)
+        crossing, returning = (self.context.bytes.crossing * self.samples, self.context.bytes.returning * self.samples)
         backward = returning * back * self.plan.is_training
         return crossing * ahead + delay, numpy.where(backward > 0, backward + delay, 0.0)
 
-    def _between(self, one: tuple[str, ...], other: tuple[str, ...]) -> tuple[float, float, float]:
-        """Seconds for a byte of all that two groups exchange, there and back, and the delay: the slowest link or port,
-        each device's part by its speed."""
-        if (one, other) in self._prices:
-            return self._prices[one, other]
+    def _between(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[float, float, float]:
+        """Return the seconds per byte that two groups exchange, there and back, and the delay: the slowest link or port
+        decides, with each device's part by its speed."""
+        if (senders, receivers) in self._prices:
+            return self._prices[senders, receivers]
         slowest, delay = [0.0, 0.0], 0.0
         ports: dict[tuple[int, str, str], float] = {}
-        for a, start, end in self._parts(one):
-            for b, low, high in self._parts(other):
+        for a, start, end in self._parts(senders):
+            for b, low, high in self._parts(receivers):
                 part = min(end, high) - max(start, low)
                 if part <= 0 or a == b:
                     continue
@@ -287,13 +297,13 @@ class Cutting:
                             ports[port] = ports.get(port, 0.0) + part / rate
         for (way, _, _), seconds in ports.items():
             slowest[way] = max(slowest[way], seconds)
-        self._prices[one, other] = (slowest[0], slowest[1], delay)
-        return self._prices[one, other]
+        self._prices[senders, receivers] = (slowest[0], slowest[1], delay)
+        return self._prices[senders, receivers]
 
     def _parts(self, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-        whole, found, start = sum(self.speeds[name] for name in names), [], 0.0
+        whole, parts, start = sum(self.speeds[name] for name in names), [], 0.0
         for name in names:
             end = start + self.speeds[name] / whole
-            found.append((name, start, end))
+            parts.append((name, start, end))
             start = end
-        return found
+        return parts

@@ -25,77 +25,33 @@ import numpy
 from numpy.typing import NDArray
 
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import OutOfMemory
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
-from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.facts.units import format_bytes
-from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, carried, orders
+from manyhands.facts.profile import Profile
+from manyhands.planner.context import MOST_WITH_GAPS, Batch, PlanningContext, carried, orders
+from manyhands.planner.pipeline_shortage import pipeline_shortage
+from manyhands.planner.pipeline_stages import Pipeline, PlannedStage, planned_stage
 from manyhands.planner.shares import Counts, Numbers
 from manyhands.planner.steps import StageTable, Steps
-from manyhands.schedule.shortage import LESS_STATE, MORE_MEMORY
 
 USUAL = Batch(1, 1)
 FIRST_CUTS = 6
 COARSE_CUTS = 24
-"""Cuts among which the first plan is looked for, and the first good one."""
+"""Cuts tried for the first plan, and for the first good one."""
 MOST_STAGES = 24
 MOST_MICRO_BATCHES = 512
 USUAL_MICRO_BATCHES = 16
-"""The first way of cutting a mini-batch that is tried: a good one soon spares the search of others."""
+"""The number of micro-batches tried first: a good plan early prunes the search for the others."""
 WORTH_A_SEARCH = 1.2
 """Micro-batch sizes whose coarse plan is within this of the best are searched in full; plans within it are kept, as a
 simulation may order them otherwise."""
 MOST_LINES = 1_700_000
-"""Stages, of any layers on any group, that full searches may look at, all together: a few seconds. Beyond, cuts are
-only the promising ones, and those near the best of them."""
+"""The most stages, of any layers on any group, that full searches consider in all: a few seconds. Beyond, only
+promising cuts are considered, and those near the best of them."""
 COARSE_LINES = 80_000
 NEAR_LINES = 160_000
-"""Stages that are looked at with promising cuts, and with cuts near the best."""
+"""Stages considered with promising cuts, and with cuts near the best."""
 _PAIRS_AT_ONCE = 2_000_000
 _SLACK = 1 + 1e-9
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """One stage of a pipeline."""
-
-    first: int
-    last: int
-    devices: tuple[str, ...]
-    samples: tuple[int, ...]
-    rows: tuple[float, ...] = ()
-    """Relative heights of tiles; none: by samples."""
-    columns: int = 1
-
-    @property
-    def share(self) -> Share:
-        if self.rows:
-            return ByTiles(self.rows, (1,) * self.columns)
-        return BySamples(self.samples) if len(self.devices) > 1 else Single()
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A pipeline with what a round of it takes, by Eq. 4-6."""
-
-    batch: Batch
-    stages: tuple[PlannedStage, ...]
-    seconds: float
-
-    def plan(self, network: Network) -> Plan:
-        stages = tuple(Stage((one.first, one.last), one.devices, one.share) for one in self.stages)
-        batch = self.batch
-        return Plan(
-            network=network.name,
-            batch_size=batch.samples * batch.count,
-            stages=stages,
-            micro_batches=batch.count,
-            order="1f1b",
-            warm_up=batch.warm_up,
-            batch_norm="synchronised" if batch.is_synchronised else "local",
-            optimizer_slots=batch.optimizer_slots,
-        )
 
 
 @dataclass
@@ -121,8 +77,8 @@ class Search:
     """Algorithm 2 over one way of cutting the mini-batch."""
 
     def __init__(self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True) -> None:
-        """`may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own recurrence, as with many
-        devices."""
+        """Set up the search. `may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own
+        recurrence, as with many devices."""
         self.steps, self.may_be_alone = steps, may_be_alone
         self.count = steps.batch.count
         self.devices = len(steps.names)
@@ -131,27 +87,27 @@ class Search:
         self.lines = steps.layers * (steps.layers + 1) // 2 * len(steps.groups)
         self.coarse = min(COARSE_CUTS, isqrt(2 * COARSE_LINES // len(steps.groups)))
 
-    def near(self, found: list[Pipeline]) -> list[int]:
-        """The cuts of the best pipeline so far, and those nearest to them: as many as can be looked at."""
-        best = min(found, key=lambda one: one.seconds)
+    def near(self, pipelines: list[Pipeline]) -> list[int]:
+        """Return the cuts of the best pipeline so far and the nearest to them, as many as the search can consider."""
+        best = min(pipelines, key=lambda pipeline: pipeline.seconds)
         ends = [stage.first for stage in best.stages[1:]]
         moved = sorted(range(1, self.steps.layers), key=lambda cut: min(abs(cut - end) for end in ends or [0]))
         most = isqrt(2 * NEAR_LINES // len(self.steps.groups))
         return sorted({*ends, *moved[:most]})
 
     def best(self, cuts: Sequence[int] | None = None, bound: float = inf) -> Pipeline | None:
-        """The fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
-        return min(self.by_stages(cuts, bound), key=lambda one: one.seconds, default=None)
+        """Return the fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
+        return min(self.by_stages(cuts, bound), key=lambda pipeline: pipeline.seconds, default=None)
 
     def by_stages(self, cuts: Sequence[int] | None = None, bound: float = inf, keeping: float = 1.0) -> list[Pipeline]:
-        """The fastest pipelines of one stage, of two, and so on: those within the bound and within `keeping` times
-        the best of those with fewer stages."""
+        """Return the fastest pipelines of one stage, two stages and so on: those within the bound and within `keeping`
+        times the best of those with fewer stages."""
         layers = self.steps.layers
         positions = numpy.array(sorted({0, layers, *(range(layers) if cuts is None else cuts)}))
         free = self.steps.stages(*self._promising(positions, bound))
         tables: list[StageTable] = []
         fronts: list[_Front] = []
-        found: list[Pipeline] = []
+        pipelines: list[Pipeline] = []
         for from_end in range(1, min(self.devices, len(positions) - 1, MOST_STAGES) + 1):
             table = self.steps.within_memory(free, self.steps.batch.ahead(from_end))
             front = self._alone(table, bound) if from_end == 1 else self._extended(table, fronts[-1], bound)
@@ -166,13 +122,13 @@ class Search:
             place = int(total.argmin())
             if total[place] < bound:
                 seconds = float(total[place])
-                found.append(Pipeline(self.steps.batch, self._stages(tables, fronts, int(whole[place])), seconds))
+                pipelines.append(Pipeline(self.steps.batch, self._stages(tables, fronts, int(whole[place])), seconds))
                 bound = min(bound, keeping * seconds)
-        return found
+        return pipelines
 
     def _promising(self, positions: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
-        """Stages between these cuts that a plan within the bound may have: they, what comes before and what comes
-        after, fit in."""
+        """Return the stages between these cuts that a plan within the bound may have: they, what comes before and what
+        comes after take less."""
         steps, layers, starts, ends = self.steps, self.steps.layers, self.steps.starts, self.steps.ends
         limit = bound * _SLACK / self.count
         begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
@@ -208,14 +164,14 @@ class Search:
         return head, tail
 
     def _alone(self, table: StageTable, bound: float) -> _Front:
-        """Every stage that can be the last one."""
+        """Return every stage that can be the last one."""
         ends = numpy.flatnonzero(table.last == self.steps.layers)
         longest = self.count * (table.forward[ends] + table.backward[ends])
         nothing = numpy.full(len(ends), -1)
         return self._kept(table, ends, nothing, longest, table.reduce[ends], bound)
 
     def _extended(self, table: StageTable, behind: _Front, bound: float) -> _Front:
-        """Every sub-pipeline with one more stage in front."""
+        """Return every sub-pipeline with one more stage in front."""
         width = self.devices + 1
         joint = table.last * width
         low = numpy.searchsorted(behind.key, joint + self.steps.ends[table.group])
@@ -231,9 +187,9 @@ class Search:
             sub = numpy.arange(len(stage)) - numpy.repeat(skipped, high[lines] - low[lines]) + low[stage]
             ahead, back = self.steps.cut_seconds(table.last[stage], table.group[stage], behind.group[sub])
             forward, backward = table.forward[stage], table.backward[stage]
-            own, cut = forward + backward, ahead + back
-            longest = numpy.maximum(self.count * own, self.count * cut + own)
-            longest = numpy.maximum(longest, behind.longest[sub] + own + cut)
+            stage_seconds, cut = forward + backward, ahead + back
+            longest = numpy.maximum(self.count * stage_seconds, self.count * cut + stage_seconds)
+            longest = numpy.maximum(longest, behind.longest[sub] + stage_seconds + cut)
             ending = numpy.maximum(table.reduce[stage], behind.ending[sub] - backward - back)
             parts.append(self._kept(table, stage, sub, longest, ending, bound))
         names = ("layer", "group", "longest", "ending", "stage", "following")
@@ -243,7 +199,7 @@ class Search:
     def _kept(
         self, table: StageTable, stage: Counts, sub: Counts, longest: Numbers, ending: Numbers, bound: float
     ) -> _Front:
-        """Of so many sub-pipelines, those that may become better than the bound and that nothing beats."""
+        """Return the sub-pipelines that may still become better than the bound and that nothing beats."""
         if bound < inf:
             head, _ = self._least_around
             layer, start = table.first[stage], self.steps.starts[table.group[stage]]
@@ -255,7 +211,8 @@ class Search:
     def _unbeaten(
         self, layer: Counts, group: Counts, longest: Numbers, ending: Numbers, stage: Counts, following: Counts
     ) -> _Front:
-        """The Pareto front of every place (a layer and a group); or, as in the paper, the best one of each."""
+        """Return the Pareto front of every place (a layer and a group); or, as in the paper, the best sub-pipeline of
+        each."""
         if not len(layer):
             return _Front(layer, layer, group, longest, ending, stage, following)
         key = layer * (self.devices + 1) + self.steps.starts[group]
@@ -275,54 +232,41 @@ class Search:
 
     def _stages(self, tables: list[StageTable], fronts: list[_Front], place: int) -> tuple[PlannedStage, ...]:
         """Read a pipeline back, from its first stage to its last."""
-        found = []
+        stages = []
         for table, front in zip(reversed(tables), reversed(fronts)):
             line = int(front.stage[place])
-            found.append(planned_stage(self.steps, table, line))
+            stages.append(planned_stage(self.steps, table, line))
             place = int(front.following[place])
-        return tuple(found)
-
-
-def planned_stage(steps: Steps, table: StageTable, line: int) -> PlannedStage:
-    """A line of a table, device by device."""
-    number, columns = int(table.group[line]), int(table.columns[line])
-    a, b = steps.groups[number]
-    first, last, names = int(table.first[line]), int(table.last[line]), steps.names[a:b]
-    if columns:
-        parts = [float(table.parts[line, steps.kinds[device]]) for device in range(a, b)]
-        rows = (1.0,) * (len(names) // columns) if columns > 1 else tuple(round(p / max(parts), 3) for p in parts)
-        return PlannedStage(first, last, names, (), rows, columns)
-    left = table.shares.of(line, [int(one) for one in steps.counts[number]])
-    return PlannedStage(first, last, names, tuple(left[steps.kinds[device]].pop(0) for device in range(a, b)))
+        return tuple(stages)
 
 
 def _blocks(sizes: Counts) -> Iterator[Counts]:
-    """Lines in runs that make about so many pairs."""
+    """Yield runs of lines that make about `_PAIRS_AT_ONCE` pairs each."""
     lines = numpy.flatnonzero(sizes)
     if not len(lines):
         return
     number = (numpy.cumsum(sizes[lines]) - 1) // _PAIRS_AT_ONCE
     for block in range(int(number[-1]) + 1):
-        own: NDArray[numpy.int64] = lines[number == block]
-        if len(own):
-            yield own
+        members: NDArray[numpy.int64] = lines[number == block]
+        if len(members):
+            yield members
 
 
 def coarse_cuts(network: Network, count: int = COARSE_CUTS) -> list[int]:
-    """Cuts with little to carry, spread over the network's work."""
+    """Return cuts that carry little, spread over the network's work."""
     work = numpy.cumsum([layer.macs + 1 for layer in network.layers])
     parts = (work[:-1] / work[-1] * count).astype(numpy.int64)
     sizes, _ = carried(network)
-    found = []
+    cuts = []
     for part in range(count):
         inside = 1 + numpy.flatnonzero(parts == part)
         if len(inside):
-            found.append(int(inside[sizes[inside].argmin()]))
-    return found
+            cuts.append(int(inside[sizes[inside].argmin()]))
+    return cuts
 
 
 def batches(network: Network, batch_size: int, like: Batch, micro_batches: int | None = None) -> list[Batch]:
-    """The ways to cut a mini-batch into equal micro-batches that are looked at."""
+    """Return the ways to cut a mini-batch into equal micro-batches that are tried."""
     least = 2 if any(op.statistics for op in network.ops) and batch_size > 1 else 1  # statistics of one sample are none
     counts = [micro_batches] if micro_batches else [
         count for count in range(1, min(batch_size, MOST_MICRO_BATCHES) + 1)
@@ -340,92 +284,45 @@ def pipelines(
     micro_batches: int | None = None,
     like: Batch = USUAL,
     may_be_alone: bool = True,
-    pricing: Callable[[Ground, Batch], Steps] = Steps,
+    pricing: Callable[[PlanningContext, Batch], Steps] = Steps,
     most_lines: int = MOST_LINES,
 ) -> list[Pipeline]:
-    """The best pipelines of each promising way to cut the mini-batch, the fastest first.
+    """Return the best pipelines of each promising way to cut the mini-batch, the fastest first.
 
     `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster. `pricing`:
     what stages may be shared by, and their prices. `most_lines`: how much is searched beyond the promising cuts.
     """
     ways = batches(network, batch_size, like, micro_batches)
     most = max(way.samples for way in ways)
-    grounds = [Ground(network, cluster, profile, most, like.optimizer_slots)]
+    contexts = [PlanningContext(network, cluster, profile, most, like.optimizer_slots)]
     if len(cluster.devices) <= MOST_WITH_GAPS:
-        grounds += [grounds[0].ordered(names) for names in orders(cluster)[1:]]
+        contexts += [contexts[0].ordered(names) for names in orders(cluster)[1:]]
     good_cuts = cache(partial(coarse_cuts, network))
-    found: list[Pipeline] = []
+    candidates: list[Pipeline] = []
     rough: list[tuple[float, Search]] = []
     least = inf
-    for way in sorted(ways, key=lambda one: abs(one.count - USUAL_MICRO_BATCHES)):
-        for ground in grounds:
-            search = Search(pricing(ground, way), may_be_alone=may_be_alone)
-            if not found:  # a first plan, soon: what cannot be better is not looked at
-                found += search.by_stages(good_cuts(FIRST_CUTS))
-                least = min((one.seconds for one in found), default=inf)
+    for way in sorted(ways, key=lambda batch: abs(batch.count - USUAL_MICRO_BATCHES)):
+        for context in contexts:
+            search = Search(pricing(context, way), may_be_alone=may_be_alone)
+            if not candidates:  # a first plan, soon: what cannot be better is not looked at
+                candidates += search.by_stages(good_cuts(FIRST_CUTS))
+                least = min((pipeline.seconds for pipeline in candidates), default=inf)
             coarse = search.by_stages(good_cuts(search.coarse), WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
             if coarse:
-                found += coarse
-                rough.append((min(one.seconds for one in coarse), search))
+                candidates += coarse
+                rough.append((min(pipeline.seconds for pipeline in coarse), search))
                 least = min(least, rough[-1][0])
     if not rough:  # no luck with these cuts
-        rough = [(inf, Search(pricing(grounds[0], way), may_be_alone=may_be_alone)) for way in ways]
-    for seconds, search in sorted(rough, key=lambda one: one[0]):
-        if seconds > WORTH_A_SEARCH * least and found:
+        rough = [(inf, Search(pricing(contexts[0], way), may_be_alone=may_be_alone)) for way in ways]
+    for seconds, search in sorted(rough, key=lambda entry: entry[0]):
+        if seconds > WORTH_A_SEARCH * least and candidates:
             break
         most_lines -= search.lines
-        best = search.best(None if most_lines >= 0 or not found else search.near(found), least * _SLACK)
+        best = search.best(None if most_lines >= 0 or not candidates else search.near(candidates), least * _SLACK)
         if best is not None:
-            found.append(best)
+            candidates.append(best)
             least = min(least, best.seconds)
-    if not found:
-        raise _shortage(network, cluster, like)
-    kept = {one.stages: one for one in found if one.seconds <= WORTH_A_SEARCH * least}
-    return sorted(kept.values(), key=lambda one: one.seconds)
-
-
-def _shortage(network: Network, cluster: Cluster, like: Batch) -> OutOfMemory:
-    """Why nothing fits: the layer at which the devices' memory is used up, one sample at a time; and what would help.
-    Layers are not divided: of one that is larger than every device, more devices are of no use."""
-    ground = Ground(network, cluster, estimate_cluster(network, cluster), 1, like.optimizer_slots)
-    steps = Steps(ground, replace(like, samples=1, count=1))
-    sizes = [cluster.device(name).memory_bytes for name in steps.names]
-    first, device = 0, 0
-    for last in range(1, steps.layers + 1):
-        if _needed(steps, first, last)[1] <= sizes[device]:
-            continue
-        if last - first > 1:  # it begins the next device's stage
-            first, device = last - 1, device + 1
-        fixed, needed = _needed(steps, first, last)
-        if device < len(sizes) and needed <= sizes[device]:
-            continue
-        layer = network.layers[first]
-        is_full = device == len(sizes)
-        have = 0 if is_full else sizes[device]
-        where = "all devices are full by then" if is_full else f"{steps.names[device]} has {format_bytes(have)}"
-        return OutOfMemory(
-            f"No pipeline of {network.name} fits cluster {cluster.name}: layer {first} ({layer.name}) needs "
-            f"{format_bytes(needed)} with one sample; {where}: {format_bytes(needed - have)} are missing.",
-            hint=_way_out(needed, fixed, max(sizes)),
-        )
-    return OutOfMemory(
-        f"No pipeline of {network.name} fits cluster {cluster.name} with micro-batches of this size.",
-        hint="Use more micro-batches (--micro-batches), or a smaller batch (--batch-size).",
-    )
-
-
-def _way_out(needed: float, fixed: float, most: float) -> str:
-    """What helps where a layer needs so much, of which `fixed` is there without samples, and a device has at `most`."""
-    if needed <= most:
-        return f"Use more devices, {MORE_MEMORY}, smaller inputs (--input), or {LESS_STATE}."
-    if fixed <= most:
-        return (
-            f"More devices are of no use: a pipeline divides no layer. Use {MORE_MEMORY}, or smaller inputs (--input)."
-        )
-    return f"No batch size and no more devices help: a pipeline divides no layer. Use {MORE_MEMORY}."
-
-
-def _needed(steps: Steps, first: int, last: int) -> tuple[float, float]:
-    """Bytes of a stage of these layers: without samples, and with one."""
-    fixed, each = steps.memory(numpy.array([first]), numpy.array([last]), 1)
-    return float(fixed[0]), float(fixed[0] + each[0])
+    if not candidates:
+        raise pipeline_shortage(network, cluster, like)
+    kept = {pipeline.stages: pipeline for pipeline in candidates if pipeline.seconds <= WORTH_A_SEARCH * least}
+    return sorted(kept.values(), key=lambda pipeline: pipeline.seconds)

@@ -30,12 +30,12 @@ from manyhands.planner.inference_stages import one_sample_only, pipelines, sampl
 from manyhands.planner.inference_tiles import MOST_TILES, coates, deepthings, modnn, tiles
 from manyhands.planner.pricing import OBJECTIVES as OBJECTIVES
 from manyhands.planner.pricing import Objective, Pricer
-from manyhands.planner.task import Candidate, Task
+from manyhands.planner.task import PlanCandidate, Task
 
 INFERENCE_STRATEGIES = (
     "auto", "single", "samples", "tiles", "deepthings", "modnn", "coates", "channels", "pipeline", "split",
 )  # fmt: skip
-Maker = Callable[[Task, Pricer], list[Candidate]]
+Maker = Callable[[Task, Pricer], list[PlanCandidate]]
 AT_A_TIME = (2, 4, 8)
 """Samples of a batch that are tried for throughput."""
 _WORTH = 0.95
@@ -43,37 +43,37 @@ _WORTH = 0.95
 
 
 def inference_task(network: Network, cluster: Cluster, profile: Profile, home: str = "") -> Task:
-    """What is to be planned: one sample after another, forward only."""
+    """Return the task to plan: one sample after another, forward only."""
     if home:
         cluster.device(home)
     return Task(network, cluster, profile, 1, 1, order="stream", optimizer_slots=0, home=home)
 
 
 def objective_named(name: str) -> Objective:
-    """What a plan is to be good at, by name."""
-    known: dict[str, Objective] = {one: one for one in OBJECTIVES}
-    if name not in known:
-        raise unknown("objective", name, known)
-    return known[name]
+    """Return an objective by its name."""
+    by_name: dict[str, Objective] = {objective: objective for objective in OBJECTIVES}
+    if name not in by_name:
+        raise unknown("objective", name, by_name)
+    return by_name[name]
 
 
-def _single(task: Task, pricer: Pricer) -> list[Candidate]:
+def _single(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     return pricer.rank(singles(task))
 
 
-def _samples(task: Task, pricer: Pricer) -> list[Candidate]:
+def _samples(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     if pricer.is_latency:
         raise one_sample_only(task)
     _needs_two(task, "Samples")
     return pricer.rank(sample_shares(task))
 
 
-def _pipeline(task: Task, pricer: Pricer) -> list[Candidate]:
+def _pipeline(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     _needs_two(task, "A pipeline")
     return pricer.rank(pipelines(task))
 
 
-def _split(task: Task, pricer: Pricer) -> list[Candidate]:
+def _split(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     _needs_two(task, "A split")
     return pricer.rank(splits(task))
 
@@ -90,19 +90,23 @@ MAKERS: dict[str, Maker] = {
 }  # fmt: skip
 
 
-def inference_plans(strategy: str, task: Task, pricer: Pricer) -> list[Candidate]:
-    """The plans of a named strategy that were priced (all but `auto`, which chooses), the fastest first."""
+def inference_plans(strategy: str, task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return the priced plans of a named strategy (all but `auto`, which chooses), the fastest first."""
     if strategy not in MAKERS:
         raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
     return _in_batches(MAKERS[strategy](task, pricer), pricer)
 
 
-def _in_batches(found: list[Candidate], pricer: Pricer) -> list[Candidate]:
-    """The same and, for throughput, the fastest plan of each order with several samples at a time: as many messages for
-    all of them as for one, and operators that have more to do at once."""
-    plans = {one.plan.order: (one.name, one.plan) for one in reversed(found) if one.plan is not None}
+def _in_batches(candidates: list[PlanCandidate], pricer: Pricer) -> list[PlanCandidate]:
+    """Return the candidates and, for throughput, the fastest plan of each order with several samples at a time. A batch
+    needs as many messages as one sample, and its operators have more to do at once."""
+    plans = {
+        candidate.plan.order: (candidate.name, candidate.plan)
+        for candidate in reversed(candidates)
+        if candidate.plan is not None
+    }
     if pricer.is_latency or any(plan.micro_batch_size > 1 for _, plan in plans.values()):
-        return found
+        return candidates
     sized = [
         (f"{name}, {count} at a time", msgspec.structs.replace(plan, batch_size=count * plan.batch_size))
         for name, plan in plans.values()
@@ -110,31 +114,34 @@ def _in_batches(found: list[Candidate], pricer: Pricer) -> list[Candidate]:
     ]
     least = (pricer.least_seconds(plan) for _, plan in reversed(sized))
     if next((seconds for seconds in least if seconds < inf), inf) >= _WORTH * pricer.best:
-        return found  # the more of them there is room for, the less each takes
+        return candidates  # the more of them there is room for, the less each takes
     try:
         more = pricer.rank(sized, may_interleave=False)
     except ManyhandsError:
-        return found  # there is no room for two
-    return sorted([*found, *(one for one in more if one.seconds < _WORTH * found[0].seconds)], key=_seconds)
+        return candidates  # there is no room for two
+    return sorted(
+        [*candidates, *(candidate for candidate in more if candidate.seconds < _WORTH * candidates[0].seconds)],
+        key=_seconds,
+    )
 
 
-def _seconds(candidate: Candidate) -> float:
+def _seconds(candidate: PlanCandidate) -> float:
     return candidate.seconds
 
 
-def inference_candidates(task: Task, pricer: Pricer) -> list[Candidate]:
-    """The best plan of every strategy, the fastest first; those that cannot run last, with the reason. Ties go to the
-    simpler one: one device alone before all others."""
-    found = []
+def inference_candidates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return the best plan of every strategy, the fastest first, and last those that cannot run, with the reason. Ties
+    go to the simpler plan: one device alone before all others."""
+    candidates = []
     for name, make in MAKERS.items():
         if len(task.cluster.names) < 2 and name != "single":
             continue
         if name == "split" and not task.home:
-            continue  # nobody in particular has the input: a pipeline of two looks at more
+            continue  # no device in particular has the input: a pipeline of two covers more
         if name in ("modnn", "coates") and len(task.cluster.names) > MOST_TILES:
             continue  # they take all devices, and so many do not help
         try:
-            found.append(_in_batches(make(task, pricer), pricer)[0])
+            candidates.append(_in_batches(make(task, pricer), pricer)[0])
         except ManyhandsError as error:
-            found.append(Candidate(name, None, inf, error.message))
-    return sorted(found, key=_seconds)
+            candidates.append(PlanCandidate(name, None, inf, error.message))
+    return sorted(candidates, key=_seconds)

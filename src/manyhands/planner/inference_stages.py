@@ -15,34 +15,35 @@ from manyhands.planner.task import Task
 from manyhands.schedule.shortage import DIVIDED_LAYERS, MORE_MEMORY
 
 MOST_SAMPLES = 64
-"""Samples of a micro-batch that is shared by samples."""
+"""The most samples of a micro-batch that is shared by samples."""
 MOST_STAGES = 12
 MOST_IN_ORDER = 8
-"""Up to so many devices a pipeline tries them in any order; beyond it, in order of speed."""
+"""With up to this many devices a pipeline tries them in any order; with more, in order of speed."""
 
 
 _State = tuple[int, frozenset[str], str]
-"""Layers given to devices, which, and the last of them."""
+"""The number of layers assigned, the devices used, and the last of them."""
 _Chosen = tuple[float, tuple[tuple[int, str], ...]]
 """The slowest stage or transfer, and where each stage ends, on which device."""
 
 
 def singles(task: Task) -> Iterator[Named]:
-    """Each kind of device alone."""
+    """Yield each kind of device alone."""
     seen: set[int] = set()
-    for name, kind in sorted(alike(task).items(), key=lambda one: task.step_seconds(one[0], 1)):
+    for name, kind in sorted(alike(task).items(), key=lambda entry: task.step_seconds(entry[0], 1)):
         if kind not in seen:
             seen.add(kind)
             yield f"single on {name}", single(task, name)
 
 
 def sample_shares(task: Task) -> Iterator[Named]:
-    """Micro-batches of several samples, each device as many as make the slowest fastest; some may get none."""
+    """Yield micro-batches of several samples, divided so that the slowest device is fastest; some devices may get
+    none."""
     count = len(task.cluster.names)
     sizes = [size for size in (count * 2**power for power in range(4)) if size <= max(count, MOST_SAMPLES)]
     for size in sizes:
         counts = fair_samples(task, size)
-        names = [name for name, own in counts.items() if own]
+        names = [name for name, count in counts.items() if count]
         if len(names) < 2:
             continue
         share = BySamples(tuple(counts[name] for name in names))
@@ -55,7 +56,8 @@ def sample_shares(task: Task) -> Iterator[Named]:
 
 
 def fair_samples(task: Task, size: int) -> dict[str, int]:
-    """Device -> samples: one after another to whoever is done first with it, which is best where time only grows."""
+    """Return device -> samples. Each next sample goes to the device that would finish it first, which is optimal where
+    time only grows."""
     counts = dict.fromkeys(task.cluster.names, 0)
     ready = {name: task.step_seconds(name, 1) for name in counts}
     for _ in range(size):
@@ -66,7 +68,7 @@ def fair_samples(task: Task, size: int) -> dict[str, int]:
 
 
 def splits(task: Task) -> Iterator[Named]:
-    """Two stages: the first at home, which has the input, the second on any other device; every cut.
+    """Yield two stages for every cut: the first at home, which has the input, the second on any other device.
 
     One side may do everything: at home, or elsewhere with the input sent there.
     """
@@ -84,8 +86,8 @@ def splits(task: Task) -> Iterator[Named]:
 
 
 def pipelines(task: Task) -> Iterator[Named]:
-    """One device for each stage, of two stages, three and so on: cuts, devices and their order so that the slowest
-    stage or transfer is as fast as can be."""
+    """Yield pipelines of one device per stage, for two stages, three and so on: cuts, devices and their order make the
+    slowest stage or transfer as fast as possible."""
     counts = range(2, min(len(task.cluster.names), len(task.network.layers), MOST_STAGES) + 1)
     has_room = False
     for count in counts:
@@ -98,7 +100,8 @@ def pipelines(task: Task) -> Iterator[Named]:
 
 
 def _no_room(task: Task) -> OutOfMemory:
-    """Why no pipeline fits: all weights and those of the largest layer, beside what the devices have."""
+    """Return the error that says why no pipeline fits: all weights and those of the largest layer, beside the devices'
+    memory."""
     weights, sizes = _weight_bytes(task), [device.memory_bytes for device in task.cluster.devices]
     size, place = max((after - before, place) for place, (before, after) in enumerate(pairwise(weights)))
     layer = f"layer {place} ({task.network.layers[place].name})"
@@ -111,7 +114,8 @@ def _no_room(task: Task) -> OutOfMemory:
 
 
 def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:
-    """The pipeline of `count` stages whose slowest stage or transfer is fastest; None: memory has no room for any."""
+    """Return the pipeline of `count` stages whose slowest stage or transfer is fastest, or None if none fits in
+    memory."""
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, 1))
     kinds = alike(task)
     layers = len(task.network.layers)
@@ -132,20 +136,20 @@ def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:
                 for last in lasts:
                     if weights[last] - weights[first] > task.cluster.device(name).memory_bytes:
                         break
-                    own = max(slowest, arriving, running[name][last] - running[name][first])
+                    slowest_now = max(slowest, arriving, running[name][last] - running[name][first])
                     key = (last, used | {name}, name)
-                    if own < further.get(key, (inf, ()))[0]:
-                        further[key] = (own, (*stages, (last, name)))
+                    if slowest_now < further.get(key, (inf, ()))[0]:
+                        further[key] = (slowest_now, (*stages, (last, name)))
         best = further
     if not best:
         return None
-    _, chosen = min(best.values(), key=lambda one: one[0])
+    _, chosen = min(best.values(), key=lambda entry: entry[0])
     starts = [0, *(last for last, _ in chosen[:-1])]
     return [Stage((first, last), (name,)) for first, (last, name) in zip(starts, chosen)]
 
 
 def _next_devices(names: list[str], used: frozenset[str], kinds: dict[str, int], place: int | None) -> Iterator[str]:
-    """Devices that may come next, of equal ones the first; `place`: only the one at this place."""
+    """Yield the devices that may come next, of equal ones the first; `place` allows only the device at this place."""
     if place is not None:
         yield names[place]
         return
@@ -157,23 +161,23 @@ def _next_devices(names: list[str], used: frozenset[str], kinds: dict[str, int],
 
 
 def _running(task: Task, name: str) -> list[float]:
-    """[n]: seconds of the first n layers."""
-    found = [0.0]
+    """Return [n] -> seconds of the first n layers."""
+    sums = [0.0]
     for layer in range(len(task.network.layers)):
-        found.append(found[-1] + task.layer_seconds(name, layer, 1))
-    return found
+        sums.append(sums[-1] + task.layer_seconds(name, layer, 1))
+    return sums
 
 
 def _weight_bytes(task: Task) -> list[int]:
-    """[n]: bytes of the weights of the first n layers."""
-    found = [0]
+    """Return [n] -> bytes of the weights of the first n layers."""
+    sums = [0]
     for layer in task.network.layers:
-        found.append(found[-1] + layer.parameter_bytes + layer.buffer_bytes)
-    return found
+        sums.append(sums[-1] + layer.parameter_bytes + layer.buffer_bytes)
+    return sums
 
 
 def _transfer(task: Task, source: str, target: str, size: int) -> float:
-    """How long a cut keeps a link busy: its delay is waited for but keeps nobody from the next sample."""
+    """Return how long a cut keeps a link busy: the delay is waited for, but does not hold up the next sample."""
     return size / task.cluster.bytes_per_second_between(source, target)
 
 

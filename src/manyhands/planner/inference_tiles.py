@@ -1,4 +1,4 @@
-"""Plans of tiles for inference, ours and those of others.
+"""Plans of tiles for inference: ours and the baselines'.
 
 tiles       grid, devices, where boundaries are exchanged, how deep: by the tiles' own prices, then simulated
 deepthings  the same with one group: nothing is exchanged, tiles overlap as much as that takes (DeepThings)
@@ -27,19 +27,19 @@ from manyhands.planner.channel_plans import UNDIVIDED, channel_groups, channel_s
 from manyhands.planner.hybrid import coarse_cuts
 from manyhands.planner.pricing import Named, Pricer, subcluster
 from manyhands.planner.simple import proportional
-from manyhands.planner.task import Candidate, Grid, Task
+from manyhands.planner.task import Grid, PlanCandidate, Task
 from manyhands.planner.tile_plans import grids, tile_stages
 from manyhands.planner.tiles import TilePrices
 from manyhands.schedule.tileable import maps_of, tileable_layers
 
 MOST_GRIDS = 3
-"""Grids, of any number of devices, whose groups are looked for."""
+"""Grids, over any number of devices, whose groups are searched."""
 MOST_TILES = 16
-"""Of more devices the fastest."""
+"""The most devices that tiles use: the fastest ones."""
 MOST_COUNTS = 8
-"""Up to so many devices any number of them is looked at; of more, all."""
+"""With up to this many devices, any number of them is tried; with more, only all."""
 MOST_DEPTHS = 8
-"""Places, beside the end of the maps, at which tiles may end."""
+"""Places besides the end of the maps at which tiles may end."""
 WORSE_IN_A_ROW = 6
 MOST_OF_GRID = 3
 """Groupings of a grid that are simulated beside an exchange at every layer."""
@@ -50,18 +50,20 @@ _Way = tuple[float, tuple[int, ...]]
 
 
 def tile_ends(network: Network) -> list[int]:
-    """Layers before which a tiled stage may end: where the maps end, and after what every tile can have whole."""
+    """Return the layers before which a tiled stage may end: where the maps end, and after layers that every tile can
+    hold whole."""
     end, _ = tileable_layers(network)
-    found = [end] if end else []
+    ends = [end] if end else []
     for layer in range(end + 1, len(network.layers) + 1):
         if not end or maps_of(network, 0, network.layers[layer - 1].last)[1] is not None:
             break
-        found.append(layer)
-    return found
+        ends.append(layer)
+    return ends
 
 
 def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) -> Iterator[tuple[str, list[Stage]]]:
-    """What follows a tiled stage: nothing, one device, or the dense layers by channels over the same devices."""
+    """Yield what may follow a tiled stage: nothing, one device, or the dense layers by channels over the same
+    devices."""
     network, layers = task.network, len(task.network.layers)
     if end == layers:
         yield "", []
@@ -77,35 +79,36 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
     if total < len(names):
         return
     more = proportional(total - len(names), [1.0 / task.step_seconds(name, 1) for name in names])
-    counts = [1 + own for own in more]
+    counts = [1 + extra for extra in more]
     for cut in dense_cuts(network, first, len(network.ops)):
         if cut.name != "output-based":
             yield f"{rest} by channels {cut.name}", [channel_stage((end, layers), names, counts, cut)]
 
 
-# ---- Rivals
+# ---- Baselines
 
 
-def modnn(task: Task, pricer: Pricer) -> list[Candidate]:
-    """Rows over all devices."""
+def modnn(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return MoDNN's plans: rows over all devices."""
     count = len(task.cluster.names)
-    return _rival(task, pricer, (count, 1), f"modnn {count}x1")
+    return _baseline(task, pricer, (count, 1), f"modnn {count}x1")
 
 
-def coates(task: Task, pricer: Pricer) -> list[Candidate]:
-    """Rows and columns over all devices, as near to a square as their number lets; a prime number has columns only."""
+def coates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return Coates' plans: rows and columns over all devices, as nearly square as possible; a prime number has columns
+    only."""
     count = len(task.cluster.names)
     rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
-    return _rival(task, pricer, (rows, count // rows), f"coates {rows}x{count // rows}")
+    return _baseline(task, pricer, (rows, count // rows), f"coates {rows}x{count // rows}")
 
 
-def _rival(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[Candidate]:
+def _baseline(task: Task, pricer: Pricer, grid: Grid, name: str) -> list[PlanCandidate]:
     base = tile_stages(task, grid)
     return pricer.rank(_with_tails(task, base, name), may_interleave=False)
 
 
 def _with_tails(task: Task, base: Plan, name: str) -> Iterator[Named]:
-    """A plan of tiles with every end and every tail that its groups allow."""
+    """Yield a plan of tiles with every end and every tail that its groups allow."""
     tiled = base.stages[0]
     for end in tile_ends(task.network):
         for words, rest in tails(task, tiled.devices, end):
@@ -116,30 +119,31 @@ def _with_tails(task: Task, base: Plan, name: str) -> Iterator[Named]:
 # ---- Ours
 
 
-def tiles(task: Task, pricer: Pricer) -> list[Candidate]:
-    """The fastest devices, two of them, three and so on, in every grid; where they exchange and how deep they go."""
-    found: list[Candidate] = []
+def tiles(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return plans of the fastest two devices, three and so on, in every grid, with the best exchanges and depth."""
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     for _, plan, prices in _promising_grids(task)[:MOST_GRIDS]:
         every = _every_layer(task, plan)
         try:  # larger groups compute more, so what cannot win without them cannot win with them
-            found += pricer.rank(_grouped(task, plan, prices) if pricer.may_win(every[1]) else [every])
+            candidates += pricer.rank(_grouped(task, plan, prices) if pricer.may_win(every[1]) else [every])
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         assert refusal is not None
         raise refusal
     for further in (_other_tails, _hiding):
-        best = min(found, key=lambda one: one.seconds)
+        best = min(candidates, key=lambda candidate: candidate.seconds)
         if best.plan is None or not pricer.may_win(best.plan):
             break
         with contextlib.suppress(ManyhandsError):  # what cannot run is no candidate
-            found += pricer.rank(further(task, best))
-    return sorted(found, key=lambda one: one.seconds)
+            candidates += pricer.rank(further(task, best))
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def deepthings(task: Task, pricer: Pricer) -> list[Candidate]:
-    """Tiles that exchange nothing, up to the depth at which that pays; the rest on one device."""
+def deepthings(task: Task, pricer: Pricer) -> list[PlanCandidate]:
+    """Return DeepThings' plans: tiles that exchange nothing, up to the depth at which that pays; the rest on one
+    device."""
     plans: list[Named] = []
     for _, plan, prices in _promising_grids(task)[:MOST_GRIDS]:
         plans += [(f"deepthings {words}", fused) for words, fused in _fused(task, plan, prices)]
@@ -147,40 +151,40 @@ def deepthings(task: Task, pricer: Pricer) -> list[Candidate]:
 
 
 def _promising_grids(task: Task) -> list[tuple[float, Plan, TilePrices]]:
-    """Grids over the fastest devices with their price if every layer exchanges; the cheapest first."""
+    """Return grids over the fastest devices with their price if every layer exchanges, the cheapest first."""
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, 1))[:MOST_TILES]
-    found: list[tuple[float, Plan, TilePrices]] = []
+    ranked: list[tuple[float, Plan, TilePrices]] = []
     refusal: ManyhandsError | None = None
     if len(names) < 2:
         raise BadPlan(f"Tiles need at least two devices; cluster {task.cluster.name} has {len(names)}.")
     for count in sorted({len(names), *range(2, min(len(names), MOST_COUNTS + 1))}, reverse=True):
-        own = replace(task, cluster=subcluster(task.cluster, names[:count]))
+        subtask = replace(task, cluster=subcluster(task.cluster, names[:count]))
         for grid in grids(count):
             if not is_worth(task.network, grid):
                 continue
             try:
-                plan = resolve(tile_stages(own, grid), task.network, task.cluster)
+                plan = resolve(tile_stages(subtask, grid), task.network, task.cluster)
             except ManyhandsError as error:
                 refusal = refusal or error
                 continue
             prices = TilePrices(plan, 0, task.network, task.cluster, task.profile)
             bounds = (*prices.starts, prices.geometry.last)
             seconds = sum(prices.forward(a, b, both_ways=False) for a, b in pairwise(bounds))
-            found.append((seconds, plan, prices))
-    if not found:
+            ranked.append((seconds, plan, prices))
+    if not ranked:
         assert refusal is not None
         raise refusal
-    return sorted(found, key=lambda one: one[0])
+    return sorted(ranked, key=lambda entry: entry[0])
 
 
 def is_worth(network: Network, grid: Grid) -> bool:
-    """Whether no other grid of so many tiles is surely as good: the longer side of the maps is cut more often."""
+    """Return whether a grid may be the best of its number of tiles: it cuts the longer side of the maps more often."""
     _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
     return (grid[0] - grid[1]) * (height - width) > 0 or (height == width and grid[0] >= grid[1])
 
 
 def _grouped(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
-    """A grid that exchanges at every layer; and with the groups and depths that look best."""
+    """Yield a grid that exchanges at every layer, and the same grid with the most promising groups and depths."""
     share = plan.stages[0].share
     assert isinstance(share, ByTiles)
     name = f"tiles {len(share.rows)}x{len(share.columns)}"
@@ -200,8 +204,8 @@ def _every_layer(task: Task, plan: Plan) -> Named:
     return name, _ended(task, plan, tile_ends(task.network)[0])
 
 
-def _other_tails(task: Task, best: Candidate) -> Iterator[Named]:
-    """The best plan with another end of its tiles, or another tail, where it goes as deep as the maps do."""
+def _other_tails(task: Task, best: PlanCandidate) -> Iterator[Named]:
+    """Yield the best plan with another end of its tiles, or another tail, where it goes as deep as the maps do."""
     plan = best.plan
     assert plan is not None
     if layer_range(plan.stages[0])[1] == tile_ends(task.network)[0]:
@@ -218,13 +222,13 @@ def _regrouped(plan: Plan, depth: int, groups: tuple[LayerName, ...] | None) -> 
 
 
 def _ended(task: Task, plan: Plan, depth: int) -> Plan:
-    """With everything after the tiles on the fastest of their devices."""
+    """Return the plan with everything after the tiles on the fastest of their devices."""
     _, rest = next(tails(task, plan.stages[0].devices, depth))
     return msgspec.structs.replace(plan, stages=(plan.stages[0], *rest))
 
 
 def _tail_seconds(task: Task, plan: Plan, depth: int) -> float:
-    """About what the rest takes on the fastest device, and the way there."""
+    """Return about the seconds that the rest takes on the fastest device, and the transfer there."""
     names, layers = plan.stages[0].devices, len(task.network.layers)
     if depth == layers:
         return 0.0
@@ -237,40 +241,40 @@ def _tail_seconds(task: Task, plan: Plan, depth: int) -> float:
 
 
 def _depths(task: Task) -> list[int]:
-    """Layers before which tiles may end: the end of the maps, and cuts with little to carry before it."""
+    """Return the layers before which tiles may end: the end of the maps, and cuts before it that carry little."""
     end = tile_ends(task.network)[0]
     return [end, *(cut for cut in coarse_cuts(task.network, MOST_DEPTHS) if cut < end)]
 
 
 def _cheapest(task: Task, plan: Plan, prices: TilePrices) -> list[tuple[int, tuple[LayerName, ...]]]:
-    """Depths with their best groups (TILE Algorithm 2, forward only), the cheapest first."""
+    """Return depths with their best groups (TILE Algorithm 2, forward only), the cheapest first."""
     starts, layers = prices.starts, task.network.layers
     best: list[_Way] = [(0.0, ())]
 
     def until(op: int) -> _Way:
-        """The cheapest way to an operator. The earlier its last group starts, the more tiles overlap: once that only
-        gets worse, it is not looked at further."""
-        found: _Way = (inf, ())
+        """Return the cheapest grouping up to an operator. The earlier its last group starts, the more tiles overlap, so
+        the search ends once the price keeps rising."""
+        cheapest: _Way = (inf, ())
         worse = 0
-        for start, (known, groups) in reversed([one for one in zip(starts, best) if one[0] < op]):
-            way: _Way = (known + prices.forward(start, op, both_ways=False), (*groups, start))
-            worse = worse + 1 if way[0] > found[0] else 0
-            found = min(found, way, key=lambda one: (one[0], len(one[1])))
+        for start, (so_far, groups) in reversed([entry for entry in zip(starts, best) if entry[0] < op]):
+            way: _Way = (so_far + prices.forward(start, op, both_ways=False), (*groups, start))
+            worse = worse + 1 if way[0] > cheapest[0] else 0
+            cheapest = min(cheapest, way, key=lambda entry: (entry[0], len(entry[1])))
             if worse == WORSE_IN_A_ROW:
                 break
-        return found
+        return cheapest
 
     for start in starts[1:]:
         best.append(until(start))
-    found = []
+    ranked = []
     for depth in _depths(task):
         seconds, groups = until(layers[depth - 1].last)
-        found.append((seconds + _tail_seconds(task, plan, depth), depth, prices.geometry.start_names(groups)))
-    return [(depth, groups) for _, depth, groups in sorted(found, key=lambda one: one[0])]
+        ranked.append((seconds + _tail_seconds(task, plan, depth), depth, prices.geometry.start_names(groups)))
+    return [(depth, groups) for _, depth, groups in sorted(ranked, key=lambda entry: entry[0])]
 
 
 def _fused(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
-    """One group up to some depth, the cheapest depths first."""
+    """Yield one group up to some depth, the cheapest depths first."""
     share = plan.stages[0].share
     assert isinstance(share, ByTiles)
     layers, end = task.network.layers, tile_ends(task.network)[0]
@@ -284,8 +288,8 @@ def _fused(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
         yield words, _ended(task, _regrouped(plan, depth, (0,)), depth)
 
 
-def _hiding(task: Task, best: Candidate) -> Iterator[Named]:
-    """The best plan again, computing inside the tiles while boundary data travels, where links are slow."""
+def _hiding(task: Task, best: PlanCandidate) -> Iterator[Named]:
+    """Yield the best plan computing inside the tiles while boundary data travels, which helps where links are slow."""
     plan = best.plan
     assert plan is not None
     share = plan.stages[0].share

@@ -1,4 +1,4 @@
-"""What plans for inference are chosen by: seconds of a sample, alone (latency) or in a long stream (throughput).
+"""Objectives of plans for inference: seconds of a sample, alone (latency) or in a long stream (throughput).
 
 Both are simulated, a stream by the difference of a long and a short one, so that filling and draining do not count. A
 stream is expensive to simulate, so plans are looked at once first: what the busiest device or port needs for one sample
@@ -18,30 +18,30 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import ByChannels, ByTiles, Plan
 from manyhands.facts.plan_check import resolve
-from manyhands.planner.task import Candidate, Task
+from manyhands.planner.task import PlanCandidate, Task
 
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 ROUND = 16
 """Samples of a round with order interleave."""
 MOST_STREAMS = 12
-"""Streams that are simulated of one strategy, the most promising first."""
+"""The most streams simulated per strategy, the most promising first."""
 _SLACK = 0.999
-"""A stream's least is not quite its least: the clock is a float's."""
+"""Tolerance of the lower bound of a stream, whose clock is a floating-point number."""
 
 Named = tuple[str, Plan]
 
 
 @dataclass(frozen=True)
-class Look:
-    """One micro-batch alone."""
+class MicroBatchPrice:
+    """The simulated cost of one micro-batch alone."""
 
     seconds: float
     busiest_seconds: float
-    """What its busiest device or port needs: a stream cannot be faster."""
+    """Seconds that its busiest device or port needs: a stream cannot be faster."""
 
 
-Once = Callable[[Plan], Look]
+Once = Callable[[Plan], MicroBatchPrice]
 """Simulates one micro-batch, or OutOfMemory."""
 Steady = Callable[[Plan], float]
 """Simulates a stream: seconds a sample, or OutOfMemory."""
@@ -61,22 +61,24 @@ class Pricer:
         return self.objective == "latency"
 
     def may_win(self, plan: Plan) -> bool:
-        """Whether a plan, as a stream, may be faster than the fastest so far."""
+        """Return whether a plan, as a stream, may be faster than the fastest so far."""
         return self.is_latency or self.best == inf or self.least_seconds(plan) < self.best
 
     def least_seconds(self, plan: Plan) -> float:
-        """No stream by this plan takes less for a sample; infinite where it cannot run."""
+        """Return a lower bound on the seconds of a sample in a stream by this plan; infinite where it cannot run."""
         try:
             return _SLACK * self._once(plan).busiest_seconds
         except ManyhandsError:
             return inf
 
-    def rank(self, plans: Iterable[Named], *, most: int = MOST_STREAMS, may_interleave: bool = True) -> list[Candidate]:
-        """Plans with their prices, the fastest first; ties go to what was named first.
+    def rank(
+        self, plans: Iterable[Named], *, most: int = MOST_STREAMS, may_interleave: bool = True
+    ) -> list[PlanCandidate]:
+        """Return plans with their prices, the fastest first; ties go to the plan named first.
 
         Raises the first refusal where none can run. `may_interleave`: a stream's samples may overlap inside a stage.
         """
-        looks: list[tuple[float, str, Plan]] = []
+        priced: list[tuple[float, str, Plan]] = []
         refusal: ManyhandsError | None = None
         seen: set[bytes] = set()
         for name, given in plans:
@@ -86,41 +88,42 @@ class Pricer:
                 if key in seen:
                     continue
                 seen.add(key)
-                look = self._once(plan)
+                price = self._once(plan)
             except ManyhandsError as error:
                 refusal = refusal or error
                 continue
-            looks.append((look.seconds if self.is_latency else look.busiest_seconds, name, plan))
-        if not looks:
+            priced.append((price.seconds if self.is_latency else price.busiest_seconds, name, plan))
+        if not priced:
             raise refusal or BadPlan(f"There is no such plan of {self.task.network.name}.")
-        looks.sort(key=lambda one: one[0])
+        priced.sort(key=lambda entry: entry[0])
         if self.is_latency:
-            return [Candidate(name, plan, seconds) for seconds, name, plan in looks]
-        return self._streams(looks, most, may_interleave)
+            return [PlanCandidate(name, plan, seconds) for seconds, name, plan in priced]
+        return self._streams(priced, most, may_interleave)
 
-    def _streams(self, looks: list[tuple[float, str, Plan]], most: int, may_interleave: bool) -> list[Candidate]:
-        found: list[Candidate] = []
+    def _streams(self, priced: list[tuple[float, str, Plan]], most: int, may_interleave: bool) -> list[PlanCandidate]:
+        candidates: list[PlanCandidate] = []
         refusal: ManyhandsError | None = None
-        for tried, (least, name, plan) in enumerate(looks):
-            if tried >= most or (found and _SLACK * least >= self.best):
+        for tried, (least, name, plan) in enumerate(priced):
+            if tried >= most or (candidates and _SLACK * least >= self.best):
                 break
             for words, stream in self._orders(name, plan, may_interleave):
-                if found and _SLACK * least >= self.best:
+                if candidates and _SLACK * least >= self.best:
                     break
                 try:
                     seconds = self._steady(stream)
                 except ManyhandsError as error:
                     refusal = refusal or error
                     continue
-                found.append(Candidate(words, stream, seconds))
+                candidates.append(PlanCandidate(words, stream, seconds))
                 self.best = min(self.best, seconds)
-        if not found:
+        if not candidates:
             assert refusal is not None
             raise refusal
-        return sorted(found, key=lambda one: one.seconds)
+        return sorted(candidates, key=lambda candidate: candidate.seconds)
 
     def _orders(self, name: str, plan: Plan, may_interleave: bool) -> list[Named]:
-        """One sample after another; and two under way at a time, where devices wait for each other inside a stage."""
+        """Return the orders to try: one sample after another, and two under way where devices wait for each other
+        inside a stage."""
         is_split = any(isinstance(s.share, (ByTiles, ByChannels)) and len(s.devices) > 1 for s in plan.stages)
         if not is_split or not may_interleave:
             return [(name, plan)]
@@ -131,24 +134,24 @@ class Pricer:
 
 
 def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
-    """Some of a cluster's devices, in its order."""
+    """Return some of a cluster's devices, in its order."""
     kept = set(names)
     devices = tuple(device for device in cluster.devices if device.name in kept)
-    links = tuple(one for one in cluster.links if one.sender in kept and one.receiver in kept)
+    links = tuple(link for link in cluster.links if link.sender in kept and link.receiver in kept)
     return Cluster(cluster.name, devices, cluster.link, links)
 
 
 def alike(task: Task) -> dict[str, int]:
-    """Device -> its kind: devices of one kind can change places without changing a plan's price."""
-    named = {name for one in task.cluster.links for name in (one.sender, one.receiver)} | {task.home}
+    """Return device -> its kind: devices of one kind are interchangeable in a plan."""
+    named = {name for link in task.cluster.links for name in (link.sender, link.receiver)} | {task.home}
     kinds: list[tuple[object, object]] = []
-    found: dict[str, int] = {}
+    kind_of: dict[str, int] = {}
     for device in task.cluster.devices:
-        own = task.profile.of(device.name)
+        profile = task.profile.of(device.name)
         is_own = device.name in named or device.host or any(d.host == device.name for d in task.cluster.devices)
         facts = device.name if is_own else msgspec.structs.replace(device, name="any", source="")
-        key = (facts, own.layers)
+        key = (facts, profile.layers)
         if key not in kinds:
             kinds.append(key)
-        found[device.name] = kinds.index(key)
-    return found
+        kind_of[device.name] = kinds.index(key)
+    return kind_of

@@ -1,4 +1,4 @@
-"""What the link gives, learnt from real transfers; and when that is worth another deployment (SPLIT §4.5).
+"""The rates of a link, learnt from real transfers; and when a change is worth another deployment (SPLIT §4.5).
 
     Meter    one direction. Bytes count while they are back to back; a message alone on an idle link measures delays.
     Rates    both directions, and what is under way: a transfer that is late tells before it ends.
@@ -32,16 +32,16 @@ from manyhands.planner.split_choice import Chooser, choose
 
 LEAST_BYTES = 8192
 LEAST_SECONDS = 0.02
-"""Less, back to back, is about buffers and delays and not about the rate."""
+"""Less data, back to back, measures buffers and delays and not the rate."""
 PROBE_SECONDS = 0.25
 LEAST_PROBE_BYTES = 64_000
 MOST_PROBE_BYTES = 4_000_000
-MOST_PATIENCE = 16
-"""Times the usual pause between two looks at a link that gives nothing."""
+MOST_PAUSE = 16
+"""The most times by which the pause between two probes of a silent link is extended."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Bytes that went back to back, how long they took, and when the last was there."""
+    """Bytes that were sent back to back, how long they took, and when the last arrived."""
 
     byte_count: float
     seconds: float
@@ -53,7 +53,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """The rate of one direction. All moments are of one clock; transfers go one after another."""
+    """The rate of one direction. All times are of one clock; transfers go one after another."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class Meter:
             )
         self.memory_seconds, self.window_seconds, self.quantile = memory_seconds, window_seconds, quantile
         self.delay_seconds = delay_seconds
-        """What a transfer that finds the link idle takes beyond its bytes."""
+        """The extra seconds of a transfer that finds the link idle."""
         self._samples: deque[Sample] = deque()
         self._under_way: deque[tuple[float, float]] = deque()
         self._free = -math.inf
         self._bytes = self._seconds = 0.0
 
     def begin(self, byte_count: float, now: float) -> None:
-        """A transfer was handed to the link; it may have to wait for the one before."""
+        """Record that a transfer was handed to the link; it may have to wait for the one before."""
         self._under_way.append((byte_count, now))
 
     def end(self, now: float) -> None:
-        """The oldest transfer under way is through."""
+        """Record that the oldest transfer under way has ended."""
         byte_count, began = self._under_way.popleft()
         seconds = self._busy(began, now)
         if began > self._free:  # the link was idle: what was counted before is too little to tell
@@ -94,35 +94,35 @@ class Meter:
             self._bytes = self._seconds = 0.0
 
     def transfer(self, byte_count: float, began: float, ended: float) -> None:
-        """One that is told when it is over; not together with `begin` and `end`."""
+        """Record a transfer that is reported only when it is over; do not mix with `begin` and `end`."""
         self._under_way.clear()
         self.begin(byte_count, began)
         self.end(ended)
 
     def cancel(self) -> None:
-        """What was under way will not arrive."""
+        """Drop the transfers under way: they will not arrive."""
         self._under_way.clear()
         self._bytes = self._seconds = 0.0
 
     def forget(self) -> None:
-        """Another link: nothing is known of it."""
+        """Forget all measurements: this is another link."""
         self.cancel()
         self._samples.clear()
 
-    def last_heard(self) -> float:
-        """When the newest sample ended; -inf: there is none."""
+    def last_measured(self) -> float:
+        """Return when the newest sample ended; -inf if there is none."""
         return self._samples[-1].ended if self._samples else -math.inf
 
     def estimate(self, now: float) -> float | None:
-        """Bytes per second; None: nothing is known."""
+        """Return bytes per second, or None if nothing was measured."""
         samples = [*self._samples, *self._late(now)]
         if not samples:
             return None
         total_bytes = total_seconds = 0.0
-        for one in samples:
-            kept = math.exp(-one.seconds / self.memory_seconds)
+        for sample in samples:
+            kept = math.exp(-sample.seconds / self.memory_seconds)
             # within a sample the newest seconds count most, too
-            total_bytes = total_bytes * kept + one.rate * self.memory_seconds * (1 - kept)
+            total_bytes = total_bytes * kept + sample.rate * self.memory_seconds * (1 - kept)
             total_seconds = total_seconds * kept + self.memory_seconds * (1 - kept)
         low, high = self._quantiles(samples)
         return min(max(total_bytes / total_seconds, low), high)
@@ -132,7 +132,7 @@ class Meter:
         return max(now - max(began, self._free) - (self.delay_seconds if waited_for else 0.0), 1e-9)
 
     def _late(self, now: float) -> list[Sample]:
-        """What is under way for longer than it should: at best it ends now."""
+        """Return a sample for the transfer that takes longer than expected: at best it ends now."""
         if not self._under_way:
             return []
         byte_count, began = self._under_way[0]
@@ -141,14 +141,16 @@ class Meter:
         return [Sample(byte_count, seconds, now)] if is_late else []
 
     def _quantiles(self, samples: Sequence[Sample]) -> tuple[float, float]:
-        """Rates that the link was below, and above, for a `quantile` of the window's busy seconds."""
+        """Return the rates that the link was below, and above, for a `quantile` of the window's busy seconds."""
         begins = samples[-1].ended - self.window_seconds
-        weighted = sorted((one.rate, min(one.seconds, one.ended - begins)) for one in samples if one.ended > begins)
+        weighted = sorted(
+            (sample.rate, min(sample.seconds, sample.ended - begins)) for sample in samples if sample.ended > begins
+        )
         limit = self.quantile * sum(weight for _, weight in weighted)
         return _reached(weighted, limit), _reached(weighted[::-1], limit)
 
     def _add(self, sample: Sample) -> None:
-        """Short ones are put together: about a hundred are kept, of what lies in the window and the mean remembers."""
+        """Add a sample. Short ones are merged, so that about a hundred cover the window and the mean's memory."""
         shortest = self.window_seconds / 40
         if self._samples and self._samples[-1].seconds + sample.seconds <= shortest:
             last = self._samples.pop()
@@ -170,7 +172,7 @@ def _reached(weighted: Sequence[tuple[float, float]], limit: float) -> float:
 
 
 class Rates:
-    """Both directions of a link. Before anything was measured: as `first` says."""
+    """Both directions of a link. Before anything is measured, the rates are `first`."""
 
     def __init__(self, first: LinkRates, *, up: Meter | None = None, down: Meter | None = None) -> None:
         self.first = first
@@ -186,20 +188,53 @@ class Rates:
         )
 
 
+class EngineSettings(msgspec.Struct, frozen=True):
+    """When an engine looks, and how sure it must be before it changes the deployment."""
+
+    tau: float = 100.0
+    """Iterations between two changes that are expected at first."""
+    beta: float = 0.5
+    """Weight of the past in the mean number of iterations between changes (Eq. 14)."""
+    margin: float = 0.1
+    """The fraction of the time that a change must save."""
+    confirmations: int = 3
+    """Looks, one after another, at which the change must be better."""
+    paid: float = 1.0
+    """How much staying must have cost before a change, in multiples of what the change takes."""
+    every_seconds: float = 1.0
+    """Seconds between two looks."""
+    rest_seconds: float = 10.0
+    """The least seconds between two changes."""
+    probe_seconds: float = 15.0
+    """Seconds without a transfer after which a probe is sent."""
+
+    def __post_init__(self) -> None:
+        is_good = self.tau >= 1 and 0 <= self.beta < 1 and 0 <= self.margin < 1 and self.confirmations >= 1
+        if not is_good:
+            raise BadValue(
+                f"An engine with tau {self.tau}, beta {self.beta}, margin {self.margin}, confirmations "
+                f"{self.confirmations}: tau and confirmations must be >= 1, beta and margin from 0 to below 1."
+            )
+
+
+USUAL_SETTINGS = EngineSettings()
+
+
 class Engine:
-    """When to go on with another deployment.
+    """Decides when to continue with another deployment.
 
     It looks every `every_seconds`. Another deployment is better if τ iterations with it, and getting there, take less
-    than (1 - margin) of τ iterations as it is. It is taken if that is so at `patience` looks one after another, if
+    than (1 - margin) of τ iterations as it is. It is taken if that holds at `confirmations` looks one after another, if
     staying has cost `paid` of what getting there takes, and if the last change is `rest_seconds` ago. τ is the mean
     number of iterations between changes (Eq. 14), and not less than those since the last: what has lasted will last.
 
-    A dip shorter than `quantile` of the meters' window, or than `patience` looks, changes nothing. A change for good
-    that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and then
-    `patience` looks or `paid`·U/s seconds, and one transfer; alone at the edge, three probes more. There are never more
-    than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link asks for.
+    A dip shorter than `quantile` of the meters' window, or than `confirmations` looks, changes nothing. A lasting
+    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window,
+    and then `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three
+    probes more. There are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a
+    lost link requires.
 
-    It belongs to one thread: tell its meters there, too.
+    It belongs to one thread: feed its meters there, too.
     """
 
     def __init__(
@@ -213,39 +248,26 @@ class Engine:
         chooser: Chooser = choose,
         drains: bool = False,
         ends_at: int | None = None,
-        tau: float = 100.0,
-        beta: float = 0.5,
-        margin: float = 0.1,
-        patience: int = 3,
-        paid: float = 1.0,
-        every_seconds: float = 1.0,
-        rest_seconds: float = 10.0,
-        probe_seconds: float = 15.0,
+        settings: EngineSettings = USUAL_SETTINGS,
     ) -> None:
-        if not tau >= 1 or not 0 <= beta < 1 or not 0 <= margin < 1 or not patience >= 1:
-            raise BadValue(
-                f"An engine with tau {tau}, beta {beta}, margin {margin}, patience {patience}: tau and patience must "
-                "be >= 1, beta and margin from 0 to below 1."
-            )
         self.profile, self.rates, self.current = profile, rates, current
         self.k, self.widths, self.chooser, self.drains = k, tuple(widths), chooser, drains
-        self.tau, self.beta, self.margin, self.patience = tau, beta, margin, patience
-        self.paid, self.ends_at = paid, ends_at
-        self.every_seconds, self.rest_seconds, self.probe_seconds = every_seconds, rest_seconds, probe_seconds
+        self.settings, self.tau, self.ends_at = settings, settings.tau, ends_at
         self.is_linked = True
         self.changes: list[tuple[float, Deployment]] = []
         self._better, self._lost_seconds = 0, 0.0
         self._looked = self._changed = self._probed = self._rested = -math.inf
-        self._changed_at, self._probe_factor, self._patience_factor = 0, 1, 1
+        self._changed_at, self._probe_factor, self._pause_factor = 0, 1, 1
 
     def horizon(self, iterations: int) -> float:
-        """τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
+        """Return τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
         lasts = max(self.tau, iterations - self._changed_at)
         return max(1.0, lasts if self.ends_at is None else min(lasts, self.ends_at - iterations))
 
     def look(self, now: float, iterations: int) -> Deployment | None:
-        """The deployment to go on with after `iterations` of the job; None: as it is. What it returns is current."""
-        if not self.is_linked or now - self._looked < self.every_seconds:
+        """Return the deployment to continue with after `iterations` of the job, or None to keep the current one. The
+        returned deployment becomes current."""
+        if not self.is_linked or now - self._looked < self.settings.every_seconds:
             return None
         looked, self._looked = self._looked, now
         rates, tau = self.rates.now(now), self.horizon(iterations)
@@ -255,29 +277,30 @@ class Engine:
             return None
         if self._is_allowed(self.current) and not self._has_paid(best, rates, tau, now - looked):
             return None
-        if self._is_allowed(self.current) and now - self._changed < self.rest_seconds:
+        if self._is_allowed(self.current) and now - self._changed < self.settings.rest_seconds:
             return None
         self.take(best, now, iterations)
         return best
 
     def _has_paid(self, best: Deployment, rates: LinkRates, tau: float, seconds: float) -> bool:
-        """Whether it is better, for long enough, and has lost us by now what getting there takes."""
+        """Return whether the change has been better for long enough, and staying has cost as much as changing would."""
         staying, going = self._price(self.current, rates, tau), self._price(best, rates, tau)
-        if not going < (1 - self.margin) * staying:
+        if not going < (1 - self.settings.margin) * staying:
             self._better, self._lost_seconds = 0, 0.0
             return False
         getting = going - seconds_of(self.profile, rates, tau, best, drains=self.drains)
         saved = 1.0 if staying == math.inf else 1 - (going - getting) / staying
         self._better += 1
         self._lost_seconds += saved * (seconds if seconds < math.inf else 0.0)
-        return self._better >= self.patience and self._lost_seconds >= self.paid * getting
+        return self._better >= self.settings.confirmations and self._lost_seconds >= self.settings.paid * getting
 
     def deployed(self, now: float) -> None:
-        """What `look` returned is running by now: getting there is over, the rest begins."""
+        """Record that the deployment returned by `look` is running now: the pause before the next change begins."""
         self._looked = self._changed = now
 
     def lost(self, now: float, iterations: int) -> Deployment | None:
-        """The link is gone: everything at the edge, or None where its memory is too small."""
+        """Record that the link is lost. Return the deployment with everything at the edge, or None where its memory is
+        too small."""
         self.is_linked = False
         self.rates.up.cancel()
         self.rates.down.cancel()
@@ -289,29 +312,30 @@ class Engine:
         return alone
 
     def found(self, now: float) -> None:
-        """The link is there again; what it gives is to be learnt anew."""
+        """Record that the link is back; its rates must be learnt again."""
         self.is_linked = True
         self.rates.up.forget()
         self.rates.down.forget()
         self._better, self._lost_seconds = 0, 0.0
         self._looked, self._probed, self._rested = now, -math.inf, -math.inf
-        self._patience_factor = 1
+        self._pause_factor = 1
 
     def probe(self, now: float) -> tuple[int, int]:
-        """Bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly (0, 0).
+        """Return the bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly
+        (0, 0).
 
         What passed too quickly to tell anything is followed by more.
         """
-        heard = max(self._rested, min(self.rates.up.last_heard(), self.rates.down.last_heard()))
-        if not self.is_linked or now - heard < self.probe_seconds * self._patience_factor:
+        measured_at = max(self._rested, min(self.rates.up.last_measured(), self.rates.down.last_measured()))
+        if not self.is_linked or now - measured_at < self.settings.probe_seconds * self._pause_factor:
             return 0, 0
         rates = self.rates.now(now)
         pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))
-        is_in_vain = any(meter.last_heard() < self._probed for meter, _ in pairs)
+        is_in_vain = any(meter.last_measured() < self._probed for meter, _ in pairs)
         self._probe_factor = min(4 * self._probe_factor, 64) if is_in_vain else 1
         up, down = (
             min(round(self._probe_factor * max(rate * PROBE_SECONDS, LEAST_PROBE_BYTES)), MOST_PROBE_BYTES)
-            if now - meter.last_heard() >= self.probe_seconds
+            if now - meter.last_measured() >= self.settings.probe_seconds
             else 0
             for meter, rate in pairs
         )
@@ -319,10 +343,10 @@ class Engine:
         return up, down
 
     def probed(self, now: float, *, has_arrived: bool) -> None:
-        """What was sent to learn the rates is through, or was given up: the next one waits from now on, and the longer
-        the less comes through."""
+        """Record that a probe has ended or was given up. The next one waits from now on, and longer the less gets
+        through."""
         self._rested = now
-        self._patience_factor = 1 if has_arrived else min(2 * self._patience_factor, MOST_PATIENCE)
+        self._pause_factor = 1 if has_arrived else min(2 * self._pause_factor, MOST_PAUSE)
         if not has_arrived:
             self._probe_factor = 1
 
@@ -333,14 +357,14 @@ class Engine:
         return float(grid[0, self.profile.index(deployment.cut), 0])
 
     def _is_allowed(self, deployment: Deployment) -> bool:
-        """Whether it is within K and memory as they are now: K may have changed with the epoch."""
+        """Return whether a deployment is within K and memory as they are now: K may have changed with the epoch."""
         ahead, most = (math.inf if k is None else k for k in (deployment.k, self.k))
         return ahead <= most and fits(self.profile, deployment)
 
     def take(self, deployment: Deployment, now: float, iterations: int) -> None:
-        """Another deployment is current from now on."""
+        """Make another deployment current from now on."""
         if self.changes:
-            self.tau = self.beta * self.tau + (1 - self.beta) * (iterations - self._changed_at)
+            self.tau = self.settings.beta * self.tau + (1 - self.settings.beta) * (iterations - self._changed_at)
         self.current, self._better, self._lost_seconds = deployment, 0, 0.0
         self._changed, self._changed_at = now, iterations
         self.changes.append((now, deployment))

@@ -1,11 +1,11 @@
-"""A plan for the devices there are now, made from the one that ran before some left or joined (ASTEROID §3.4).
+"""Re-planning: a plan for the present devices, made from the one that ran before some left or joined (ASTEROID §3.4).
 
-light   The old plan, mended: batch, micro-batches and order stay. Samples and tiles are divided anew among those left
-        of a stage; a stage with nobody left is dissolved; cuts move to where the round is shortest, each stage's
-        devices taken as they are, or where that is much faster one of them in the next or a shared stage in two; a
-        device that joins goes where it helps most. Cuts that are nearly as good where they were stay: every layer that
-        moves takes its weights along.
-heavy   Planned from nothing, as at the start.
+light   Incremental: the old plan is adapted. Batch, micro-batches and order stay. Samples and tiles are divided again
+        among the remaining devices of a stage, and a stage without devices is dissolved. Cuts move to where the round
+        is shortest with the devices of each stage as they are; where that is much faster, one device moves to a
+        neighbour or a shared stage is split in two. A device that joins goes where it helps most. Cuts that are nearly
+        as good where they were stay, because every layer that moves takes its weights along.
+heavy   Full: planned from scratch, as at the start.
 
 What a stage takes is read off `steps.py` (samples) or off the sum of its devices' speeds (tiles, channels), for all its
 possible layers at once. With the devices of every stage given, the best cuts follow from the last stage to the first,
@@ -28,19 +28,19 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.cutting import TINY
-from manyhands.planner.mending import Mending, homes_for
+from manyhands.planner.incremental import IncrementalReplanner, homes_for
 from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name, strategy_names
 from manyhands.planner.task import Price, Task
 
 How = Literal["light", "heavy"]
 WAYS = ("auto", "light", "heavy")
 NEAR_IDEAL = 1.25
-"""A mended plan within this of the ideal is taken without looking for another."""
+"""An incremental plan within this of the ideal is taken without searching for another."""
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for the present devices: how it was made, why so, and its price."""
+    """A plan for the present devices: how it was made, the reason, and its price."""
 
     plan: Plan
     how: How
@@ -59,11 +59,12 @@ def replanned(
     strategy: str = "pipeline",
     reference_seconds: float | None = None,
 ) -> Replanned:
-    """The old `plan` for the devices of `cluster`: some of the plan's may be missing, some may be new.
+    """Return the old `plan` adapted to the devices of `cluster`: some of its devices may be missing, and some may be
+    new.
 
-    `profile` knows the present devices, and where it can those that left. `reference_seconds`: what a round of the old
-    plan took; in proportion to capacity it says what is to be hoped for now. Without it, that is the work divided
-    perfectly among the present devices, with nothing to send, which few plans come near. `strategy`: for a new plan.
+    `profile` holds the present devices and, if possible, those that left. `reference_seconds`: what a round of the old
+    plan took; in proportion to capacity it says what to expect now. Without it, that is the work divided perfectly
+    among the present devices, with nothing to send, which few plans come near. `strategy`: for a new plan.
     """
     if how not in WAYS:
         raise unknown("way of re-planning", how, WAYS)
@@ -72,34 +73,40 @@ def replanned(
     if plan.order == "replay":  # another order would step after other batches
         how = "light"
     if how == "heavy":
-        return _heavy(plan, network, cluster, profile, price, strategy)
+        return _full(plan, network, cluster, profile, price, strategy)
     try:
-        light = _light(plan, network, cluster, profile, price)
+        incremental = _incremental(plan, network, cluster, profile, price)
     except ManyhandsError as error:
         if how == "light":
             raise
-        heavy = _heavy(plan, network, cluster, profile, price, strategy)
-        return replace(heavy, reason=f"The old plan cannot be mended ({error.message}) {heavy.reason}")
+        full = _full(plan, network, cluster, profile, price, strategy)
+        return replace(full, reason=f"The old plan cannot be adapted ({error.message}) {full.reason}")
     if how == "light":
-        return light
-    ideal = _ideal_seconds(plan, light.plan, network, cluster, profile, reference_seconds)
-    if light.seconds <= NEAR_IDEAL * ideal:
-        return light
-    far = f"{light.seconds:.3g} s a round, where {ideal:.3g} s was to be hoped for"
+        return incremental
+    ideal = _ideal_seconds(plan, incremental.plan, network, cluster, profile, reference_seconds)
+    if incremental.seconds <= NEAR_IDEAL * ideal:
+        return incremental
+    far = f"{incremental.seconds:.3g} s a round, where about {ideal:.3g} s was expected"
     try:
-        heavy = _heavy(plan, network, cluster, profile, price, strategy)
+        full = _full(plan, network, cluster, profile, price, strategy)
     except ManyhandsError as error:
-        return replace(light, reason=f"{light.reason} Mended it takes {far}; anew nothing was found ({error.message})")
-    if light.seconds <= heavy.seconds:
-        return replace(light, reason=f"{light.reason} Mended it takes {far}; anew {heavy.seconds:.3g} s.")
-    return replace(heavy, reason=f"Mended, the old plan takes {far}; anew {heavy.seconds:.3g} s. {heavy.reason}")
+        return replace(
+            incremental, reason=f"{incremental.reason} Adapted it takes {far}; no new plan was found ({error.message})"
+        )
+    if incremental.seconds <= full.seconds:
+        return replace(
+            incremental, reason=f"{incremental.reason} Adapted it takes {far}; a new plan takes {full.seconds:.3g} s."
+        )
+    return replace(
+        full, reason=f"The adapted old plan takes {far}; a new plan takes {full.seconds:.3g} s. {full.reason}"
+    )
 
 
 def _ideal_seconds(
-    old: Plan, light: Plan, network: Network, cluster: Cluster, profile: Profile, reference_seconds: float | None
+    old: Plan, incremental: Plan, network: Network, cluster: Cluster, profile: Profile, reference_seconds: float | None
 ) -> float:
-    """What a round would take with the old one's merits. After a loss, a device that neither plan works with does not
-    count: it was left out for a reason. Where all are left and one joined, all count."""
+    """Return the seconds of a round as efficient as the old one. After a loss, a device that neither plan uses does not
+    count, because it was left out for a reason. If no device is missing and one joined, all count."""
     samples, layers = old.micro_batch_size, range(len(network.layers))
 
     def speed(name: str) -> float:
@@ -109,18 +116,18 @@ def _ideal_seconds(
     if reference_seconds is None:
         return old.micro_batches / sum(map(speed, cluster.names))
     worked = {name for stage in old.stages for name in stage.devices}
-    works = worked | {name for stage in light.stages for name in stage.devices}
+    works = worked | {name for stage in incremental.stages for name in stage.devices}
     present = [name for name in cluster.names if name in works or worked <= set(cluster.names)]
-    known = [speed(name) for name in worked if name in profile.devices]
-    usual = sum(known) / len(known) if known else 1.0
-    return reference_seconds * (sum(known) + usual * (len(worked) - len(known))) / sum(map(speed, present))
+    speeds = [speed(name) for name in worked if name in profile.devices]
+    usual = sum(speeds) / len(speeds) if speeds else 1.0
+    return reference_seconds * (sum(speeds) + usual * (len(worked) - len(speeds))) / sum(map(speed, present))
 
 
-# ---- Heavy
+# ---- Full
 
 
-def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price, strategy: str) -> Replanned:
-    """The named strategy's plan, or where it has none, the best of all."""
+def _full(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price, strategy: str) -> Replanned:
+    """Return the named strategy's plan, or where it has none, the best of all strategies."""
     has_statistics = plan.is_training and any(op.statistics for op in network.ops)
     task = Task(
         network, cluster, profile, plan.batch_size,
@@ -131,34 +138,39 @@ def _heavy(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pri
         warm_up="2(P-p)-1" if isinstance(plan.warm_up, tuple) else plan.warm_up,
     )  # fmt: skip
 
-    def finished(found: Plan) -> Plan:
-        order = "stream" if plan.order == "stream" else found.order
-        homes = homes_for(plan, found.stages, network, cluster)
-        other = msgspec.structs.replace(found, order=order, homes=homes, bucket_bytes=plan.bucket_bytes)
+    def finished(bare: Plan) -> Plan:
+        order = "stream" if plan.order == "stream" else bare.order
+        homes = homes_for(plan, bare.stages, network, cluster)
+        other = msgspec.structs.replace(bare, order=order, homes=homes, bucket_bytes=plan.bucket_bytes)
         return resolve(other, network, cluster)
 
-    def whole_price(found: Plan) -> float:
-        return price(finished(found))
+    def whole_price(bare: Plan) -> float:
+        return price(finished(bare))
 
     refusal: ManyhandsError | None = None
-    for name, own, words in _attempts(strategy, task):
+    for name, subtask, words in _attempts(strategy, task):
         try:
-            found = (
-                choose(own, whole_price, corners_only=True) if name == "auto" else plan_by_name(name, own, whole_price)
+            candidate = (
+                choose(subtask, whole_price, corners_only=True)
+                if name == "auto"
+                else plan_by_name(name, subtask, whole_price)
             )[0]
         except ManyhandsError as error:
             refusal = refusal or error
             continue
-        if found.plan is None:
-            refusal = refusal or BadPlan(found.reason)
+        if candidate.plan is None:
+            refusal = refusal or BadPlan(candidate.reason)
             continue
-        return Replanned(finished(found.plan), "heavy", f"Planned anew ({found.name}){words}.", found.seconds)
+        return Replanned(
+            finished(candidate.plan), "heavy", f"Planned again ({candidate.name}){words}.", candidate.seconds
+        )
     assert refusal is not None
     raise refusal
 
 
 def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
-    """What is tried, with the words for it: the strategy, all of them, and all with another number of micro-batches."""
+    """Yield what is tried, and how it is described: the strategy, all of them, and all with another number of
+    micro-batches."""
     count = len(task.cluster.devices)
     yield "single" if count == 1 else strategy, task, ""
     if strategy != "auto" and count > 1:
@@ -168,24 +180,24 @@ def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
         yield "auto", replace(task, micro_batches=None), words
 
 
-# ---- Light
+# ---- Incremental
 
 
-def _light(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
-    """Of the shapes that the old plan can take, the first that can be cut, resolves and fits."""
-    mending = Mending(plan, network, cluster, profile)
+def _incremental(plan: Plan, network: Network, cluster: Cluster, profile: Profile, price: Price) -> Replanned:
+    """Return the first shape of the old plan that can be cut, resolves and fits."""
+    replanner = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
-    for alternatives in mending.shapes():
+    for alternatives in replanner.shapes():
         for is_tight in (True, False):  # the model's memory is a little too large; the price knows
-            best = min(alternatives, key=lambda crews: mending.cut(crews, is_tight)[0])
-            crews = mending.grown(mending.regrouped(best, is_tight), is_tight)
-            for cuts in mending.ways_to_cut(crews, is_tight):
+            best = min(alternatives, key=lambda drafts: replanner.cut(drafts, is_tight)[0])
+            drafts = replanner.grown(replanner.regrouped(best, is_tight), is_tight)
+            for cuts in replanner.ways_to_cut(drafts, is_tight):
                 try:
-                    found = mending.built(crews, cuts)
-                    return Replanned(found, "light", mending.reason(found), price(found))
+                    repaired = replanner.built(drafts, cuts)
+                    return Replanned(repaired, "light", replanner.reason(repaired), price(repaired))
                 except ManyhandsError as error:
                     refusal = refusal or error
     raise refusal or BadPlan(
         f"The plan's devices ({', '.join(plan.devices)}) are not in cluster {cluster.name} any more.",
-        hint="Plan anew: how='heavy'.",
+        hint="Plan from scratch: how='heavy'.",
     )

@@ -27,24 +27,24 @@ _MOST_HALVINGS = 24
 
 @dataclass
 class Shares:
-    """For every problem and kind: `full` devices take `most` samples each, the kind's others one sample less."""
+    """Shares of many problems: of every kind, `full` devices take `most` samples each and the others one less."""
 
     most: Counts
     full: Counts
     fits: NDArray[numpy.bool_]
-    """Whether the whole micro-batch found room."""
+    """Whether the whole micro-batch fits."""
 
     def of(self, problem: int, counts: Sequence[int]) -> list[list[int]]:
-        """Samples of each device, by kind."""
-        found = []
+        """Return the samples of each device, by kind."""
+        by_kind = []
         for kind, count in enumerate(counts):
             most, full = int(self.most[problem, kind]), int(self.full[problem, kind])
-            found.append([most] * full + [most - 1] * (count - full))
-        return found
+            by_kind.append([most] * full + [most - 1] * (count - full))
+        return by_kind
 
 
 def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors: Numbers) -> Shares:
-    """The least slowest device of every problem.
+    """Return the shares that make the slowest device of every problem as fast as possible.
 
     `counts`: devices of each kind, problems x kinds. `caps`: the most samples one of them holds.
     `floors`: times that no division can beat, to begin with; 0 will do.
@@ -53,23 +53,23 @@ def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors:
     has = counts > 0
     caps = numpy.where(has, numpy.minimum(caps, batch), 0)
     fits = ((counts * caps).sum(1) >= batch) & (caps >= has).all(1) & (counts.sum(1) <= batch)
-    found = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
+    shares = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
     alike = has.sum(1) == 1
     if alike.any():  # devices of one kind: as evenly as can be
         kind_of, size = has.argmax(1), numpy.maximum(1, counts.sum(1))
         rows = numpy.flatnonzero(alike & fits)
         most = -(-batch // size[rows])
-        found.most[rows, kind_of[rows]] = most
-        found.full[rows, kind_of[rows]] = batch - (most - 1) * size[rows]
+        shares.most[rows, kind_of[rows]] = most
+        shares.full[rows, kind_of[rows]] = batch - (most - 1) * size[rows]
     mixed = numpy.flatnonzero(~alike & fits)
     if not len(mixed):
-        return found
+        return shares
     ones = [_seconds(times, kind, mixed, has[mixed, kind].astype(numpy.int64)) for kind in range(kinds)]
     floor = numpy.maximum.reduce([floors[mixed] * (1 - _ROUNDING), *ones])
-    found.most[mixed] = _brought_near(times, mixed, counts[mixed], caps[mixed], batch, floor)
-    _add(times, found, counts, caps, batch)
-    _remove(times, found, counts, batch)
-    return found
+    shares.most[mixed] = _brought_near(times, mixed, counts[mixed], caps[mixed], batch, floor)
+    _add(times, shares, counts, caps, batch)
+    _remove(times, shares, counts, batch)
+    return shares
 
 
 def _seconds(times: Times, kind: int, problems: Counts, samples: Counts) -> Numbers:
@@ -77,7 +77,8 @@ def _seconds(times: Times, kind: int, problems: Counts, samples: Counts) -> Numb
 
 
 def _brought_near(times: Times, problems: Counts, counts: Counts, caps: Counts, batch: int, floor: Numbers) -> Counts:
-    """Samples of each kind below a threshold that is just not enough, or at the floor where that is too much."""
+    """Return the samples of each kind below a threshold that is just not enough, or at the floor where that is too
+    much."""
     kinds = counts.shape[1]
     low_time = floor.copy()
     high = caps.copy()
@@ -105,7 +106,7 @@ def _brought_near(times: Times, problems: Counts, counts: Counts, caps: Counts, 
 
 
 def _below(times: Times, kind: int, problems: Counts, limit: Numbers, low: Counts, high: Counts) -> Counts:
-    """The most samples, between two numbers, that take no longer than a limit; `low` do."""
+    """Return the most samples, between two numbers, that take no longer than a limit; `low` samples do."""
     while (low < high).any():
         middle = (low + high + 1) >> 1
         within = times(kind, problems, middle) <= limit
@@ -144,7 +145,7 @@ def _add(times: Times, shares: Shares, counts: Counts, caps: Counts, batch: int)
 
 
 def _remove(times: Times, shares: Shares, counts: Counts, batch: int) -> None:
-    """Take back what was given below a threshold that one device alone sets: the most expensive samples first."""
+    """Take back surplus samples, the most expensive first, where one device alone sets the threshold."""
     kinds = counts.shape[1]
     surplus = _taken(shares, counts) - batch
     active = numpy.flatnonzero(shares.fits & (surplus > 0))
@@ -167,12 +168,15 @@ def _remove(times: Times, shares: Shares, counts: Counts, batch: int) -> None:
 def offloaded(
     seconds: Sequence[Callable[[int], float]], caps: Sequence[int], batch: int, block: int = 1
 ) -> list[int] | None:
-    """Algorithm 1: shares by capacity within memory, then blocks move off the slowest device. None: no room."""
+    """Return shares by Algorithm 1, or None if they do not fit: by capacity within memory, then blocks move off the
+    slowest device."""
     if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
         return None
-    shares = _balanced([1.0 / one(batch) if one(batch) else 1.0 for one in seconds], list(caps), batch)
+    shares = _balanced(
+        [1.0 / seconds_of(batch) if seconds_of(batch) else 1.0 for seconds_of in seconds], list(caps), batch
+    )
     while True:
-        taken = [one(share) for one, share in zip(seconds, shares)]
+        taken = [seconds_of(share) for seconds_of, share in zip(seconds, shares)]
         slowest = max(range(len(shares)), key=taken.__getitem__)
         moved = min(block, shares[slowest] - 1)
         room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
@@ -182,13 +186,14 @@ def offloaded(
         tried = list(shares)
         tried[slowest] -= moved
         tried[fastest] += moved
-        if max(one(share) for one, share in zip(seconds, tried)) >= taken[slowest]:
+        if max(seconds_of(share) for seconds_of, share in zip(seconds, tried)) >= taken[slowest]:
             return shares
         shares = tried
 
 
 def _balanced(speeds: list[float], caps: list[int], batch: int) -> list[int]:
-    """Phase 1: in proportion to capacity, at least one each; what does not fit goes to those with room."""
+    """Return shares in proportion to capacity, at least one each (phase 1); what does not fit goes to devices with
+    room."""
     shares = [1] * len(caps)
     left = batch - len(caps)
     while left:

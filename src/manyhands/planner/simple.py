@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.plan import BySamples, Plan, Stage
-from manyhands.planner.ground import by_memory
+from manyhands.planner.context import by_memory
 from manyhands.planner.task import Task
 
 
 def single(task: Task, device: str = "") -> Plan:
-    """One device alone."""
+    """Return the plan with one device alone."""
     stage = Stage((0, len(task.network.layers)), (device or task.fastest(),))
     return task.plan([stage], task.micro_batches or 1)
 
 
 def proportional(total: int, weights: list[float]) -> list[int]:
-    """Whole numbers in proportion to weights that add up to `total` (largest remainders)."""
+    """Return whole numbers in proportion to weights that add up to `total` (largest remainders)."""
     scale = total / sum(weights)
     exact = [weight * scale for weight in weights]
     counts = [int(part) for part in exact]
@@ -26,7 +26,7 @@ def proportional(total: int, weights: list[float]) -> list[int]:
 
 
 def samples(task: Task) -> Plan:
-    """Data parallel with shares by speed: at least one sample of every micro-batch for each device."""
+    """Return the data-parallel plan with shares by speed: at least one sample of every micro-batch for each device."""
     micro_batches = task.micro_batches or 1
     size = task.batch_size // micro_batches
     names = task.cluster.names
@@ -46,13 +46,14 @@ def samples(task: Task) -> Plan:
 
 
 def divisor_near(number: int, wanted: int) -> int:
-    """The divisor of `number` closest to `wanted`."""
+    """Return the divisor of `number` closest to `wanted`."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
 def balanced_cuts(costs: list[list[float]]) -> list[int]:
-    """Stage ends that make the slowest stage fastest, by dynamic programming. costs[p][l]: layer l on stage p."""
+    """Return the stage ends that make the slowest stage fastest, by dynamic programming. costs[p][l] is layer l on
+    stage p."""
     stages, layers = len(costs), len(costs[0])
     sums = [[0.0] for _ in range(stages)]
     for p in range(stages):
@@ -74,7 +75,7 @@ def balanced_cuts(costs: list[list[float]]) -> list[int]:
 
 
 def usual_micro_batches(task: Task, stages: int) -> int:
-    """About four for every stage, unless told otherwise."""
+    """Return the usual number of micro-batches: about four per stage, unless the task fixes it."""
     if task.micro_batches:
         return task.micro_batches
     most = task.batch_size
@@ -85,7 +86,8 @@ def usual_micro_batches(task: Task, stages: int) -> int:
 
 
 def one_each(task: Task) -> Plan:
-    """One device per stage in order of memory (ASTEROID §3.3), the slowest stage as fast as can be."""
+    """Return the plan with one device per stage in order of memory (ASTEROID §3.3), the slowest stage as fast as
+    possible."""
     layers = len(task.network.layers)
     names = by_memory(task.cluster)[:layers]
     micro_batches = usual_micro_batches(task, len(names))

@@ -36,14 +36,14 @@ Bound = int | None
 Side = Literal["upstream", "downstream"]
 
 WIDTHS = (2, 4, 8, 16, 32)
-"""Bits of a packed number; 32: as it is."""
+"""Bits of a packed number; 32: unpacked."""
 UNPACKED = 32
 MOST_AHEAD = 32
-"""Batches that are taken to be under way where there is no bound, as far as memory goes."""
+"""Batches assumed to be under way where there is no bound, as far as memory allows."""
 
 
 class LinkRates(msgspec.Struct, frozen=True):
-    """What the link between edge and server gives at a time; 0: nothing passes. The delay is one way."""
+    """The rates of the link between edge and server at a time; 0: nothing passes. The delay is one way."""
 
     up_bytes_per_second: float
     down_bytes_per_second: float
@@ -64,18 +64,18 @@ class Deployment(msgspec.Struct, frozen=True, order=True):
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """What one mini-batch costs if the network is cut before `layer`."""
+    """The cost of one mini-batch if the network is cut before `layer`."""
 
     layer: int
     upstream_forward_seconds: float
     upstream_backward_seconds: float
-    """With the optimiser's step. 0 where everything upstream is frozen."""
+    """Includes the optimiser's step. 0 where everything upstream is frozen."""
     downstream_forward_seconds: float
     downstream_backward_seconds: float
     feature_bytes: float = 0
-    """What a codec packs, at 32 bits."""
+    """Bytes that a codec packs, at 32 bits."""
     plain_bytes: float = 0
-    """What goes along as it is: integers, headers, inputs that may be shared."""
+    """Bytes that travel unpacked: integers, headers, inputs that may be shared."""
     returned_bytes: float = 0
     """The gradient, at 32 bits; 0 where everything upstream is frozen."""
     edge_bytes: float = 0
@@ -101,25 +101,26 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
     fingerprint: str
     batch_size: int
     cuts: tuple[Cut, ...]
-    """By layer. A cut at 0 or at the last layer leaves everything on one side: allowed if that is the edge."""
+    """Sorted by layer. A cut at 0 or at the last layer leaves everything on one side: allowed if that is the edge."""
     layer_bytes: tuple[float, ...]
-    """Of each layer, what travels if it changes sides: weights, buffers, the optimiser's state."""
+    """Bytes of each layer that travel if it changes sides: weights, buffers, the optimiser's state."""
     edge_side: Side = "upstream"
     memory_bytes: float | None = None
-    """The edge's; None: no limit."""
+    """The edge's memory; None: no limit."""
     packing_seconds: float = 0.0
     packing_seconds_per_byte: float = 0.0
-    """Of a feature at 32 bits, upstream: linear (paper, Fig. 11). At 32 bits nothing is packed."""
+    """Packing a feature at 32 bits, upstream, is linear in its bytes (paper, Fig. 11). With 32 bits nothing is
+    packed."""
     unpacking_seconds_per_byte: float = 0.0
-    """The same downstream. The paper leaves it out; a server that is not much faster than the edge takes as long."""
+    """Unpacking, downstream. The paper leaves it out; a server that is not much faster than the edge takes as long."""
     feedback_seconds_per_byte: float = 0.0
-    """Mending a returned gradient, per byte of it at 32 bits."""
+    """IncrementalReplanner a returned gradient, per byte of it at 32 bits."""
     packs_gradients: bool = False
     """Whether returned gradients are packed like the features."""
     redeploy_seconds: float = 0.0
     """Of any change, layers or not: draining, and starting again."""
     phases: tuple[tuple[int, Bound], ...] = ((0, 5),)
-    """From this epoch on, this K."""
+    """Pairs: from this epoch on, this K."""
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -146,7 +147,7 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
         return next(k for start, k in reversed(self.phases) if start <= epoch)
 
     def column(self, name: str) -> Numbers:
-        """One number of every cut."""
+        """Return one field of every cut."""
         return self._columns[name]
 
     @cached_property
@@ -155,23 +156,23 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
 
     @cached_property
     def running_bytes(self) -> Numbers:
-        """[n]: what the first n layers weigh."""
+        """[n] -> bytes of the first n layers."""
         return numpy.concatenate([[0.0], numpy.cumsum(self.layer_bytes)])
 
     def index(self, layer: int) -> int:
-        """The place of a cut in `cuts`."""
+        """Return the place of a cut in `cuts`."""
         for place, cut in enumerate(self.cuts):
             if cut.layer == layer:
                 return place
-        known = listed([cut.layer for cut in self.cuts])
-        raise BadValue(f"{self.network} cannot be cut before layer {layer}.", hint=f"Possible cuts: {known}")
+        possible = listed([cut.layer for cut in self.cuts])
+        raise BadValue(f"{self.network} cannot be cut before layer {layer}.", hint=f"Possible cuts: {possible}")
 
 
 # ---- What it costs
 
 
 class Modules(NamedTuple):
-    """T1 to T4, and how long a byte is on its way there and back: arrays of one shape, or numbers."""
+    """T1 to T4, and the delay of a byte there and back: arrays of one shape, or numbers."""
 
     t1: Numbers
     t2: Numbers
@@ -181,21 +182,21 @@ class Modules(NamedTuple):
 
     @property
     def longest(self) -> Numbers:
-        """T_M."""
-        found: Numbers = numpy.maximum(numpy.maximum(self.t1, self.t2), numpy.maximum(self.t3, self.t4))
-        return found
+        """T_M, the longest module."""
+        longest: Numbers = numpy.maximum(numpy.maximum(self.t1, self.t2), numpy.maximum(self.t3, self.t4))
+        return longest
 
     @property
     def total(self) -> Numbers:
-        """T_Σ. What is on its way keeps nobody busy, but is waited for."""
+        """T_Σ, the sum. The delay keeps no module busy, but is waited for."""
         return self.t1 + self.t2 + self.t3 + self.t4 + self.delay
 
 
 def modules(
     profile: SplitProfile, rates: LinkRates, ks: Sequence[Bound], widths: Sequence[int], *, drains: bool = False
 ) -> Modules:
-    """Eq. 9 for every [K, cut, width]. At K = 0 nothing is replayed, nor is the first batch of a group that began with
-    the one before drained."""
+    """Return Eq. 9 for every [K, cut, width]. At K = 0 nothing is replayed, nor is the first batch of a group that
+    began after the one before was drained."""
     ahead, bits = bounds(ks)[:, None, None], numpy.array(widths, float)[None, None, :]
     forward, backward, feature, plain, returned = (
         profile.column(name)[None, :, None]
@@ -218,15 +219,16 @@ def modules(
     journeys = (plain + feature > 0).astype(float) + (returned > 0)
     shape = numpy.broadcast_shapes(ahead.shape, feature.shape, bits.shape)
     five = (t1, t2, t3, t4, journeys * rates.delay_seconds)
-    return Modules(*(numpy.broadcast_to(one, shape) for one in five))
+    return Modules(*(numpy.broadcast_to(times, shape) for times in five))
 
 
 def pipeline_seconds(
     longest: Numbers | float, total: Numbers | float, tau: float, k: Numbers | float, *, drains: bool = False
 ) -> Numbers:
-    """Eq. 12, or with `drains` its like for groups that wait for all of the one before. `k` = inf: no bound."""
+    """Return the seconds of τ iterations by Eq. 12, or with `drains` its variant for groups that wait for all of the
+    one before. `k` = inf means no bound."""
     iterations = max(1, math.ceil(tau))
-    longest, total, k = (numpy.asarray(one, float) for one in (longest, total, k))
+    longest, total, k = (numpy.asarray(number, float) for number in (longest, total, k))
     groups = numpy.where(numpy.isinf(k), 1.0, numpy.ceil(iterations / (k + 1)))
     is_passable = numpy.isfinite(total)
     longest, total = numpy.where(is_passable, longest, 0.0), numpy.where(is_passable, total, 0.0)
@@ -235,12 +237,13 @@ def pipeline_seconds(
     else:
         wait = numpy.maximum(0.0, total - (numpy.where(numpy.isinf(k), 0.0, k) + 1) * longest)
         seconds = (iterations - 1) * longest + total + (groups - 1) * wait
-    found: Numbers = numpy.where(is_passable, seconds, math.inf)
-    return found
+    total_seconds: Numbers = numpy.where(is_passable, seconds, math.inf)
+    return total_seconds
 
 
 def moving_seconds(profile: SplitProfile, rates: LinkRates, current: int, cuts: Numbers) -> Numbers:
-    """Eq. 13: the layers that change sides, in their direction, from a cut to each of `cuts`."""
+    """Return the seconds to move the layers that change sides, in their direction, from a cut to each of `cuts` (Eq.
+    13)."""
     moved = profile.running_bytes[cuts.astype(int)] - profile.running_bytes[current]
     there, back = directions(profile, rates)
     return numpy.where(moved < 0, _over(-moved, there), _over(moved, back))
@@ -256,7 +259,7 @@ def prices(
     *,
     drains: bool = False,
 ) -> Numbers:
-    """[K, cut, width]: seconds of τ iterations and of getting there (Eq. 15); inf where it is not allowed.
+    """Return [K, cut, width] -> seconds of τ iterations and of redeploying (Eq. 15); inf where it is not allowed.
 
     Everything at the edge has no K and no width, and is not among them: `edge_only_price`.
     """
@@ -264,15 +267,16 @@ def prices(
     ahead, layers = bounds(ks)[:, None, None], profile.column("layer")[None, :, None]
     seconds = pipeline_seconds(times.longest, times.total, tau, ahead, drains=drains)
     if current is not None:
-        bits, own = numpy.array(widths)[None, None, :], bounds([current.k])
-        is_same = (layers == current.cut) & (ahead == own) & (bits == current.bits)
+        bits, current_k = numpy.array(widths)[None, None, :], bounds([current.k])
+        is_same = (layers == current.cut) & (ahead == current_k) & (bits == current.bits)
         seconds = seconds + moving_seconds(profile, rates, current.cut, layers)
         seconds = seconds + numpy.where(is_same, 0.0, profile.redeploy_seconds)
-    return numpy.where(allowed_ones(profile, ks, widths), seconds, math.inf)
+    return numpy.where(allowed_grid(profile, ks, widths), seconds, math.inf)
 
 
 def edge_only_price(profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None) -> float:
-    """The same for everything at the edge; inf where its memory is too small, or the profile does not know."""
+    """Return the price of everything at the edge; inf where its memory is too small, or the profile does not cover
+    it."""
     alone = Deployment(profile.edge_only)
     if all(cut.layer != alone.cut for cut in profile.cuts) or not fits(profile, alone):
         return math.inf
@@ -286,44 +290,44 @@ def edge_only_price(profile: SplitProfile, rates: LinkRates, tau: float, current
 def seconds_of(
     profile: SplitProfile, rates: LinkRates, tau: float, deployment: Deployment, *, drains: bool = False
 ) -> float:
-    """τ iterations of one deployment, allowed or not, with nothing to move."""
+    """Return the seconds of τ iterations of one deployment, allowed or not, with nothing to move."""
     times = modules(profile, rates, [deployment.k], [deployment.bits], drains=drains)
     seconds = pipeline_seconds(times.longest, times.total, tau, bounds([deployment.k])[:, None, None], drains=drains)
     return float(seconds[0, profile.index(deployment.cut), 0])
 
 
 def memory_of(profile: SplitProfile, deployment: Deployment) -> float:
-    """Bytes of the edge's memory."""
+    """Return the bytes of the edge's memory that a deployment needs."""
     cut = profile.cuts[profile.index(deployment.cut)]
     return cut.edge_bytes + (MOST_AHEAD if deployment.k is None else deployment.k) * cut.history_bytes
 
 
 def fits(profile: SplitProfile, deployment: Deployment) -> bool:
-    """Whether the edge's memory is large enough."""
+    """Return whether the edge's memory is large enough."""
     return profile.memory_bytes is None or memory_of(profile, deployment) <= profile.memory_bytes
 
 
 def bounds(ks: Sequence[Bound]) -> Numbers:
-    """Ks as numbers; no bound: infinite."""
+    """Return Ks as numbers, no bound as infinity."""
     return numpy.array([math.inf if k is None else k for k in ks], float)
 
 
 def directions(profile: SplitProfile, rates: LinkRates) -> tuple[float, float]:
-    """Rates from upstream to downstream, and back."""
+    """Return the rates from upstream to downstream, and back."""
     up, down = rates.up_bytes_per_second, rates.down_bytes_per_second
     return (up, down) if profile.edge_side == "upstream" else (down, up)
 
 
 def _over(sizes: Numbers, rate: float) -> Numbers:
-    """Seconds of so many bytes. Nothing takes no time, even where nothing passes."""
+    """Return the seconds to send these bytes. No bytes take no time, even where nothing passes."""
     if rate > 0:
         return sizes / rate
-    found: Numbers = numpy.where(sizes > 0, math.inf, 0.0)
-    return found
+    seconds: Numbers = numpy.where(sizes > 0, math.inf, 0.0)
+    return seconds
 
 
-def allowed_ones(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[int]) -> NDArray[numpy.bool_]:
-    """Enough bits, enough memory, and two sides."""
+def allowed_grid(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[int]) -> NDArray[numpy.bool_]:
+    """Return [K, cut, width] -> whether there are enough bits, enough memory, and two sides."""
     layers, bits = profile.column("layer")[None, :, None], numpy.array(widths, float)[None, None, :]
     ahead = bounds(ks)[:, None, None]
     ahead = numpy.where(numpy.isinf(ahead), MOST_AHEAD, ahead)
@@ -332,10 +336,10 @@ def allowed_ones(profile: SplitProfile, ks: Sequence[Bound], widths: Sequence[in
         needed = profile.column("edge_bytes")[None, :, None] + ahead * profile.column("history_bytes")[None, :, None]
         allowed = allowed & (needed <= profile.memory_bytes)
     allowed = numpy.broadcast_to(allowed, (len(ks), len(profile.cuts), len(widths)))
-    found: NDArray[numpy.bool_] = numpy.where(layers == profile.edge_only, False, allowed)
-    return found
+    is_allowed: NDArray[numpy.bool_] = numpy.where(layers == profile.edge_only, False, allowed)
+    return is_allowed
 
 
 def listed(numbers: Collection[int]) -> str:
-    """Numbers in words for a message."""
+    """Return numbers as a list for a message."""
     return ", ".join(map(str, numbers)) or "none"

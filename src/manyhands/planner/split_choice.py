@@ -1,7 +1,7 @@
-"""Which deployment is best at the rates of now: Algorithm 2 (SPLIT §4.5), and what others would choose.
+"""Which deployment is best at the present rates: Algorithm 2 (SPLIT §4.5), and the baselines' choices.
 
     choose              the least seconds for the next τ iterations, getting there included
-    RIVALS              edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
+    BASELINES              edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
 
 Every chooser takes the same words, so an engine (rates.py) works with any of them.
 """
@@ -30,11 +30,11 @@ from manyhands.planner.split import (
 )
 
 ALIKE = 1e-9
-"""Deployments whose costs differ by less, relatively, are equal: then the calmest is taken."""
+"""Deployments whose costs differ by less, relatively, are equal: then the least disruptive is taken."""
 LINK_RISK = 0.15
-"""How much better than no link at all a deployment must be, relatively, to begin using one."""
+"""How much better than no link at all a deployment must be, relatively, to begin using the link."""
 SLACK = 0.03
-"""What more batches under way may cost, relatively."""
+"""How much more batches under way may cost, relatively."""
 
 
 def choose(
@@ -49,7 +49,7 @@ def choose(
     drains: bool = False,
     link_risk: float = LINK_RISK,
 ) -> Deployment:
-    """Algorithm 2: the deployment with the least seconds for τ iterations, what must move first included.
+    """Return the deployment with the least seconds for τ iterations, including what must move first (Algorithm 2).
 
     `current` is None at the beginning: nothing has to move. K is a limit: where nothing is gained by being ahead, a
     smaller one saves replaying (`lower_k`; without it, K as it is). Of equal ones the calmest: the current one, the
@@ -74,8 +74,12 @@ def choose(
         return current
     weights, start = profile.running_bytes, profile.edge_only if current is None else current.cut
 
-    def unrest(one: Deployment) -> tuple[float, int, float]:
-        return (abs(weights[one.cut] - weights[start]), -one.bits, -math.inf if one.k is None else -one.k)
+    def unrest(deployment: Deployment) -> tuple[float, int, float]:
+        return (
+            abs(weights[deployment.cut] - weights[start]),
+            -deployment.bits,
+            -math.inf if deployment.k is None else -deployment.k,
+        )
 
     best = min(good, key=unrest)
     column = grid[:, profile.index(best.cut), list(widths).index(best.bits)]
@@ -90,7 +94,8 @@ def _bounds_up_to(k: Bound) -> list[Bound]:
 def _nothing_better(
     profile: SplitProfile, rates: LinkRates, current: Deployment | None, k: Bound, widths: Sequence[int]
 ) -> Deployment:
-    """Nothing passes the link, so nothing can move: as it is. Or nothing is allowed at all: an error."""
+    """Return the current deployment, because nothing passes the link and nothing can move. If nothing is allowed at
+    all, raise an error."""
     if current is not None:
         return current
     if not fits(profile, Deployment(profile.edge_only)) and profile.memory_bytes is not None:
@@ -115,7 +120,7 @@ def edge_only(
     profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
     widths: Sequence[int] = WIDTHS, *, drains: bool = False,
 ) -> Deployment:  # fmt: skip
-    """No server at all."""
+    """Return the deployment without a server."""
     alone = Deployment(profile.edge_only)
     if not fits(profile, alone):
         raise OutOfMemory(
@@ -130,7 +135,8 @@ def joint_dnn(
     profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
     widths: Sequence[int] = WIDTHS, *, drains: bool = False,
 ) -> Deployment:  # fmt: skip
-    """JointDNN (Eshratifar et al. 2019): once and for all, at the mean rate; no batch ahead, nothing packed.
+    """Return JointDNN's deployment (Eshratifar et al. 2019): chosen once, at the mean rate; no batch ahead, nothing
+    packed.
 
     The shortest path from layer to layer on one side or the other, where features cross once, is the cheapest cut.
     """
@@ -141,7 +147,7 @@ def plain(
     profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
     widths: Sequence[int] = WIDTHS, *, drains: bool = False,
 ) -> Deployment:  # fmt: skip
-    """The same engine and codec with no batch ahead: K = 0."""
+    """Choose with the same engine and codec, but no batch ahead: K = 0."""
     return choose(profile, rates, tau, current, 0, widths, drains=drains)
 
 
@@ -149,7 +155,7 @@ def uncompressed(
     profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
     widths: Sequence[int] = WIDTHS, *, drains: bool = False,
 ) -> Deployment:  # fmt: skip
-    """The same engine with features as they are."""
+    """Choose with the same engine, but unpacked features."""
     return choose(profile, rates, tau, current, k, (UNPACKED,), drains=drains)
 
 
@@ -157,12 +163,13 @@ def unbounded(
     profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
     widths: Sequence[int] = WIDTHS, *, drains: bool = False,
 ) -> Deployment:  # fmt: skip
-    """The same engine and codec with any number of batches ahead: fast, and it may not converge (Fig. 14)."""
+    """Choose with the same engine and codec, but any number of batches ahead: fast, and it may not converge (Fig.
+    14)."""
     return choose(profile, rates, tau, current, None, widths, lower_k=False, drains=drains)
 
 
 class Chooser(Protocol):
-    """Which deployment is best at these rates: Algorithm 2, or a rival of it."""
+    """A function that returns the best deployment at some rates: Algorithm 2, or a baseline."""
 
     def __call__(
         self, profile: SplitProfile, rates: LinkRates, tau: float, current: Deployment | None, k: Bound,
@@ -170,7 +177,7 @@ class Chooser(Protocol):
     ) -> Deployment: ...  # fmt: skip
 
 
-RIVALS: dict[str, Chooser] = {
+BASELINES: dict[str, Chooser] = {
     "edge-only": edge_only,
     "jointdnn": joint_dnn,
     "k0": plain,
@@ -178,4 +185,4 @@ RIVALS: dict[str, Chooser] = {
     "unbounded": unbounded,
 }
 STATIC = ("edge-only", "jointdnn")
-"""Rivals that choose once."""
+"""Baselines that choose once."""

@@ -1,4 +1,4 @@
-"""What is known of a network on an edge and a server: where it may be cut, and what each cut costs (SPLIT §4.4, §5.2).
+"""The profile of a network on an edge and a server: where it may be cut, and what each cut costs (SPLIT §4.4, §5.2).
 
 The edge's memory is counted as schedule/memory.py counts it: weights, their gradients and the optimiser's state; of the
 batch that is being updated what its backward pass needs; of every batch under way its inputs, which are replayed, and
@@ -29,18 +29,19 @@ scaled_dot_product_attention bilinear
 """
 SETTLING = frozenset(f"{_ACTIVATIONS} {_NORMS}".split())
 PRODUCTS = frozenset(_PRODUCTS.split())
-"""With a weight, what they make is not activated. Of activations, one activated factor is enough: squeeze-and-excite,
-attention, Dice."""
+"""Operators that multiply. With a weight, their output is not activated. Among activations one activated factor is
+enough: squeeze-and-excite, attention, Dice."""
 
 
 def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int, ...]:
-    """Layers before which a network may be cut, ends not included: where all that crosses was last activated or
-    normalised (§4.5), looking through pooling, drop-out, shapes and sums, where no weight is used on both sides, and
-    where no input crosses: data stays, unless it is named in `shared`. If activations allow no cut, all others do."""
+    """Return the layers before which a network may be cut, ends not included. All that crosses must last have been
+    activated or normalised (§4.5), looking through pooling, drop-out, shapes and sums; no weight is used on both sides;
+    and no input crosses, because data stays, unless it is named in `shared`. If activations allow no cut, all others
+    are allowed."""
     settled = dict.fromkeys(network.inputs, False) | dict.fromkeys(shared, True)
     for op in network.ops:
         name = op.target.split(".")[1] if "." in op.target else op.target
-        before = [settled[one] for one in op.inputs]
+        before = [settled[tensor] for tensor in op.inputs]
         if name in SETTLING or (name in PRODUCTS and op.weights):
             is_settled = name in SETTLING
         else:
@@ -48,15 +49,15 @@ def candidate_cuts(network: Network, shared: Collection[str] = ()) -> tuple[int,
         settled.update(dict.fromkeys(op.outputs, is_settled))
     raw = _raw(network, shared)
     possible = [layer for layer in range(1, len(network.layers)) if _is_possible(network, layer, raw)]
-    activated = [layer for layer in possible if all(settled[one.name] for one in network.cut(layer))]
+    activated = [layer for layer in possible if all(settled[tensor.name] for tensor in network.cut(layer))]
     return tuple(activated or possible)
 
 
 def _raw(network: Network, shared: Collection[str]) -> set[str]:
-    """Inputs that must stay, and what is made of them without a weight."""
+    """Return the inputs that must stay, and what is made of them without a weight."""
     raw = set(network.inputs) - set(shared)
     for op in network.ops:
-        if not op.weights and op.inputs and all(one in raw for one in op.inputs):
+        if not op.weights and op.inputs and all(tensor in raw for tensor in op.inputs):
             raw.update(op.outputs)
     return raw
 
@@ -72,7 +73,7 @@ def _is_possible(network: Network, layer: int, raw: Collection[str]) -> bool:
 
 
 def _read_after(network: Network, position: int) -> list[str]:
-    """Inputs of the network that operators from a position on read."""
+    """Return the network's inputs that operators from a position on read."""
     return [name for name in network.inputs if any(reader >= position for reader in network.readers.get(name, ()))]
 
 
@@ -87,42 +88,37 @@ def split_profile(
     edge_side: Side = "upstream",
     optimizer_slots: int = 1,
     step_bytes_per_second: tuple[float, float] = (math.inf, math.inf),
-    memory_bytes: float | None = None,
-    packing_seconds: float = 0.0,
-    packing_seconds_per_byte: float = 0.0,
-    unpacking_seconds_per_byte: float = 0.0,
-    feedback_seconds_per_byte: float = 0.0,
-    packs_gradients: bool = False,
-    redeploy_seconds: float = 0.0,
     least_bits: Mapping[int, int] | int = 8,
-    phases: tuple[tuple[int, Bound], ...] = ((0, 5),),
 ) -> SplitProfile:
-    """What is known of a network on two devices. `cuts`: else all candidates, and everything at the edge.
+    """Return the profile of a network on two devices. Without `cuts`: all candidates, and everything at the edge.
 
     `batch_size` is that of a mini-batch. What is frozen follows from the network: nothing returns to a cut before which
-    no tensor has a gradient. `step_bytes_per_second`: at what rates the optimisers of edge and server read and write
-    memory. `least_bits`: by cut, or for all; a cut it does not name is not packed. `memory_bytes`: the edge's.
+    no tensor has a gradient. `step_bytes_per_second`: the rates at which the optimisers of edge and server read and
+    write memory. `least_bits`: by cut, or for all; a cut it does not name is not packed. What the network does not
+    decide (the edge's memory, packing, phases) keeps its default; the caller replaces it.
     """
     upstream, downstream = (edge, server) if edge_side == "upstream" else (server, edge)
     rates = step_bytes_per_second if edge_side == "upstream" else step_bytes_per_second[::-1]
-    for own in (upstream, downstream):
-        own.check_matches(network)
+    for profile in (upstream, downstream):
+        profile.check_matches(network)
     count = len(network.layers)
     alone = count if edge_side == "upstream" else 0
-    found = sorted({*candidate_cuts(network, shared), alone}) if cuts is None else sorted({*cuts})
-    seconds = [[own.layer_seconds(layer, batch_size) for layer in range(count)] for own in (upstream, downstream)]
+    layers = sorted({*candidate_cuts(network, shared), alone}) if cuts is None else sorted({*cuts})
+    seconds = [
+        [profile.layer_seconds(layer, batch_size) for layer in range(count)] for profile in (upstream, downstream)
+    ]
     trained, state = _weights_by_layer(network, optimizer_slots)
 
     def times(side: int, first: int, last: int) -> tuple[float, float]:
         step = sum(trained[first:last]) * (3 + 2 * optimizer_slots) / rates[side]
-        own = seconds[side][first:last]
-        return sum(ahead for ahead, _ in own), sum(back for _, back in own) + step
+        side_seconds = seconds[side][first:last]
+        return sum(ahead for ahead, _ in side_seconds), sum(back for _, back in side_seconds) + step
 
     def cut(layer: int) -> Cut:
         crossing = [] if layer in (0, count) else _crossing(network, layer)
-        returned = sum(one.bytes_for(batch_size) for one in crossing if one.differentiable)
+        returned = sum(tensor.bytes_for(batch_size) for tensor in crossing if tensor.differentiable)
         ahead, back = times(0, 0, layer)
-        packed = [one for one in crossing if one.dtype.startswith(("float", "bfloat"))]
+        packed = [tensor for tensor in crossing if tensor.dtype.startswith(("float", "bfloat"))]
         one_batch, further = _edge_bytes(network, layer, batch_size, optimizer_slots, edge_side, crossing)
         return Cut(
             layer=layer,
@@ -130,8 +126,8 @@ def split_profile(
             upstream_backward_seconds=back if returned or layer == count else 0.0,
             downstream_forward_seconds=times(1, layer, count)[0],
             downstream_backward_seconds=times(1, layer, count)[1],
-            feature_bytes=sum(4 * math.prod(one.shape_for(batch_size)) for one in packed),
-            plain_bytes=sum(one.bytes_for(batch_size) for one in crossing if one not in packed),
+            feature_bytes=sum(4 * math.prod(tensor.shape_for(batch_size)) for tensor in packed),
+            plain_bytes=sum(tensor.bytes_for(batch_size) for tensor in crossing if tensor not in packed),
             returned_bytes=returned,
             edge_bytes=one_batch,
             history_bytes=further,
@@ -140,73 +136,72 @@ def split_profile(
 
     return SplitProfile(
         network=network.name, fingerprint=network.fingerprint, batch_size=batch_size, edge_side=edge_side,
-        cuts=tuple(map(cut, found)), layer_bytes=tuple(state), memory_bytes=memory_bytes,
-        packing_seconds=packing_seconds, packing_seconds_per_byte=packing_seconds_per_byte,
-        unpacking_seconds_per_byte=unpacking_seconds_per_byte, feedback_seconds_per_byte=feedback_seconds_per_byte,
-        packs_gradients=packs_gradients, redeploy_seconds=redeploy_seconds, phases=phases,
+        cuts=tuple(map(cut, layers)), layer_bytes=tuple(state),
     )  # fmt: skip
 
 
 def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
-    """The profile of a device that takes `slowdown` times as long for everything."""
+    """Return the profile of a device that takes `slowdown` times as long for everything."""
     if not 0 < slowdown < math.inf:
         raise BadValue(f"A device {slowdown} times as slow; it must be finite and > 0.")
     layers = []
     for layer in profile.layers:
         ladder = (
-            Timing(one.samples, one.forward_seconds * slowdown, one.backward_seconds * slowdown) for one in layer.ladder
+            Timing(timing.samples, timing.forward_seconds * slowdown, timing.backward_seconds * slowdown)
+            for timing in layer.ladder
         )
         layers.append(LayerTiming(layer.layer, tuple(ladder)))
     return msgspec.structs.replace(profile, layers=tuple(layers))
 
 
 def _crossing(network: Network, layer: int) -> list[TensorSpec]:
-    """What a cut carries, with the inputs that are read after it."""
+    """Return the tensors that a cut carries, with the inputs that are read after it."""
     inputs = _read_after(network, network.layers[layer].first)
     return [*network.cut(layer), *(network.tensors[name] for name in inputs)]
 
 
 def _weights_by_layer(network: Network, optimizer_slots: int) -> tuple[list[float], list[float]]:
-    """Of each layer: trained bytes, and all that travels with it. A weight counts where it is first used."""
+    """Return, for each layer, its trained bytes and all bytes that travel with it. A weight counts where it is first
+    used."""
     seen: set[str] = set()
     trained, state = [], []
     for layer in network.layers:
-        own = [network.weights[name] for name in layer.weights if name not in seen]
+        weights = [network.weights[name] for name in layer.weights if name not in seen]
         seen.update(layer.weights)
-        trained.append(float(sum(one.bytes for one in own if one.trainable)))
-        state.append(float(sum(one.bytes * (1 + optimizer_slots if one.trainable else 1) for one in own)))
+        trained.append(float(sum(weight.bytes for weight in weights if weight.trainable)))
+        state.append(float(sum(weight.bytes * (1 + optimizer_slots if weight.trainable else 1) for weight in weights)))
     return trained, state
 
 
 def _edge_bytes(
     network: Network, cut: int, samples: int, optimizer_slots: int, side: Side, crossing: Sequence[TensorSpec]
 ) -> tuple[float, float]:
-    """The edge's memory with one batch under way, and what every further one adds."""
+    """Return the edge's memory with one batch under way, and what every further batch adds."""
     layers = network.layers[:cut] if side == "upstream" else network.layers[cut:]
     if not layers:
         return 0.0, 0.0
     first, last = layers[0].first, layers[-1].last
     ops = network.ops[first:last]
     weights = [network.weights[name] for name in network.weights_of(first, last)]
-    static = sum(one.bytes * (2 + optimizer_slots if one.trainable else 1) for one in weights)
+    static = sum(weight.bytes * (2 + optimizer_slots if weight.trainable else 1) for weight in weights)
     saved = sum(op.saved_bytes * samples + op.saved_fixed_bytes for op in ops)
     trained = [sum(network.weights[name].bytes for name in op.weights if network.weights[name].trainable) for op in ops]
-    works = [op.moved_bytes * samples + own for op, own in zip(ops, trained)]
+    works = [op.moved_bytes * samples + weight_bytes for op, weight_bytes in zip(ops, trained)]
     read = {name for op in ops for name in op.inputs if name in network.inputs}
-    held = sum(network.tensors[name].bytes_for(samples) for name in read | {one.name for one in crossing})
-    most = max(*works, optimizer_slots * max(trained), sum(one.bytes_for(samples) for one in crossing))
+    held = sum(network.tensors[name].bytes_for(samples) for name in read | {tensor.name for tensor in crossing})
+    most = max(*works, optimizer_slots * max(trained), sum(tensor.bytes_for(samples) for tensor in crossing))
     return static + saved + held + most, held if crossing else 0.0
 
 
 def parse_phases(text: str) -> tuple[tuple[int, Bound], ...]:
-    """'5', or '4@0,5@8': 4 from epoch 0, 5 from epoch 8. 'none': no bound."""
-    found: list[tuple[int, Bound]] = []
+    """Parse '5', or '4@0,5@8': 4 from epoch 0, 5 from epoch 8. 'none' means no bound."""
+    phases: list[tuple[int, Bound]] = []
     for part in text.split(","):
         word, _, epoch = part.strip().partition("@")
         if not (word.isdecimal() or word == "none") or not (epoch or "0").isdecimal():
             raise BadValue(f"'{part:.40}' is not a K and an epoch.", hint="Write: 5, or 4@0,5@8, or none")
-        found.append((int(epoch or 0), None if word == "none" else int(word)))
-    starts = [epoch for epoch, _ in found]
+        phases.append((int(epoch or 0), None if word == "none" else int(word)))
+    starts = [epoch for epoch, _ in phases]
     if starts[0] != 0 or any(not a < b for a, b in zip(starts, starts[1:])):
         raise BadValue(f"'{text:.80}': phases must begin at epoch 0 and increase.", hint="Write: 4@0,5@8")
-    return tuple(found)
+    return tuple(phases)

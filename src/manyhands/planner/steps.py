@@ -1,4 +1,4 @@
-"""What every stage and every cut of a network would cost on a cluster: the quantities of ASTEROID §3.3, as arrays.
+"""The cost of every possible stage and cut of a network on a cluster: the quantities of ASTEROID §3.3, as arrays.
 
 A round of P stages has 2P-1 steps: stages and the communication between them. Of each a planner knows E_f and E_b, the
 seconds of one micro-batch forward and backward, and of a stage T_a, the all-reduce of its weights (Eq. 5). Then (with
@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from manyhands.planner.ground import MOST_WITH_GAPS, Batch, Ground, Group, Pairs, every_group
+from manyhands.planner.context import MOST_WITH_GAPS, Batch, DeviceGroup, DevicePairs, PlanningContext, every_group
 from manyhands.planner.shares import Counts, Numbers, Shares, exact_shares
 
 
@@ -38,24 +38,24 @@ class StageTable:
     reduce: Numbers
     shares: Shares
     columns: Counts
-    """Columns of the grid of tiles; 0: by samples, or one device."""
+    """Columns of the grid of tiles; 0: shared by samples, or one device."""
     parts: Numbers
-    """Of tiles: the part of every map that one device of each kind has."""
+    """For tiles: the fraction of every map that one device of each kind has."""
 
     def __len__(self) -> int:
         return len(self.first)
 
     def only(self, which: Counts) -> StageTable:
-        one = self.shares
+        shares = self.shares
         return StageTable(
             self.first[which], self.last[which], self.group[which], self.forward[which], self.backward[which],
-            self.reduce[which], Shares(one.most[which], one.full[which], one.fits[which]), self.columns[which],
+            self.reduce[which], Shares(shares.most[which], shares.full[which], shares.fits[which]), self.columns[which],
             self.parts[which],
         )  # fmt: skip
 
     def joined(self, other: StageTable) -> StageTable:
         def both(column: str) -> NDArray[Any]:
-            return numpy.concatenate([attrgetter(column)(one) for one in (self, other)])
+            return numpy.concatenate([attrgetter(column)(table) for table in (self, other)])
 
         shares = Shares(both("shares.most"), both("shares.full"), both("shares.fits"))
         first, last, group = both("first"), both("last"), both("group")
@@ -68,12 +68,12 @@ class StageTable:
 class Steps:
     """Prices of stages and cuts for one way of cutting the mini-batch."""
 
-    def __init__(self, ground: Ground, batch: Batch, groups: Sequence[Group] | None = None) -> None:
+    def __init__(self, context: PlanningContext, batch: Batch, groups: Sequence[DeviceGroup] | None = None) -> None:
         """`groups`: runs of devices that may share a stage, by default all that a micro-batch has samples for."""
-        self.cluster, self.batch = ground.cluster, batch
-        self.names, self.kinds, self.budgets = ground.names, ground.kinds, ground.budgets
-        self.layers = len(ground.network.layers)
-        self.ladders, self.bytes = ground.ladders, ground.bytes
+        self.cluster, self.batch = context.cluster, batch
+        self.names, self.kinds, self.budgets = context.names, context.kinds, context.budgets
+        self.layers = len(context.network.layers)
+        self.ladders, self.bytes = context.ladders, context.bytes
         self.best = [self.ladders.best(kind, batch.samples) for kind in range(len(self.budgets))]
         self.groups = every_group(len(self.names), batch.samples) if groups is None else list(groups)
         self.counts = numpy.zeros((len(self.groups), len(self.budgets)), numpy.int64)
@@ -89,16 +89,16 @@ class Steps:
     # Stages
 
     def least_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """What no division of a micro-batch over a group can beat."""
+        """Return a lower bound on the seconds of any division of a micro-batch over a group."""
         speed = numpy.zeros(len(first))
         for kind in range(self.counts.shape[1]):
             each = self.best[kind][last] - self.best[kind][first]
             speed += self.counts[group, kind] / numpy.maximum(each, 1e-30)
-        found: Numbers = self.batch.samples / speed
-        return found
+        seconds: Numbers = self.batch.samples / speed
+        return seconds
 
     def memory(self, first: Counts, last: Counts, ahead: int) -> tuple[Numbers, Numbers]:
-        """Eq. 3 of stages: bytes whatever the share, and bytes for each sample of it.
+        """Return the bytes of stages whatever the share, and the bytes for each sample of it (Eq. 3).
 
         Beside it, for one operator's weights: their new gradients while these are added up, or what the optimiser's
         step works with.
@@ -111,12 +111,13 @@ class Steps:
         return fixed, each
 
     def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """The given stages with the best shares, whatever memory they take."""
+        """Return the given stages with the best shares, ignoring memory."""
         free = numpy.full((len(first), self.counts.shape[1]), self.batch.samples)
         return self._solved(first, last, group, free)
 
     def within_memory(self, table: StageTable, ahead: int) -> StageTable:
-        """The same with so many micro-batches held: within every device's memory; without those that fit nowhere."""
+        """Return the stages with shares that fit into every device's memory while `ahead` micro-batches are held; those
+        that fit nowhere are dropped."""
         first, last, group = table.first, table.last, table.group
         fixed, each = self.memory(first, last, ahead)
         most = [numpy.floor((budget - fixed) / numpy.maximum(each, 1e-9)) for budget in self.budgets]
@@ -132,16 +133,16 @@ class Steps:
     def _solved(self, first: Counts, last: Counts, group: Counts, caps: Counts) -> StageTable:
         def times(kind: int, problems: Counts, samples: Counts) -> Numbers:
             table = self.ladders.total[kind]
-            found: Numbers = table[samples, last[problems]] - table[samples, first[problems]]
-            return found
+            seconds: Numbers = table[samples, last[problems]] - table[samples, first[problems]]
+            return seconds
 
         counts = self.counts[group]
         shares = exact_shares(times, counts, caps, self.batch.samples, self.least_seconds(first, last, group))
         forward, backward = numpy.zeros(len(first)), numpy.zeros(len(first))
         for kind in range(counts.shape[1]):
-            own = shares.most[:, kind]
+            samples = shares.most[:, kind]
             for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
-                numpy.maximum(seconds, tables[kind][own, last] - tables[kind][own, first], out=seconds)
+                numpy.maximum(seconds, tables[kind][samples, last] - tables[kind][samples, first], out=seconds)
         if self.batch.is_synchronised:
             statistics = self.statistics_seconds(first, last, group)
             forward += statistics
@@ -153,24 +154,24 @@ class Steps:
         )
 
     def statistics_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """What the batch norms of stages take to add up their sums over all devices, one way."""
+        """Return the seconds that the batch norms of stages take to add up their sums over all devices, one way."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
         norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
-        found: Numbers = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
-        return found
+        seconds: Numbers = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
+        return seconds
 
     def reduce_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """T_a: what adding up weight gradients takes."""
+        """Return T_a: the seconds of adding up weight gradients."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
-        found: Numbers = (
+        seconds: Numbers = (
             self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
             + is_shared * 2 * self.group_delays[group]
         )
-        return found
+        return seconds
 
     @cached_property
     def group_rates(self) -> Numbers:
-        """The slowest way between two devices of each group, in bytes per second."""
+        """The slowest rate between two devices of each group, in bytes per second."""
         return self._of_pairs(self.pairs.rates, numpy.minimum, numpy.inf)
 
     @cached_property
@@ -179,17 +180,17 @@ class Steps:
         return self._of_pairs(self.pairs.delays, numpy.maximum, 0.0)
 
     def _of_pairs(self, table: Numbers, least: numpy.ufunc, alone: float) -> Numbers:
-        """The least, or most, that any two devices of each group have between them."""
-        own = numpy.where(numpy.eye(len(table), dtype=bool), alone, least(table, table.T))
+        """Return the least, or most, of the values between any two devices of each group."""
+        both_ways = numpy.where(numpy.eye(len(table), dtype=bool), alone, least(table, table.T))
         running = {}
         for a in sorted({a for a, _ in self.groups}):
-            inside = least.accumulate(least.accumulate(own[a:, a:], axis=0), axis=1)
+            inside = least.accumulate(least.accumulate(both_ways[a:, a:], axis=0), axis=1)
             running[a] = inside.diagonal()
         return numpy.array([running[a][b - a - 1] for a, b in self.groups])
 
     @cached_property
-    def pairs(self) -> Pairs:
-        return Pairs.of(self.cluster, self.names)
+    def pairs(self) -> DevicePairs:
+        return DevicePairs.of(self.cluster, self.names)
 
     @cached_property
     def _is_uniform(self) -> bool:
@@ -200,14 +201,14 @@ class Steps:
     def _reduce_seconds(self) -> Numbers:
         """T_a of Eq. 5 for one byte of weights."""
         size = self.ends - self.starts
-        found: Numbers = 2 * (size - 1) / size / self.group_rates
-        return found
+        seconds: Numbers = 2 * (size - 1) / size / self.group_rates
+        return seconds
 
     @cached_property
     def _sum_seconds(self) -> Numbers:
-        """Everybody's sums to everybody, for one byte of them."""
-        found: Numbers = (self.ends - self.starts - 1) / self.group_rates
-        return found
+        """Seconds per byte to send the sums of every device to every other."""
+        seconds: Numbers = (self.ends - self.starts - 1) / self.group_rates
+        return seconds
 
     # Cuts
 
@@ -231,15 +232,15 @@ class Steps:
             return numpy.maximum(ahead, link), numpy.maximum(back, link), delay
         if len(self.names) > MOST_WITH_GAPS and self.pairs.has_own_hosts:
             return self._neighbours_rates(ahead, back)
-        for x, one in enumerate(self.groups):
+        for x, group in enumerate(self.groups):
             for y, other in enumerate(self.groups):
-                if one[1] <= other[0]:
-                    ahead[x, y], back[x, y], delay[x, y] = self._between(one, other)
+                if group[1] <= other[0]:
+                    ahead[x, y], back[x, y], delay[x, y] = self._between(group, other)
         return ahead, back, delay
 
     def _neighbours_rates(self, ahead: Numbers, back: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        """The same for groups that follow each other without a gap, the slowest link between them carrying the largest
-        part: many devices have too many pairs to look at each."""
+        """Return the rates for groups that follow each other without a gap; the slowest link between them carries the
+        largest part. With many devices there are too many pairs to price each."""
         rates, delays = self.pairs.rates, self.pairs.delays
         delay = numpy.full(ahead.shape, self.cluster.link.delay_seconds)
         largest = numpy.array([self._parts[g].max() for g in self.groups])
@@ -250,26 +251,26 @@ class Steps:
             after = [number[middle, b] for b in range(middle + 1, count + 1) if (middle, b) in number]
             at = numpy.ix_(before, after)
             part = numpy.minimum(largest[before][:, None], largest[after][None, :])
-            for table, found in ((rates, ahead), (rates.T, back)):
+            for table, seconds in ((rates, ahead), (rates.T, back)):
                 slowest = _corner(table, middle, numpy.minimum)[: len(before), : len(after)]
-                found[at] = numpy.maximum(found[at], part / slowest)
+                seconds[at] = numpy.maximum(seconds[at], part / slowest)
             longest = _corner(numpy.maximum(delays, delays.T), middle, numpy.maximum)
             delay[at] = longest[: len(before), : len(after)]
         return ahead, back, delay
 
-    def _between(self, one: Group, other: Group) -> tuple[float, float, float]:
-        """Seconds per byte of a cut between two groups, forward and backward, and the longest delay: ports of the
-        devices (those of one host together), and every pair's link."""
+    def _between(self, group: DeviceGroup, other: DeviceGroup) -> tuple[float, float, float]:
+        """Return the seconds per byte of a cut between two groups, forward and backward, and the longest delay: ports
+        of the devices (those of one host together), and every pair's link."""
         ports: dict[tuple[str, str], float] = {}
         slowest = [0.0, 0.0]
         delay = 0.0
-        mine, theirs = (numpy.concatenate([[0.0], self._parts[g].cumsum()]) for g in (one, other))
+        mine, theirs = (numpy.concatenate([[0.0], self._parts[g].cumsum()]) for g in (group, other))
         for i, (a, b) in enumerate(pairwise(mine)):
             for j, (c, d) in enumerate(pairwise(theirs)):
                 part = min(b, d) - max(a, c)
                 if part <= 1e-12:
                     continue
-                pair = self.cluster.device(self.names[one[0] + i]), self.cluster.device(self.names[other[0] + j])
+                pair = self.cluster.device(self.names[group[0] + i]), self.cluster.device(self.names[other[0] + j])
                 for way, (sender, receiver) in enumerate((pair, pair[::-1])):
                     link = self.cluster.link_between(sender.name, receiver.name)
                     delay = max(delay, link.delay_seconds)
@@ -285,7 +286,7 @@ class Steps:
         return slowest[0], slowest[1], delay
 
     def cut_seconds(self, layer: Counts, group: Counts, following: Counts) -> tuple[Numbers, Numbers]:
-        """E_f and E_b of the communication between two stages that meet at a layer."""
+        """Return E_f and E_b of the communication between two stages that meet at a layer."""
         ahead, back, delay = self._cut_rates
         samples = self.batch.samples
         wait = delay[group, following]
@@ -295,7 +296,8 @@ class Steps:
 
     @cached_property
     def least_cut_seconds(self) -> tuple[Numbers, Numbers]:
-        """[layer, group] -> the least of a cut there before the group, and after it, whoever is on the other side."""
+        """[layer, group] -> the least seconds of a cut there before the group, and after it, for any group on the other
+        side."""
         ahead, back, _ = self._cut_rates
         size = self.batch.samples
         crossing, returning = self.bytes.crossing[:, None] * size, self.bytes.returning[:, None] * size
@@ -305,14 +307,14 @@ class Steps:
 
 
 def _corner(table: Numbers, middle: int, least: numpy.ufunc) -> Numbers:
-    """[n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
-    found: Numbers = least.accumulate(least.accumulate(table[:middle, middle:][::-1], axis=0), axis=1)
-    return found
+    """Return [n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
+    corner: Numbers = least.accumulate(least.accumulate(table[:middle, middle:][::-1], axis=0), axis=1)
+    return corner
 
 
 @dataclass(frozen=True)
-class Step:
-    """A stage or a communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
+class PipelineStep:
+    """A stage or the communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
 
     forward: float
     backward: float
@@ -323,8 +325,8 @@ class Step:
         return self.forward + self.backward
 
 
-def round_seconds(steps: Sequence[Step], micro_batches: int) -> float:
-    """Eq. 4-6: the latency of a round."""
+def round_seconds(steps: Sequence[PipelineStep], micro_batches: int) -> float:
+    """Return the latency of a round (Eq. 4-6)."""
     before = [0.0]
     down = [0.0]
     for step in steps:
@@ -332,5 +334,5 @@ def round_seconds(steps: Sequence[Step], micro_batches: int) -> float:
         down.append(down[-1] + step.backward)
     dominant = max(range(len(steps)), key=lambda s: micro_batches * steps[s].both + before[s])
     executing = micro_batches * steps[dominant].both + before[dominant]
-    waiting = [sum(one.forward for one in steps[:s]) for s in range(len(steps))]
+    waiting = [sum(step.forward for step in steps[:s]) for s in range(len(steps))]
     return max(waiting[s] + (executing - before[s]) + step.reduce for s, step in enumerate(steps))

@@ -28,14 +28,14 @@ from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, OutOfMemor
 from manyhands.facts.extensions import load_extensions
 from manyhands.facts.plan import ByTiles, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
-from manyhands.planner.ground import Batch, sizes
+from manyhands.planner.baselines import SYNCHRONOUS
+from manyhands.planner.context import Batch, sizes
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.mixed import mixed_plans, promising_tiles
 from manyhands.planner.pricing import subcluster
-from manyhands.planner.refining import FEW, refined, shortened, soon
-from manyhands.planner.rivals import SYNCHRONOUS
+from manyhands.planner.refining import FEW, quick_price, refined, shortened
 from manyhands.planner.simple import samples, single
-from manyhands.planner.task import Candidate, Price, Task, fitting
+from manyhands.planner.task import PlanCandidate, Price, Task, fitting
 from manyhands.planner.tile_plans import tiles, with_best_groups
 
 CORNERS = ("single", "samples", "pipeline", "tiles")
@@ -47,18 +47,18 @@ WORTH_MEMORY = 0.99
 MOST_SIMULATED = 16
 FEW_SIMULATED = 4
 MOST_WHOLE = 8
-"""Pipelines that are simulated, those with the least predicted time; so many where a simulation takes long; and so many
-with all their micro-batches."""
+"""How many pipelines are simulated, those with the least predicted time; how many where a simulation takes long; and
+how many with all their micro-batches."""
 MOST_LINES = 1_000_000
-"""Stages, of any layers on any group of devices, up to which rivals' plans are looked at beside ours: in the same space
-and rarely better, they take as long to plan."""
+"""The most stages, of any layers on any group of devices, for which the baselines' plans are tried too: they are in the
+same space, rarely better, and take as long to plan."""
 MOST_KINDS = 8
-"""Kinds of devices of which one is looked at alone, the fastest first."""
+"""The most kinds of devices of which one is tried alone, the fastest first."""
 MOST_MIXED = 3
 WORTH = 1.25
-"""Mixed plans that are worked out: so many, within this of the best."""
+"""How many mixed plans are refined, and how close to the best they must be."""
 LESS_MEMORY = 0.85
-"""Where little memory is asked for: how much less than the least so far is tried next."""
+"""With objective memory: the fraction of the least so far that is tried next."""
 Propose = Callable[[Task], Iterable[Plan]]
 """A strategy of another package: plans for a task, in any order. ManyhandsError: there is none, and why."""
 _registered: dict[str, Propose] = {}
@@ -87,34 +87,39 @@ def strategy_names() -> tuple[str, ...]:
     return (*STRATEGIES, *_registered)
 
 
-def plan_by_name(strategy: str, task: Task, price: Price) -> list[Candidate]:
-    """The plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best first.
+def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
+    """Return the plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best
+    first.
 
-    They are looked for where `auto` looks for its own row of that name, and in the same way: who asks for a strategy
-    gets what `auto` would have compared.
+    They are searched where and how `auto` searches its own row of that name: a strategy asked for by name gets what
+    `auto` would have compared.
     """
     if strategy == "auto" or not is_strategy_name(strategy):
         raise unknown("strategy", strategy, strategy_names())
     if task.best == "memory":  # how much less is tried next depends on what all strategies need
-        rows = [one for one in _found(task, price) if one.plan is not None and one.name.split()[0] == strategy]
-        return sorted(rows, key=lambda one: one.seconds) or _named(strategy, task, price)
-    found: list[Candidate] = []
+        rows = [
+            candidate
+            for candidate in _every_plan(task, price)
+            if candidate.plan is not None and candidate.name.split()[0] == strategy
+        ]
+        return sorted(rows, key=lambda candidate: candidate.seconds) or _named(strategy, task, price)
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
-    for own in _places(task, found):
-        if own is not task and len(own.cluster.devices) == 1 and strategy != "single":
+    for subtask in _places(task, candidates):
+        if subtask is not task and len(subtask.cluster.devices) == 1 and strategy != "single":
             continue  # fewer devices save energy, but a strategy of several needs two
         try:
-            found += _named(strategy, own, price)
+            candidates += _named(strategy, subtask, price)
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         assert refusal is not None
         raise refusal
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _named(strategy: str, task: Task, price: Price) -> list[Candidate]:
-    """The plans of one strategy on one cluster, the best first; where there is none, why."""
+def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
+    """Return the plans of one strategy on one cluster, the best first; raise why there is none."""
     if strategy == "single":
         return _singles(task, price)
     if strategy == "pipeline":
@@ -127,93 +132,94 @@ def _named(strategy: str, task: Task, price: Price) -> list[Candidate]:
     return [fitting(strategy, makers[strategy], task, price)]
 
 
-def _proposed(strategy: str, task: Task, price: Price) -> list[Candidate]:
-    """The plans of a registered strategy, simulated, the best first; where none fits, why."""
-    found: list[Candidate] = []
+def _proposed(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
+    """Return the plans of a registered strategy, simulated, the best first; raise the first refusal where none fits."""
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     for proposal in _registered[strategy](task):
         try:
             plan = resolve(proposal, task.network, task.cluster)
-            found.append(Candidate(strategy, plan, price(plan)))
+            candidates.append(PlanCandidate(strategy, plan, price(plan)))
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         raise refusal or BadPlan(f"Strategy '{strategy}' proposes no plan of {task.network.name} for this cluster.")
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _singles(task: Task, price: Price) -> list[Candidate]:
-    """The fastest device of each kind alone; those that it does not fit on are left out, unless it fits on none."""
-    found: list[Candidate] = []
+def _singles(task: Task, price: Price) -> list[PlanCandidate]:
+    """Return the fastest device of each kind alone; devices that it does not fit on are left out, unless it fits on
+    none."""
+    candidates: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     for name, device in _kinds(task):
         try:
-            found.append(fitting(name, partial(single, device=device), task, price))
+            candidates.append(fitting(name, partial(single, device=device), task, price))
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         assert refusal is not None
         raise refusal
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
 def pipeline(task: Task, price: Price) -> Plan:
-    """Of the planner's best pipelines and those of its rivals, the one that simulates fastest."""
+    """Return the fastest, as simulated, of the planner's best pipelines and the baselines'."""
     best = ranked_pipelines(task, price)[0].plan
     assert best is not None
     return best
 
 
-def ranked_pipelines(task: Task, price: Price) -> list[Candidate]:
-    """The planner's best pipelines and those of its rivals, simulated: the best of each shape, the fastest first."""
+def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
+    """Return the planner's best pipelines and the baselines', simulated: the best of each shape, the fastest first."""
     like = Batch(
         1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up
     )  # fmt: skip
-    found = pipelines(
+    planned = pipelines(
         task.network, task.cluster, task.profile, task.batch_size, micro_batches=task.micro_batches, like=like,
         may_be_alone=False,
     )  # fmt: skip
     most = MOST_SIMULATED if lines(task) <= MOST_LINES else FEW_SIMULATED
-    plans = [one.plan(task.network) for one in found[:most]]
+    plans = [pipeline.plan(task.network) for pipeline in planned[:most]]
     for make in SYNCHRONOUS.values() if lines(task) <= MOST_LINES else ():
         try:
             plans.append(make(task, price))
         except ManyhandsError:
-            continue  # a rival that cannot run is no candidate
-    best: dict[tuple[object, ...], Candidate] = {}
+            continue  # a baseline that cannot run is no candidate
+    best: dict[tuple[object, ...], PlanCandidate] = {}
     refusal: ManyhandsError | None = None
     for plan in plans:
         try:
             plan = resolve(plan, task.network, task.cluster)
-            seconds = soon(price)(plan)
+            seconds = quick_price(price)(plan)
         except ManyhandsError as error:
             refusal = error
             continue
         shape = (plan.order, plan.micro_batches, *(frozenset(stage.devices) for stage in plan.stages))
         if shape not in best or seconds < best[shape].seconds:
-            best[shape] = Candidate("pipeline", plan, seconds)
-    ranked: list[Candidate] = []
-    for one in sorted(best.values(), key=lambda one: one.seconds)[:MOST_WHOLE]:
-        assert one.plan is not None
+            best[shape] = PlanCandidate("pipeline", plan, seconds)
+    ranked: list[PlanCandidate] = []
+    for candidate in sorted(best.values(), key=lambda candidate: candidate.seconds)[:MOST_WHOLE]:
+        assert candidate.plan is not None
         try:
-            ranked.append(replace(one, seconds=price(one.plan)))
+            ranked.append(replace(candidate, seconds=price(candidate.plan)))
         except ManyhandsError as error:
             refusal = error
     if not ranked:
         assert refusal is not None
         raise refusal
-    ranked.sort(key=lambda one: one.seconds)
+    ranked.sort(key=lambda candidate: candidate.seconds)
     return [_running_ahead(task, ranked[0], price), *ranked[1:]]
 
 
 def lines(task: Task) -> int:
-    """How many stages of any layers on any run of devices there are."""
+    """Return how many stages of any layers on any run of devices there are."""
     layers, devices = len(task.network.layers), len(task.cluster.devices)
     return layers * (layers + 1) // 2 * (devices * (devices + 1) // 2)
 
 
-def _running_ahead(task: Task, best: Candidate, price: Price) -> Candidate:
-    """The same plan with more forward passes before the first backward, where memory allows and links are slow."""
+def _running_ahead(task: Task, best: PlanCandidate, price: Price) -> PlanCandidate:
+    """Return the plan with more forward passes before the first backward, where memory allows that and it is faster."""
     plan = best.plan
     assert plan is not None
     if len(plan.stages) == 1 or plan.order != "1f1b" or task.warm_up != MEMORY_SAVING:
@@ -225,65 +231,70 @@ def _running_ahead(task: Task, best: Candidate, price: Price) -> Candidate:
         except OutOfMemory:
             break
         if seconds < WORTH_MEMORY * best.seconds:
-            best = Candidate(best.name, other, seconds)
+            best = PlanCandidate(best.name, other, seconds)
     return best
 
 
-def ranked_mixed(task: Task, price: Price) -> list[Candidate]:
-    """Plans in none of the corners, simulated, the best first; the groups of the best few's tiles are chosen too."""
-    ranked: list[Candidate] = []
+def ranked_mixed(task: Task, price: Price) -> list[PlanCandidate]:
+    """Return plans outside the corners, simulated, the best first; the groups of the best few's tiles are chosen
+    too."""
+    ranked: list[PlanCandidate] = []
     refusal: ManyhandsError | None = None
     is_large = lines(task) > MOST_LINES
     plans = mixed_plans(task)
     for plan in [*plans[:2], *plans[2:][-2:]] if is_large else plans:  # of both searches
         try:
             plan = resolve(plan, task.network, task.cluster)
-            ranked.append(Candidate("mixed", plan, soon(price)(plan)))
+            ranked.append(PlanCandidate("mixed", plan, quick_price(price)(plan)))
         except ManyhandsError as error:
             refusal = refusal or error
-    ranked.sort(key=lambda one: one.seconds)
-    found: list[Candidate] = []
-    for one in ranked:
-        if len(found) == (1 if is_large else MOST_MIXED) or (found and one.seconds > WORTH * ranked[0].seconds):
+    ranked.sort(key=lambda candidate: candidate.seconds)
+    candidates: list[PlanCandidate] = []
+    for candidate in ranked:
+        if len(candidates) == (1 if is_large else MOST_MIXED) or (
+            candidates and candidate.seconds > WORTH * ranked[0].seconds
+        ):
             break
         try:
-            found.append(_finished(one if is_large else refined(one, task, soon(price)), task, price))
+            candidates.append(
+                _finished(candidate if is_large else refined(candidate, task, quick_price(price)), task, price)
+            )
         except ManyhandsError as error:
             refusal = refusal or error
-    if not found:
+    if not candidates:
         raise refusal or BadPlan(
             f"There is no mixed plan of {task.network.name} for cluster {task.cluster.name} with batches of "
             f"{task.batch_size}: it takes two devices, and layers that can be shared in two ways.",
             hint="Leave the choice to strategy 'auto' (--share auto).",
         )
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _finished(candidate: Candidate, task: Task, price: Price) -> Candidate:
-    """The same with boundary data exchanged where that is best, in each of its tiled stages, and priced whole."""
+def _finished(candidate: PlanCandidate, task: Task, price: Price) -> PlanCandidate:
+    """Return the plan with the best exchanges of boundary data in each of its tiled stages, priced whole."""
     plan = candidate.plan
     assert plan is not None
     seconds = price(plan)
     for number, stage in enumerate(plan.stages):
         if isinstance(stage.share, ByTiles) and len(stage.devices) > 1:
             grouped, _ = with_best_groups(shortened(plan, FEW[0]), number, task, price)
-            own = msgspec.structs.replace(plan, stages=grouped.stages)
-            if price(own) < seconds:
-                plan, seconds = own, price(own)
-    return Candidate(candidate.name, plan, seconds)
+            regrouped = msgspec.structs.replace(plan, stages=grouped.stages)
+            if price(regrouped) < seconds:
+                plan, seconds = regrouped, price(regrouped)
+    return PlanCandidate(candidate.name, plan, seconds)
 
 
 def fewer_tiles(task: Task, price: Price) -> Plan:
-    """Tiles on all devices, or on the fastest few where that is better and can be looked at."""
+    """Return tiles on all devices, or on the fastest few where that is better and can be tried."""
     if task.tiles.grid is not None or lines(task) > MOST_LINES:
         return tiles(task, price)
     names = sorted(task.cluster.names, key=lambda name: task.step_seconds(name, task.batch_size))
     best: tuple[float, Plan] | None = None
     refusal: ManyhandsError | None = None
     for count in promising_tiles(task, names):
-        own = task if count == len(names) else replace(task, cluster=subcluster(task.cluster, names[:count]))
+        subtask = task if count == len(names) else replace(task, cluster=subcluster(task.cluster, names[:count]))
         try:
-            plan = tiles(own, price)
+            plan = tiles(subtask, price)
             seconds = price(plan)
         except ManyhandsError as error:
             refusal = refusal or error
@@ -297,72 +308,77 @@ def fewer_tiles(task: Task, price: Price) -> Plan:
 
 
 def _kinds(task: Task) -> list[tuple[str, str]]:
-    """What a plan on one device is called, and the device: the fastest of each kind, up to MOST_KINDS of them."""
+    """Return the name of a plan on one device, and the device: the fastest of each kind, up to MOST_KINDS of them."""
     kinds: dict[str, str] = {}
-    for device in sorted(task.cluster.devices, key=lambda one: task.step_seconds(one.name, task.batch_size)):
+    for device in sorted(task.cluster.devices, key=lambda device: task.step_seconds(device.name, task.batch_size)):
         kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
     return [(f"single on {name}", name) for name in list(kinds.values())[:MOST_KINDS]]
 
 
-def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
-    """Price every candidate; the best first, those that cannot run last with the reason."""
+def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
+    """Price every candidate. Return the best first, and last those that cannot run, with the reason."""
     if not corners_only:
         load_extensions()
-    best: dict[str, Candidate] = {}
-    for one in sorted(_found(task, price, corners_only=corners_only), key=lambda one: one.seconds):
-        best.setdefault(one.name, one)
+    best: dict[str, PlanCandidate] = {}
+    for candidate in sorted(
+        _every_plan(task, price, corners_only=corners_only), key=lambda candidate: candidate.seconds
+    ):
+        best.setdefault(candidate.name, candidate)
     return list(best.values())
 
 
-def _found(task: Task, price: Price, *, corners_only: bool = False) -> list[Candidate]:
-    """Every strategy's plans, wherever they are looked for."""
-    found: list[Candidate] = []
-    for own in _places(task, found):
+def _every_plan(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
+    """Return every strategy's plans, on every cluster that is tried."""
+    candidates: list[PlanCandidate] = []
+    for subtask in _places(task, candidates):
         try:
-            found += _all(own, price, corners_only)
+            candidates += _all(subtask, price, corners_only)
         except ManyhandsError:
             continue
-    return found
+    return candidates
 
 
-def _places(task: Task, found: list[Candidate]) -> Iterator[Task]:
-    """Where plans are looked for: the cluster as it is. Where little memory is asked for, with ever less of it, as long
-    as plans are `found`; where little energy, with fewer devices, the thriftiest of them."""
+def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
+    """Yield the task on each cluster that is tried: the cluster as it is; with objective memory, with ever less memory
+    as long as there are `candidates`; with objective energy, with fewer devices, the thriftiest of them."""
     yield task
     if task.best == "memory":
         least = inf
-        while found and min(one.seconds for one in found) < LESS_MEMORY * least:
-            least = min(one.seconds for one in found)
+        while candidates and min(candidate.seconds for candidate in candidates) < LESS_MEMORY * least:
+            least = min(candidate.seconds for candidate in candidates)
             budget = int(LESS_MEMORY * least)
             devices = tuple(
-                msgspec.structs.replace(one, memory_bytes=min(budget, one.memory_bytes)) for one in task.cluster.devices
+                msgspec.structs.replace(device, memory_bytes=min(budget, device.memory_bytes))
+                for device in task.cluster.devices
             )
             yield replace(task, cluster=Cluster(task.cluster.name, devices, task.cluster.link, task.cluster.links))
     elif task.best == "energy":
-        watts = {one.name: one.watts_active for one in task.cluster.devices}
+        watts = {device.name: device.watts_active for device in task.cluster.devices}
         names = sorted(watts, key=lambda name: watts[name] * task.step_seconds(name, task.batch_size))
         for count in sizes(len(names))[:-1]:
             yield replace(task, cluster=subcluster(task.cluster, names[:count]))
 
 
-def _all(task: Task, price: Price, corners_only: bool) -> list[Candidate]:
-    """Every strategy's best plan, or why it has none; of mixed plans the best few."""
-    found = []
+def _all(task: Task, price: Price, corners_only: bool) -> list[PlanCandidate]:
+    """Return every strategy's best plan, or why it has none; of mixed plans the best few."""
+    candidates = []
     for name, device in _kinds(task):
         try:
-            found.append(fitting(name, partial(single, device=device), task, price))
+            candidates.append(fitting(name, partial(single, device=device), task, price))
         except ManyhandsError as error:
-            found.append(Candidate(name, None, inf, error.message, error.hint))
+            candidates.append(PlanCandidate(name, None, inf, error.message, error.hint))
     if len(task.cluster.devices) == 1:
-        return found
+        return candidates
     for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed", *_registered])]:
         try:
             ranked = _named(strategy, task, price)
         except ManyhandsError as error:
-            found.append(Candidate(strategy, None, inf, error.message, error.hint))
+            candidates.append(PlanCandidate(strategy, None, inf, error.message, error.hint))
             continue
         if strategy == "mixed":
-            found += [replace(one, name=f"mixed {n}" if n > 1 else "mixed") for n, one in enumerate(ranked, 1)]
+            candidates += [
+                replace(candidate, name=f"mixed {n}" if n > 1 else "mixed") for n, candidate in enumerate(ranked, 1)
+            ]
         else:
-            found.append(ranked[0])
-    return found
+            candidates.append(ranked[0])
+    return candidates

@@ -1,4 +1,4 @@
-"""What is to be planned, and what came of it."""
+"""A planning task, and the candidates that come of it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from manyhands.facts.profile import Profile
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
 MOST_TRIED = 5
-"""Ways to cut a batch finer that are tried until it fits in memory, and the finest."""
+"""How many finer ways to cut a batch are tried until it fits in memory, besides the finest."""
 STREAMS = ("stream", "interleave")
 """Orders of inference: forward only."""
 Price = Callable[[Plan], float]
-"""Simulates a plan: how much it takes of what is to be little (seconds of a step, as a rule), or OutOfMemory."""
+"""Simulates a plan: how much it takes of what is minimised (usually seconds of a step), or OutOfMemory."""
 Best = Literal["throughput", "latency", "memory", "energy"]
 BEST: tuple[Best, ...] = ("throughput", "latency", "memory", "energy")
-"""What a plan for training is to be good at. A step ends before the next begins, so the plan with the most samples a
-second is the one with the shortest step: the first two choose alike."""
+"""What a training plan is optimised for. A step ends before the next begins, so the plan with the most samples a second
+is the one with the shortest step: the first two choose alike."""
 
 
 @dataclass(frozen=True)
-class TileWish:
-    """What is asked of tiles; the rest is chosen."""
+class TileOptions:
+    """What the user fixes about tiles; the planner chooses the rest."""
 
     grid: Grid | None = None
     rows: Weights = None
@@ -37,12 +37,12 @@ class TileWish:
     forward_groups: tuple[LayerName, ...] | None = None
     backward_groups: tuple[LayerName, ...] | None = None
     is_grouped: bool = False
-    """The groups are as given, not chosen."""
+    """Whether the groups are as given, not chosen."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned."""
+    """What is to be planned: the network, the cluster, its profile and the settings of a step."""
 
     network: Network
     cluster: Cluster
@@ -54,9 +54,9 @@ class Task:
     optimizer_slots: int = 1
     batch_norm: BatchNorm = "synchronised"
     warm_up: WarmUp = "2(P-p)-1"
-    tiles: TileWish = TileWish()
+    tiles: TileOptions = TileOptions()
     home: str = ""
-    """The device that has the inputs; empty: they are at hand wherever they are read."""
+    """The device that has the inputs; empty: they are available wherever they are read."""
     best: Best = "throughput"
 
     @property
@@ -64,12 +64,12 @@ class Task:
         return self.order not in STREAMS
 
     def layer_seconds(self, device: str, layer: int, samples: float) -> float:
-        """Forward and, in training, backward of one layer."""
+        """Return the seconds of forward and, in training, backward of one layer."""
         forward, backward = self.profile.of(device).layer_seconds(layer, samples)
         return forward + backward if self.is_training else forward
 
     def step_seconds(self, device: str, samples: int) -> float:
-        """The whole network on one device."""
+        """Return the seconds of the whole network on one device."""
         return sum(self.layer_seconds(device, layer, samples) for layer in range(len(self.network.layers)))
 
     def fastest(self) -> str:
@@ -90,7 +90,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A plan with its price, or why it has none."""
 
     name: str
@@ -98,17 +98,17 @@ class Candidate:
     seconds: float
     reason: str = ""
     hint: str = ""
-    """What would help, where it has none."""
+    """What would help, where there is no plan."""
     score: float | None = None
-    """What plans are compared by where that is not seconds: bytes, or joules a sample."""
+    """What plans are compared by if that is not seconds: bytes, or joules a sample."""
 
 
-def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> Candidate:
-    """The strategy's plan with its price; one that does not fit in memory is tried with more, smaller micro-batches.
-    Where none fits, the error is that of the smallest that the strategy can share: so much memory it takes at least."""
+def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> PlanCandidate:
+    """Return the strategy's plan with its price. A plan that does not fit in memory is tried with more, smaller
+    micro-batches. If none fits, the error is that of the smallest, which says how much memory is needed at least."""
     plan = resolve(make(task), task.network, task.cluster)
     try:
-        return Candidate(name, plan, price(plan))
+        return PlanCandidate(name, plan, price(plan))
     except OutOfMemory as error:
         if task.micro_batches is not None:
             raise
@@ -117,7 +117,7 @@ def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -
     for count in counts[:MOST_TRIED] + counts[MOST_TRIED:][-1:]:
         try:
             finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
-            return Candidate(name, finer, price(finer))
+            return PlanCandidate(name, finer, price(finer))
         except OutOfMemory as error:
             refusal = error
         except BadPlan:  # too few samples for its devices: memory is still what is wrong

@@ -11,18 +11,19 @@ from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.task import Grid, Price, Task, Weights
-from manyhands.planner.tiles import Groups, TilePrices, with_groups
+from manyhands.planner.tiles import ExchangeGroups, TilePrices, with_groups
 from manyhands.schedule.tileable import tileable_layers
 
 SIMULATED_UP_TO = 1.3
 """Groupings whose price is within this of the least are simulated."""
 MANY_TILES = 12
 MOST_OF_MANY = 2
-"""Beyond so many tiles a simulation takes long: so many groupings, and no interior first."""
+"""With more tiles than this a simulation takes long: fewer groupings are simulated, and no interior first."""
 
 
 def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
-    """A grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of them.
+    """Return a grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of
+    them.
 
     Heights and widths in proportion to speed, unless given; boundary data is exchanged at every layer.
     """
@@ -59,27 +60,27 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
 
 
 def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
-    """Relative sizes; devices that differ by noise only are alike, and none is left without a row."""
-    found = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
-    least = max(found) / extent
-    if min(found) < 2 * least:
-        found = tuple(max(share, 2 * least) for share in found)
-    spare = extent - len(found)
-    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, found))):  # a row each, the rest shared out
-        found = tuple(1 + spare * share / sum(found) for share in found)
-    return found
+    """Return relative sizes; devices that differ by noise only are equal, and every tile gets a row."""
+    shares = tuple(1 if max(speeds) < 1.02 * speed else round(speed / max(speeds), 3) for speed in speeds)
+    least = max(shares) / extent
+    if min(shares) < 2 * least:
+        shares = tuple(max(share, 2 * least) for share in shares)
+    spare = extent - len(shares)
+    if spare >= 0 and any(a == b for a, b in pairwise(cut_points(extent, shares))):  # a row each, the rest shared out
+        shares = tuple(1 + spare * share / sum(shares) for share in shares)
+    return shares
 
 
 def grids(count: int) -> list[Grid]:
-    """Rows x columns of so many tiles, rows first: rows of a map are contiguous in memory."""
+    """Return rows x columns of so many tiles, most rows first: rows of a map are contiguous in memory."""
     return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
 
 
 def gridded(task: Task) -> Plan:
-    """Tiles over all devices, in the grid that is fastest by the tiles' own prices, unless it is given."""
-    asked = task.tiles
-    if asked.grid is not None:
-        return resolve(tile_stages(task, asked.grid, asked.rows, asked.columns), task.network, task.cluster)
+    """Return tiles over all devices, in the cheapest grid by the tiles' own prices, unless the task fixes it."""
+    options = task.tiles
+    if options.grid is not None:
+        return resolve(tile_stages(task, options.grid, options.rows, options.columns), task.network, task.cluster)
     ranked = []
     refusal: BadPlan | None = None
     for grid in grids(len(task.cluster.names)):
@@ -92,21 +93,21 @@ def gridded(task: Task) -> Plan:
     if not ranked:
         assert refusal is not None
         raise refusal
-    return min(ranked, key=lambda one: one[0])[1]
+    return min(ranked, key=lambda entry: entry[0])[1]
 
 
 def tiles(task: Task, price: Price) -> Plan:
-    """The grid and the groups that are fastest: looked for by the tiles' own prices, then simulated."""
+    """Return the fastest grid and groups: searched by the tiles' own prices, then simulated."""
     plan = gridded(task)
     if task.tiles.is_grouped:
-        groups = Groups("given", task.tiles.forward_groups, task.tiles.backward_groups)
+        groups = ExchangeGroups("given", task.tiles.forward_groups, task.tiles.backward_groups)
         return resolve(with_groups(plan, 0, groups), task.network, task.cluster)
     return with_best_groups(plan, 0, task, price)[0]
 
 
 def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[Plan, float]:
-    """A plan whose tiled stage exchanges boundary data where that is fastest, and computes inside its tiles first where
-    that pays; and its price."""
+    """Return a plan and its price: its tiled stage exchanges boundary data where that is fastest, and computes inside
+    its tiles first where that pays."""
     _, best, seconds = fastest_groups(plan, task, price, stage)[0]
     if len(plan.stages[stage].devices) > MANY_TILES:
         return best, seconds
@@ -122,13 +123,14 @@ def with_best_groups(plan: Plan, stage: int, task: Task, price: Price) -> tuple[
     return (hidden, hidden_seconds) if hidden_seconds < seconds else (best, seconds)
 
 
-def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[Groups, Plan, float]]:
-    """A plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer."""
-    known = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
-    least = min(groups.seconds for groups in known)
-    tried: dict[tuple[object, object], tuple[Groups, Plan, float]] = {}
+def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list[tuple[ExchangeGroups, Plan, float]]:
+    """Return a plan with each grouping of a tiled stage that is worth a simulation, the fastest first; ties go to fewer
+    groups."""
+    groupings = TilePrices(plan, stage, task.network, task.cluster, task.profile).groupings()
+    least = min(groups.seconds for groups in groupings)
+    tried: dict[tuple[object, object], tuple[ExchangeGroups, Plan, float]] = {}
     refusal: OutOfMemory | None = None
-    for groups in sorted(known, key=lambda one: (one.seconds, one.count)):
+    for groups in sorted(groupings, key=lambda grouping: (grouping.seconds, grouping.count)):
         key = (groups.forward, groups.backward)
         if key in tried or (groups.seconds > SIMULATED_UP_TO * least and tried):
             continue
@@ -142,4 +144,4 @@ def fastest_groups(plan: Plan, task: Task, price: Price, stage: int = 0) -> list
     if not tried:
         assert refusal is not None
         raise refusal
-    return sorted(tried.values(), key=lambda one: (one[2], one[0].count))
+    return sorted(tried.values(), key=lambda entry: (entry[2], entry[0].count))

@@ -1,4 +1,4 @@
-"""What stages shared by tiles would cost, as arrays beside those of stages shared by samples (steps.py).
+"""The cost of stages shared by tiles, as arrays beside those of stages shared by samples (steps.py).
 
     tile of a device     a part p of every map, in proportion to its speed over the stage's own layers, as far as its
                          memory goes: p of the layers' seconds
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network, Op
-from manyhands.planner.ground import Batch, Ground, Group, every_group
+from manyhands.planner.context import Batch, DeviceGroup, PlanningContext, every_group
 from manyhands.planner.shares import Counts, Numbers, Shares
 from manyhands.planner.steps import StageTable, Steps
 from manyhands.planner.tiles import MESSAGE_SECONDS
 from manyhands.schedule.tileable import maps_of
 
 LEAST_ROWS = 2
-"""A tile has at least so many rows of the stage's first map: thinner ones are all halo."""
+"""The least rows of the stage's first map that a tile has: thinner ones are all halo."""
 HALO_MEMORY = 1.1
-"""What tiles hold beside their own part: rims."""
+"""Memory of tiles relative to their own part: rims come on top."""
 _TINY = 1e-30
 
 
@@ -47,7 +47,7 @@ class Tiling:
     """Bytes that an interior tile reads above and below it, were it as wide as the map; and at its sides."""
     exchanges: Numbers
     sums: Numbers
-    """How often devices meet for halos, and for sums other than batch norm's."""
+    """How often devices exchange halos, and add up sums other than batch norm's."""
 
     @staticmethod
     def of(network: Network) -> Tiling:
@@ -76,21 +76,21 @@ def _is_map(network: Network, tensor: str) -> bool:
 
 
 def _beyond(network: Network, op: Op, axis: int) -> float:
-    """Bytes of one sample that the middle one of three tiles reads of its neighbours."""
+    """Return the bytes of one sample that the middle one of three tiles reads from its neighbours."""
     if not op.outputs or not _is_map(network, op.outputs[0]) or op.tiling == "pool":
         return 0.0
     made = _middle(network.tensors[op.outputs[0]].shape[axis])
-    found = 0.0
+    beyond = 0.0
     for read in op.reads:
         if not _is_map(network, read.tensor) or len(read.rules) < -axis:
             continue
         spec = network.tensors[read.tensor]
         extent = spec.shape[axis]
         low, high = read.rules[axis].demand(made, extent)
-        own = _middle(extent)
-        lines = max(0, high - low) - max(0, min(high, own[1]) - max(low, own[0]))
-        found += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]
-    return found
+        owned = _middle(extent)
+        lines = max(0, high - low) - max(0, min(high, owned[1]) - max(low, owned[0]))
+        beyond += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]
+    return beyond
 
 
 def _middle(extent: int) -> tuple[int, int]:
@@ -98,24 +98,26 @@ def _middle(extent: int) -> tuple[int, int]:
 
 
 class TileSteps(Steps):
-    """Stages by samples, by tiles and on one device."""
+    """Prices of stages by samples, by tiles and on one device."""
 
-    def __init__(self, ground: Ground, batch: Batch, tiling: Tiling, groups: Sequence[Group] | None = None) -> None:
-        count = len(ground.names)
-        super().__init__(ground, batch, every_group(count, count) if groups is None else groups)
+    def __init__(
+        self, context: PlanningContext, batch: Batch, tiling: Tiling, groups: Sequence[DeviceGroup] | None = None
+    ) -> None:
+        count = len(context.names)
+        super().__init__(context, batch, every_group(count, count) if groups is None else groups)
         self.tiling = tiling
 
     def stages(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """The given stages by samples, where there are enough, and by tiles, where they can be."""
+        """Return the given stages by samples, where there are enough, and by tiles, where possible."""
         return self.shared(first, last, group).joined(self.tiled(first, last, group))
 
     def shared(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """Those of them with a sample for every device, by samples."""
+        """Return the given stages by samples that have a sample for every device."""
         which = numpy.flatnonzero(self.ends[group] - self.starts[group] <= self.batch.samples)
         return super().stages(first[which], last[which], group[which])
 
     def tiled(self, first: Counts, last: Counts, group: Counts) -> StageTable:
-        """Those of the given stages that can be tiled, whatever memory they take."""
+        """Return the given stages that can be tiled, ignoring memory."""
         size = self.ends[group] - self.starts[group]
         columns = self._columns(first, size, (self.counts[group] > 0).sum(1) == 1)
         which = numpy.flatnonzero((size > 1) & (last <= self.tiling.end[first]) & (columns > 0))
@@ -140,22 +142,22 @@ class TileSteps(Steps):
         return plain.joined(loose).joined(other.only(numpy.flatnonzero(other.shares.fits)))
 
     def _columns(self, first: Counts, size: Counts, alike: NDArray[numpy.bool_]) -> Counts:
-        """How many columns of tiles: those with the least halo; 0 where the map is too small for so many tiles."""
+        """Return the number of columns of tiles with the least halo; 0 where the map is too small for so many tiles."""
         rows, columns = self.tiling.rows[first], self.tiling.columns[first]
-        found = (rows >= LEAST_ROWS * size).astype(numpy.int64)
+        chosen = (rows >= LEAST_ROWS * size).astype(numpy.int64)
         for count in set(size[alike].tolist()):
-            own = numpy.flatnonzero(alike & (size == count))
-            least = numpy.where(found[own] > 0, columns[own] * min(1.0, (count - 1) / 2), numpy.inf)
+            lines = numpy.flatnonzero(alike & (size == count))
+            least = numpy.where(chosen[lines] > 0, columns[lines] * min(1.0, (count - 1) / 2), numpy.inf)
             for wide in range(2, count + 1):
                 if count % wide:
                     continue
                 high = count // wide
-                rim = columns[own] / wide * min(1.0, (high - 1) / 2) + rows[own] / high * min(1.0, (wide - 1) / 2)
-                legal = (rows[own] >= LEAST_ROWS * high) & (columns[own] >= LEAST_ROWS * wide)
+                rim = columns[lines] / wide * min(1.0, (high - 1) / 2) + rows[lines] / high * min(1.0, (wide - 1) / 2)
+                legal = (rows[lines] >= LEAST_ROWS * high) & (columns[lines] >= LEAST_ROWS * wide)
                 is_better = legal & (rim < 0.95 * least)
-                found[own[is_better]] = wide
+                chosen[lines[is_better]] = wide
                 least = numpy.where(is_better, rim, least)
-        return found
+        return chosen
 
     def _tiled(self, first: Counts, last: Counts, group: Counts, columns: Counts, caps: Numbers) -> StageTable:
         counts, samples = self.counts[group], self.batch.samples
@@ -173,7 +175,7 @@ class TileSteps(Steps):
             over = share - low
             for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
                 table = tables[kind]
-                less, more = (table[one, last] - table[one, first] for one in (low, low + 1))
+                less, more = (table[samples_done, last] - table[samples_done, first] for samples_done in (low, low + 1))
                 numpy.maximum(seconds, numpy.where(has[:, kind], less + over * (more - less), 0.0), out=seconds)
         exchange = self._exchange_seconds(first, last, group, columns)
         exchange += self.statistics_seconds(first, last, group)
@@ -182,7 +184,7 @@ class TileSteps(Steps):
         return StageTable(first, last, group, forward + exchange, backward + exchange, reduce, shares, columns, parts)
 
     def _exchange_seconds(self, first: Counts, last: Counts, group: Counts, columns: Counts) -> Numbers:
-        """Halos of a micro-batch, one way: the way back is the mirror."""
+        """Return the seconds to exchange the halos of a micro-batch, one way: the way back mirrors it."""
         tiling, size = self.tiling, self.ends[group] - self.starts[group]
         rows = size // numpy.maximum(1, columns)
         above = (tiling.beyond_rows[last] - tiling.beyond_rows[first]) / columns * numpy.minimum(1.0, (rows - 1) / 2)
@@ -194,7 +196,8 @@ class TileSteps(Steps):
 
 
 def _divided(speed: Numbers, counts: Counts, caps: Numbers) -> tuple[Numbers, NDArray[numpy.bool_]]:
-    """Parts of one device of each kind, in proportion to speed as far as `caps` allow; and whether all found room."""
+    """Return the fraction of one device of each kind, in proportion to speed as far as `caps` allow, and whether all
+    fits."""
     caps = numpy.maximum(caps, 0.0)
     has = counts > 0
     capped = numpy.zeros(counts.shape, bool)

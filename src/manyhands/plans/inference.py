@@ -1,9 +1,9 @@
-"""Plans for inference: simulated, chosen, and made anew when devices come or go."""
+"""Plans for inference: simulated, chosen, and planned again when devices come or go."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,25 +19,23 @@ from manyhands.planner.inference import (
     inference_task,
     objective_named,
 )
-from manyhands.planner.pricing import Look, Pricer
-from manyhands.plans.planning import Planned, cluster_of, network_of, simulate
+from manyhands.planner.pricing import MicroBatchPrice, Pricer
+from manyhands.plans.planned import Planned
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.shortage import MORE_MEMORY
 from manyhands.schedule.synchronisation import sync_points
 from manyhands.simulator.result import Simulation
 
-if TYPE_CHECKING:
-    pass
-
 LONG, SHORT = 16, 8
-"""Micro-batches of the two streams whose difference is what one takes in the midst of many."""
+"""Micro-batches of two streams; the difference of their times is what one micro-batch takes within a long stream."""
 
 
 def _stream(plan: Plan, count: int) -> Plan:
     return msgspec.structs.replace(plan, micro_batches=count, batch_size=count * plan.micro_batch_size)
 
 
-def as_asked(plan: Plan, objective: str) -> Plan:
-    """What a plan is shown by: one answer by itself, or a stream that is long enough to be one."""
+def plan_to_show(plan: Plan, objective: str) -> Plan:
+    """Return the plan that is shown: one answer alone, or a stream that is long enough."""
     return _stream(plan, 1 if objective_named(objective) == "latency" else max(LONG, plan.micro_batches))
 
 
@@ -45,17 +43,17 @@ def _simulated(plan: Plan, count: int, network: Network, cluster: Cluster, profi
     return simulate(_stream(plan, count), network, cluster, profile, keep_spans=False, within_memory=True)
 
 
-def _look(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> Look:
-    """One micro-batch, per sample of it."""
-    found = _simulated(plan, 1, network, cluster, profile)
+def _price_alone(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> MicroBatchPrice:
+    """Return the price of one micro-batch, per sample."""
+    result = _simulated(plan, 1, network, cluster, profile)
     busiest = 0.0
-    for name, own in found.devices.items():
+    for name, totals in result.devices.items():
         device = cluster.device(name)
         ports = 0.0 if device.host else max(
-            own.bytes_sent / device.up_bytes_per_second, own.bytes_received / device.down_bytes_per_second
+            totals.bytes_sent / device.up_bytes_per_second, totals.bytes_received / device.down_bytes_per_second
         )  # fmt: skip
-        busiest = max(busiest, own.busy_seconds, ports)
-    return Look(found.seconds / found.samples, busiest / found.samples)
+        busiest = max(busiest, totals.busy_seconds, ports)
+    return MicroBatchPrice(result.seconds / result.samples, busiest / result.samples)
 
 
 def _steady(plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> float:
@@ -66,15 +64,15 @@ def _steady(plan: Plan, network: Network, cluster: Cluster, profile: Profile) ->
 def sample_seconds(
     plan: Plan, network: Network, cluster: Cluster, profile: Profile | None = None, objective: str = "latency"
 ) -> float:
-    """Simulated seconds of a sample by a plan: alone, or between two answers of a long stream."""
+    """Return the simulated seconds of a sample: alone, or between two answers of a long stream."""
     profile = profile or estimate_cluster(network, cluster)
     if objective_named(objective) == "latency":
-        return _look(plan, network, cluster, profile).seconds
+        return _price_alone(plan, network, cluster, profile).seconds
     return _steady(plan, network, cluster, profile)
 
 
 def stream_seconds(plan: Plan, network: Network, cluster: Cluster, profile: Profile, samples: int) -> float:
-    """Simulated seconds of a stream by a plan, from the first of so many samples to the last answer."""
+    """Return the simulated seconds of a stream, from its first sample to its last answer."""
     count = -(-samples // plan.micro_batch_size)
     begun = _simulated(plan, min(count, LONG), network, cluster, profile).seconds
     if count <= LONG:
@@ -91,7 +89,8 @@ def plan_for(
     strategy: str = "auto",
     home: str = "",
 ) -> Planned:
-    """The plan of a strategy (`auto`: the fastest of all) for latency or throughput, within every device's memory.
+    """Return the plan of a strategy (`auto`: the fastest of all) for latency or throughput, within every device's
+    memory.
 
     `home`: the device that has the inputs; empty: they are at hand wherever they are read.
     """
@@ -100,7 +99,7 @@ def plan_for(
     task, wanted = inference_task(network, cluster, profile, home), objective_named(objective)
     pricer = Pricer(
         task, wanted,
-        once=lambda plan: _look(plan, network, cluster, profile),
+        once=lambda plan: _price_alone(plan, network, cluster, profile),
         steady=lambda plan: _steady(plan, network, cluster, profile),
     )  # fmt: skip
     if strategy == "auto":
@@ -114,30 +113,31 @@ def plan_for(
             f"No plan for inference of {network.name} fits cluster {cluster.name}:\n{reasons}",
             hint=f"Use more devices, or {MORE_MEMORY}.",
         )
-    rest = tuple(resolve(one.plan, network, cluster) for one in ranked[1:] if one.plan is not None)
+    rest = tuple(resolve(candidate.plan, network, cluster) for candidate in ranked[1:] if candidate.plan is not None)
     return Planned(resolve(best.plan, network, cluster), ranked, rest, wanted)
 
 
 def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
-    """What was looked at, the fastest first: seconds, samples a second, and how often devices wait for each other."""
+    """Return the candidates as a table, the fastest first: seconds, samples a second, and how often devices wait for
+    each other."""
     rows: list[dict[str, Any]] = []
-    for one in planned.candidates:
-        row: dict[str, Any] = {"name": one.name, "seconds_per_sample": None, "reason": one.reason}
-        if one.plan is not None:
-            row["seconds_per_sample"] = one.seconds
-            row["samples_per_second"] = 1.0 / one.seconds if one.seconds else None
-            row |= sync_points(one.plan, network).to_dict()
-            row["devices"] = list(one.plan.devices)
-            row["plan"] = one.plan.to_dict()
+    for candidate in planned.candidates:
+        row: dict[str, Any] = {"name": candidate.name, "seconds_per_sample": None, "reason": candidate.reason}
+        if candidate.plan is not None:
+            row["seconds_per_sample"] = candidate.seconds
+            row["samples_per_second"] = 1.0 / candidate.seconds if candidate.seconds else None
+            row |= sync_points(candidate.plan, network).to_dict()
+            row["devices"] = list(candidate.plan.devices)
+            row["plan"] = candidate.plan.to_dict()
         rows.append(row)
     return rows
 
 
 def refuse_beside_objective(given: dict[str, object]) -> None:
-    """Options that only make sense in training; with an objective they would be ignored, so they are refused."""
-    said = [option for option, value in given.items() if value not in (None, False, "")]
-    if said:
+    """Refuse options that only matter in training: with an objective they would be ignored."""
+    conflicting = [option for option, value in given.items() if value not in (None, False, "")]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given with --for: a plan for inference decides that.",
+            f"{' and '.join(conflicting)} cannot be given with --for: a plan for inference decides that.",
             hint="Leave that out, or --for.",
         )

@@ -1,4 +1,4 @@
-"""Clusters of local workers with measured numbers in place of the usual guesses."""
+"""Clusters of local workers with measured numbers instead of defaults."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from manyhands.facts.errors import BadValue
 
 
 def threads_each(count: int) -> int:
-    """Threads of each of so many workers of this machine: its cores are divided among them."""
+    """Return the threads of each of `count` workers: this machine's cores are divided among them."""
     from manyhands.profiler.this_machine import identify
 
     return max(1, identify().cores // count)
 
 
 def measured_cluster(cluster: Cluster) -> Cluster:
-    """The same local workers, each with its threads of this machine, their measured speed, and the loopback link.
+    """Return the same local workers with their threads of this machine, their measured speed, and the loopback link.
 
     Workers share the machine: each gets its part of the memory, and with more workers than cores its part of a core.
     """
@@ -35,8 +35,9 @@ def measured_cluster(cluster: Cluster) -> Cluster:
     part = min(1.0, device.cores / count)
     devices = tuple(
         msgspec.structs.replace(
-            device, name=own.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count, cores=threads
+            device, name=worker.name, gflops=device.gflops * part, memory_bytes=device.memory_bytes // count,
+            cores=threads,
         )
-        for own in cluster.devices
-    )
+        for worker in cluster.devices
+    )  # fmt: skip
     return Cluster(cluster.name, devices, link)

@@ -1,4 +1,4 @@
-"""What is known of workers of this machine before any is started, for plans of `local:N`.
+"""What is known about this machine's workers before any is started, for plans of `local:N`.
 
 In this order: what a run of as many workers has measured of this network and kept, what `manyhands profile` has, an
 estimate from the speed of this machine's cores. A catalogue's numbers would be somebody else's machine.
@@ -24,7 +24,7 @@ from manyhands.profiler.this_machine import Machine, identify
 
 @dataclass(frozen=True)
 class LocalTimes:
-    """Local workers with what is known of them, and where that is from, for people."""
+    """Local workers with their times, and a sentence that says where the times come from."""
 
     cluster: Cluster
     profile: Profile
@@ -32,24 +32,24 @@ class LocalTimes:
 
 
 def is_plain_local(cluster: Cluster) -> bool:
-    """Whether this is `local:N` as it is named: its numbers are nobody's yet. A file's own numbers count."""
+    """Return whether this is `local:N` itself, whose numbers are placeholders. Numbers from a file count."""
     return cluster == Cluster.local(len(cluster.devices))
 
 
 def local_times(network: Network, cluster: Cluster, *, training: bool = True) -> LocalTimes:
-    """The workers of this machine that `local:N` stands for, measured where anything of it was, else estimated."""
+    """Return the workers of this machine that `local:N` stands for, measured where possible, else estimated."""
     count = len(cluster.devices)
     threads = threads_each(count)
     machine = identify(threads)
     workers = f"{count} worker(s) of {threads} thread(s) on {machine.cores} core(s)"
     for path, how in _stored(network, machine, count, training):
         try:
-            found = load_profile(path, network, machine)
+            measured = load_profile(path, network, machine)
         except ManyhandsError:
             continue  # as a run does: what cannot be used is measured again
-        own = {name: msgspec.structs.replace(found, device=name) for name in cluster.names}
+        by_name = {name: msgspec.structs.replace(measured, device=name) for name in cluster.names}
         note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
-        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(own), note)
+        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(by_name), note)
     machines = _with_links(measured_cluster(cluster), _known_links(cluster, machine))
     note = (
         f"Times: estimated from the measured speed of this machine ({machine.text}), {workers}. "
@@ -59,7 +59,7 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
 
 
 def _stored(network: Network, machine: Machine, count: int, training: bool) -> Iterator[tuple[Path, str]]:
-    """Profiles of this network on this machine, the most fitting first, and how each was measured."""
+    """Yield profiles of this network on this machine, the best match first, and how each was measured."""
     for wanted in (training, True) if not training else (True,):
         base = profile_path(network, machine, training=wanted)
         of = "" if wanted == training else ", its forward passes in training"
@@ -85,7 +85,7 @@ def _written(path: Path) -> float:
 
 
 def keep_links(cluster: Cluster, threads: int) -> None:
-    """Keep what a run found of its local workers' links and memory, for plans that are made without starting any."""
+    """Store the links and memory that a run measured for its local workers, for plans made without starting any."""
     path = _links_path(identify(threads), len(cluster.devices))
     try:
         write_document(path, cluster.to_dict())
@@ -98,23 +98,24 @@ def _links_path(machine: Machine, count: int) -> Path:
 
 
 def _known_links(cluster: Cluster, machine: Machine) -> Cluster | None:
-    """The workers as the last run of as many found their links; how fast they compute is in profiles, not here."""
+    """Return the workers with the links that the last run of as many measured; speeds are stored in profiles, not
+    here."""
     try:
-        found = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
+        stored = Cluster.from_dict(read_document(_links_path(machine, len(cluster.devices))))
     except ManyhandsError:
         return None
-    return found if found.names == cluster.names else None
+    return stored if stored.names == cluster.names else None
 
 
-def _with_links(measured: Cluster, known: Cluster | None) -> Cluster:
-    """Workers whose speed was measured, with the links that a run found, if one did."""
-    if known is None:
+def _with_links(measured: Cluster, stored: Cluster | None) -> Cluster:
+    """Return workers whose speed was measured, with the links of a run, if there was one."""
+    if stored is None:
         return measured
     devices = tuple(
         msgspec.structs.replace(
-            own, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
+            device, gflops=speed.gflops, operator_seconds=speed.operator_seconds,
             memory_bytes_per_second=speed.memory_bytes_per_second,
         )
-        for own, speed in zip(known.devices, measured.devices, strict=True)
+        for device, speed in zip(stored.devices, measured.devices, strict=True)
     )  # fmt: skip
-    return Cluster(known.name, devices, known.link, known.links)
+    return Cluster(stored.name, devices, stored.link, stored.links)

@@ -1,4 +1,4 @@
-"""A network by name: captured once, kept in the cache folder, so that planning need not import torch.
+"""Networks by name: captured once and cached, so that planning need not import torch.
 
 Only the zoo's own models are kept, and only for the source they were captured from: the key holds a digest of the
 package's models and graph folders. A user's `module:factory` is captured anew each time.
@@ -26,7 +26,7 @@ EXAMPLE_SAMPLES = 2
 
 
 def parse_input(text: str) -> tuple[int, ...] | None:
-    """'3x608x608' -> (3, 608, 608); empty: the model's default."""
+    """Parse a shape: '3x608x608' -> (3, 608, 608); empty: the model's default."""
     if not text:
         return None
     try:
@@ -41,26 +41,27 @@ def parse_input(text: str) -> tuple[int, ...] | None:
 
 
 def capture_model(model: str, input_shape: tuple[int, ...] | None = None, granularity: str = "blocks") -> Graph:
-    """Build and capture a model by name, with its loss: of the zoo, `decoupled:NAME`, `module:factory`, a library's."""
+    """Build and capture a model by name, with its loss: from the zoo, `decoupled:NAME`, `module:factory`, or a
+    library."""
     from manyhands.graph.capture import capture
     from manyhands.models import registry
 
-    module, known = registry.build(model), registry.entry_of(model)
+    module, entry = registry.build(model), registry.entry_of(model)
     options: dict[str, Any] = {}
     try:
         batch = registry.example_batch(model, EXAMPLE_SAMPLES, input_shape=input_shape)
-        if known is not None:
-            options["loss"] = registry.loss_function(known.loss)
+        if entry is not None:
+            options["loss"] = registry.loss_function(entry.loss)
             options["target"] = registry.example_target(model, EXAMPLE_SAMPLES, input_shape=input_shape)
     except (ValueError, RuntimeError) as error:
-        usual = f" Its own is {'x'.join(map(str, known.input_shape))}." if known is not None else ""
+        usual = f" Its own is {'x'.join(map(str, entry.input_shape))}." if entry is not None else ""
         shape = "x".join(map(str, input_shape or ()))
         raise BadValue(f"{model} does not take an input of shape {shape}: {error}.{usual}") from error
     return capture(module, batch, granularity=granularity, name=model, **options)
 
 
 def load_network(model: str, input_shape: tuple[int, ...] | None = None, granularity: str = "blocks") -> Network:
-    """The network of a model, from the cache where it is there."""
+    """Return the network of a model, from the cache if it is there."""
     if model not in ZOO:
         return capture_model(model, input_shape, granularity).network
     path = _cached(model, input_shape, granularity)

@@ -1,4 +1,4 @@
-"""Pipelines for people: `mh.pipeline_plan`, written by hand and completed."""
+"""Pipelines written by hand: `mh.pipeline_plan` completes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, BySamples, LayerName, Order, Plan, Share, Single, Stage, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.planner.ground import by_memory
+from manyhands.planner.context import by_memory
 from manyhands.planner.simple import balanced_cuts, proportional
 from manyhands.planner.task import Task
-from manyhands.plans.planning import cluster_of, network_of
+from manyhands.plans.simulating import cluster_of, network_of
 
 if TYPE_CHECKING:
     from manyhands.graph.graph import Graph
@@ -37,7 +37,7 @@ def pipeline_plan(
     optimizer_slots: int = 1,
     profile: Profile | None = None,
 ) -> Plan:
-    """A pipeline written by hand; what is left out is filled in.
+    """Return a pipeline written by hand; what is left out is filled in.
 
     cuts           the layers, by number or name, at which a new stage starts; None: so that stages are balanced
     devices        for every stage a device, or several that share its samples; None: one each, in order of memory
@@ -50,8 +50,8 @@ def pipeline_plan(
     network, machines = network_of(graph), cluster_of(cluster)
     if batch_size < 1 or micro_batches < 1 or batch_size % micro_batches:
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}.")
-    known = profile or estimate_cluster(network, machines)
-    task = Task(network, machines, known, batch_size, micro_batches, order, optimizer_slots)
+    times = profile or estimate_cluster(network, machines)
+    task = Task(network, machines, times, batch_size, micro_batches, order, optimizer_slots)
     groups = _groups(devices, cuts, task)
     ends = _ends(cuts, groups, task)
     if shares is not None and len(shares) != len(groups):
@@ -71,12 +71,12 @@ def _groups(
     devices: Sequence[str | Sequence[str]] | None, cuts: Sequence[LayerName] | None, task: Task
 ) -> list[tuple[str, ...]]:
     if devices is not None:
-        found = [(one,) if isinstance(one, str) else tuple(one) for one in devices]
-        if cuts is not None and len(found) != len(cuts) + 1:
-            raise BadPlan(f"{len(cuts)} cuts make {len(cuts) + 1} stages; devices has {len(found)} entries.")
-        if not found or not all(found):
+        groups = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in devices]
+        if cuts is not None and len(groups) != len(cuts) + 1:
+            raise BadPlan(f"{len(cuts)} cuts make {len(cuts) + 1} stages; devices has {len(groups)} entries.")
+        if not groups or not all(groups):
             raise BadPlan("devices has a stage without a device; every stage needs one.")
-        return found
+        return groups
     names = by_memory(task.cluster)
     count = len(cuts) + 1 if cuts is not None else min(len(names), len(task.network.layers))
     if count > len(names):
@@ -119,7 +119,7 @@ def _share(given: Sequence[int] | None, group: tuple[str, ...], first: int, last
         return Single()
     if size < len(group):
         raise BadPlan(f"A micro-batch of {size} sample(s) cannot be shared by {len(group)} devices.")
-    own = [task.profile.of(name) for name in group]
-    speeds = [1 / max(1e-12, sum(sum(p.layer_seconds(layer, size)) for layer in range(first, last))) for p in own]
+    profiles = [task.profile.of(name) for name in group]
+    speeds = [1 / max(1e-12, sum(sum(p.layer_seconds(layer, size)) for layer in range(first, last))) for p in profiles]
     counts = [1 + extra for extra in proportional(size - len(group), speeds)]
     return BySamples(tuple(counts))

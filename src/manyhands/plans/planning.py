@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 
@@ -16,44 +16,16 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
-from manyhands.files.documents import load_cluster, read_document, write_document
+from manyhands.files.documents import read_document, write_document
 from manyhands.planner.inference import INFERENCE_STRATEGIES
-from manyhands.planner.pricing import Objective
 from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name, strategy_names
-from manyhands.planner.task import BEST, Best, Candidate, Task, TileWish
-from manyhands.plans.networks import load_network
+from manyhands.planner.task import BEST, Best, PlanCandidate, Task, TileOptions
+from manyhands.plans.inference import plan_for
+from manyhands.plans.planned import Planned
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.actions import print_schedule
-from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
-from manyhands.simulator.simulate import simulate as simulate_plan
-
-if TYPE_CHECKING:
-    from manyhands.graph.graph import Graph
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and what else was looked at: the fastest first."""
-
-    plan: Plan
-    candidates: list[Candidate]
-    runners_up: tuple[Plan, ...] = ()
-    """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
-    objective: Objective | None = None
-    """What it is to be good at, for inference: candidates' seconds are those of a sample. None: training."""
-    best: Best = "throughput"
-    """What it is to be good at, for training."""
-
-
-def network_of(network: Graph | Network | str) -> Network:
-    if isinstance(network, str):
-        return load_network(network)
-    return network if isinstance(network, Network) else network.network
-
-
-def cluster_of(cluster: Cluster | str | Path) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
 def plan(
@@ -68,12 +40,13 @@ def plan(
     batch_norm: BatchNorm = "synchronised",
     warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
-    tiles: TileWish | None = None,
+    tiles: TileOptions | None = None,
     objective: str | None = None,
     home: str = "",
     best: str = "throughput",
 ) -> Planned:
-    """A plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in memory.
+    """Return a plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in
+    memory.
 
     Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
     `best`: what a plan for training is to be good at: throughput, latency of a batch, memory (the largest peak of any
@@ -83,8 +56,6 @@ def plan(
     """
     network, cluster = network_of(network), cluster_of(cluster)
     if objective is not None:
-        from manyhands.plans.inference import plan_for
-
         return plan_for(network, cluster, profile, objective=objective, strategy=strategy, home=home)
     profile = profile or estimate_cluster(network, cluster)
     if batch_size < 1:
@@ -94,12 +65,12 @@ def plan(
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
     task = Task(
         network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, batch_norm, warm_up,
-        tiles or TileWish(), best=best_named(best, cluster),
+        tiles or TileOptions(), best=best_named(best, cluster),
     )  # fmt: skip
     prices = Prices(task)
     if strategy != "auto":
         ranked = plan_by_name(strategy, task, prices)
-        plans = [one.plan for one in ranked if one.plan is not None]
+        plans = [candidate.plan for candidate in ranked if candidate.plan is not None]
         return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
     ranked = choose(task, prices)
     best_plan = ranked[0].plan
@@ -110,41 +81,41 @@ def plan(
             f"No plan of {network.name} with batch size {batch_size} fits cluster {cluster.name}:\n{reasons}",
             hint=hints.get("pipeline", "") or ranked[0].hint,  # no device needs less memory than in a pipeline
         )
-    ranked = [prices.scored(one) for one in ranked]
-    others = tuple(one.plan for one in ranked[1:] if one.plan is not None)
+    ranked = [prices.scored(candidate) for candidate in ranked]
+    others = tuple(candidate.plan for candidate in ranked[1:] if candidate.plan is not None)
     return Planned(best_plan, ranked, others, best=task.best)
 
 
 class Prices:
-    """What plans take of what is to be little, simulated; each plan once."""
+    """Prices of plans by the objective, simulated once per plan."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._known: dict[bytes, Simulation | OutOfMemory] = {}
+        self._outcomes: dict[bytes, Simulation | OutOfMemory] = {}
 
     def __call__(self, plan: Plan) -> float:
         result = self.simulated(plan)
         if self.task.best == "memory":
-            return max(one.peak_bytes for one in result.devices.values())
+            return max(device.peak_bytes for device in result.devices.values())
         return result.joules_per_sample if self.task.best == "energy" else result.seconds
 
     def simulated(self, plan: Plan) -> Simulation:
-        """One round, within every device's memory."""
+        """Return the simulation of one round, within every device's memory."""
         key, task = msgspec.json.encode(plan), self.task
-        if key not in self._known:
+        if key not in self._outcomes:
             try:
-                self._known[key] = simulate(
+                self._outcomes[key] = simulate(
                     plan, task.network, task.cluster, task.profile, keep_spans=False, within_memory=True
                 )
             except OutOfMemory as error:
-                self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, OutOfMemory):
-            raise found
-        return found
+                self._outcomes[key] = error
+        outcome = self._outcomes[key]
+        if isinstance(outcome, OutOfMemory):
+            raise outcome
+        return outcome
 
-    def scored(self, candidate: Candidate) -> Candidate:
-        """A candidate with the seconds of a step, beside what it was chosen by."""
+    def scored(self, candidate: PlanCandidate) -> PlanCandidate:
+        """Return a candidate with the seconds of a step, beside the score it was chosen by."""
         if candidate.plan is None or self.task.best not in ("memory", "energy"):
             return candidate
         seconds = self.simulated(candidate.plan).seconds
@@ -152,22 +123,22 @@ class Prices:
 
 
 def best_named(name: str, cluster: Cluster) -> Best:
-    """What a plan is to be good at."""
-    for known in BEST:
-        if name == known:
+    """Return an objective of training by its name."""
+    for objective in BEST:
+        if name == objective:
             if name == "energy" and not all(device.watts_active for device in cluster.devices):
                 unknown_watts = [device.name for device in cluster.devices if not device.watts_active]
                 raise BadValue(
-                    f"Energy is asked for, but nobody knows how much {', '.join(unknown_watts[:4])} draws.",
+                    f"Energy is asked for, but the watts of {', '.join(unknown_watts[:4])} are unknown.",
                     hint="Write watts_active, watts_idle and watts_transfer for every device in the cluster's file, or "
                     "use kinds of the catalogue (manyhands devices).",
                 )
-            return known
+            return objective
     raise unknown("objective", name, BEST)
 
 
 def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None) -> Plan:
-    """A plan from a JSON or YAML file, checked."""
+    """Read and check a plan from a JSON or YAML file."""
     try:
         return resolve(Plan.from_dict(read_document(path)), network, cluster)
     except BadPlan as error:
@@ -175,7 +146,7 @@ def read_plan(path: str | Path, network: Network, cluster: Cluster | None = None
 
 
 def network_named_in(path: str | Path) -> str:
-    """The network a plan file is for."""
+    """Return the network that a plan file is for."""
     document = read_document(path)
     name = document.get("network") if isinstance(document, dict) else None
     if not isinstance(name, str):
@@ -183,48 +154,28 @@ def network_named_in(path: str | Path) -> str:
     return name
 
 
-def simulate(
-    plan: Plan,
-    network: Network | str,
-    cluster: Cluster | str | Path,
-    profile: Profile | None = None,
-    *,
-    keep_spans: bool = True,
-    within_memory: bool = False,
-) -> Simulation:
-    """One round of a plan under a virtual clock.
-
-    A device that would run out of memory is named in the result's warnings; with `within_memory` it is an error.
-    """
-    network, cluster = network_of(network), cluster_of(cluster)
-    result = simulate_plan(plan, network, cluster, profile, keep_spans=keep_spans)
-    if within_memory and any(device.peak_bytes > device.memory_bytes for device in result.devices.values()):
-        check(Schedule(resolve(plan, network, cluster), network), cluster, result.log)  # raises, and says where
-    return result
-
-
 def is_strategy(name: str, objective: str | None = None) -> bool:
-    """Whether a plan can be asked for by this name: for training, or with an objective for inference."""
+    """Return whether a name is a strategy: for training, or with an objective for inference."""
     return is_strategy_name(name) if objective is None else name in INFERENCE_STRATEGIES
 
 
 def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
-    """A plan file decides these; saying them again would be ignored, so it is refused."""
-    said = [option for option, value in given.items() if value is not None]
-    if said:
+    """Refuse options that a plan file decides: they would be ignored."""
+    conflicting = [option for option, value in given.items() if value is not None]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given beside {file}, which decides that.", hint="Edit the file."
+            f"{' and '.join(conflicting)} cannot be given beside {file}, which decides that.", hint="Edit the file."
         )
 
 
 def run_folder(job: str, network: Network, cluster: Cluster) -> Path:
-    """Where a run's files go unless told otherwise; names are made fit for a folder."""
+    """Return the default folder of a run's files; names are made fit for a folder."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{network.name}-{cluster.name}").replace("..", "_")
     return Path("runs") / f"{job}-{plain[:100]}"
 
 
 def plan_file(name: str, objective: str | None = None) -> Path:
-    """The plan file a user named; a name that is neither a file nor a strategy is a typo."""
+    """Return the plan file that a user named; a name that is neither a file nor a strategy is an error."""
     path = Path(name)
     if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
         raise unknown("plan file or strategy", name, strategy_names() if objective is None else INFERENCE_STRATEGIES)
@@ -232,31 +183,31 @@ def plan_file(name: str, objective: str | None = None) -> Path:
 
 
 def order_named(name: str) -> Order:
-    """An order by name."""
-    orders: dict[str, Order] = {known: known for known in get_args(Order)}
+    """Return an order by its name."""
+    orders: dict[str, Order] = {order: order for order in get_args(Order)}
     if name not in orders:
         raise unknown("order", name, orders)
     return orders[name]
 
 
 def batch_norm_named(name: str) -> BatchNorm:
-    """How batch norm takes its statistics, by name."""
-    ways: dict[str, BatchNorm] = {known: known for known in get_args(BatchNorm)}
+    """Return a batch-norm mode by its name."""
+    ways: dict[str, BatchNorm] = {way: way for way in get_args(BatchNorm)}
     if name not in ways:
         raise unknown("way of batch norm", name, ways)
     return ways[name]
 
 
 def warm_up_named(name: str) -> WarmUp:
-    """How far a stage runs ahead, by name."""
-    policies: dict[str, WarmUp] = {known: known for known in get_args(WarmUp)}
+    """Return a warm-up policy by its name."""
+    policies: dict[str, WarmUp] = {policy: policy for policy in get_args(WarmUp)}
     if name not in policies:
         raise unknown("warm-up policy", name, policies)
     return policies[name]
 
 
 def parse_ladder(text: str) -> tuple[int, ...] | None:
-    """'1,2,4' -> (1, 2, 4); empty: the default ladder."""
+    """Parse batch sizes: '1,2,4' -> (1, 2, 4); empty: the default ladder."""
     if not text:
         return None
     try:
@@ -269,26 +220,26 @@ def parse_ladder(text: str) -> tuple[int, ...] | None:
 
 
 def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile | None = None) -> Profile:
-    """'pi4-1=pi.json,nano=nano.json'; a file without a device serves every device that has none of its own.
+    """Read profiles from 'pi4-1=pi.json,nano=nano.json'; a file without a device is for every device that has none.
 
     `others`: of devices that no file is for; None: they are estimated.
     """
-    found: dict[str, DeviceProfile] = {}
+    by_device: dict[str, DeviceProfile] = {}
     rest: DeviceProfile | None = None
     for part in text.split(","):
         device, _, path = part.rpartition("=")
-        own = decode(read_document(path), DeviceProfile, path)
-        own.check_matches(network)
+        device_profile = decode(read_document(path), DeviceProfile, path)
+        device_profile.check_matches(network)
         if device:
-            found[cluster.device(device).name] = own
+            by_device[cluster.device(device).name] = device_profile
         else:
-            rest = own
+            rest = device_profile
     others = others or estimate_cluster(network, cluster)
-    return Profile({name: found.get(name) or rest or others.of(name) for name in cluster.names})
+    return Profile({name: by_device.get(name) or rest or others.of(name) for name in cluster.names})
 
 
 def schedule_text(plan: Plan, network: Network) -> str:
-    """Every device's actions, one a line."""
+    """Return every device's actions, one per line."""
     schedule = Schedule(resolve(plan, network), network)
     if not schedule.is_fixed:
         raise BadPlan(f"The order '{plan.order}' is decided as messages arrive; it has no list in advance.")
@@ -296,7 +247,7 @@ def schedule_text(plan: Plan, network: Network) -> str:
 
 
 def write_simulation(folder: Path, plan: Plan, network: Network, cluster: Cluster, result: Simulation) -> list[Path]:
-    """plan.yaml, cluster.yaml, trace.json and, where pictures can be drawn, timeline.png in a folder."""
+    """Write plan.yaml, cluster.yaml, trace.json and, if pictures can be drawn, timeline.png to a folder."""
     from manyhands.observe.figures import are_plots_here
     from manyhands.observe.timeline import draw_timeline
     from manyhands.observe.trace import trace_events

@@ -1,4 +1,4 @@
-"""Tiles for people: what is typed and written about grids and groups, and `mh.tile_plan`."""
+"""Tiles as a user writes them: grids, groups and costs, and `mh.tile_plan`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from manyhands.facts.plan import ByTiles, LayerName, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.grouping import Costs, TileGroups, group_tiles, kernel_layers, plan_groups
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.planner.tiles import TilePrices, with_groups
-from manyhands.plans.planning import cluster_of, network_of, plan, simulate
+from manyhands.plans.planning import plan
+from manyhands.plans.simulating import cluster_of, network_of, simulate
 
 if TYPE_CHECKING:
     from manyhands.graph.graph import Graph
@@ -39,7 +40,7 @@ def tile_plan(
     batch_size: int = 1,
     reduce: Literal["allreduce", "gateway"] = "allreduce",
 ) -> Plan:
-    """A plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
+    """Return a plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
 
     What cannot be tiled follows on the fastest of them. A plan of tiles fits any batch size.
 
@@ -51,12 +52,12 @@ def tile_plan(
     """
     network = network_of(graph)
     machines = cluster_of(cluster)
-    wish = TileWish(
+    options = TileOptions(
         _grid(grid), _weights("rows", rows, grid[0]), _weights("columns", columns, grid[1]),
         None if forward_groups is None else tuple(forward_groups),
         None if backward_groups is None else tuple(backward_groups), is_grouped=True,
     )  # fmt: skip
-    made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=wish).plan
+    made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=options).plan
     stages = (msgspec.structs.replace(made.stages[0], reduce=reduce), *made.stages[1:])
     return resolve(msgspec.structs.replace(made, stages=stages), network, machines)
 
@@ -75,7 +76,7 @@ def _weights(what: str, given: Sequence[float] | None, count: int) -> tuple[floa
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """'3x2' -> (3, 2): three rows of two tiles."""
+    """Parse a grid: '3x2' -> (3, 2), three rows of two tiles."""
     match = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", text.strip())
     grid = (int(match[1]), int(match[2])) if match else (0, 0)
     if min(grid) < 1:
@@ -86,7 +87,7 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def parse_costs(text: str) -> Costs:
-    """'0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
+    """Parse costs: '0,1,0' -> what a multiply-accumulate, a boundary element and an exchange cost."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -102,7 +103,8 @@ def parse_costs(text: str) -> Costs:
 def parse_tile_costs(
     strategy: str, grid: str | None, costs: str, beside: Mapping[str, object]
 ) -> tuple[tuple[int, int], Costs]:
-    """The grid and the costs that a user typed; `beside` are options that make a plan, which is not done here."""
+    """Return the grid and the costs that a user typed; `beside` holds options that make a plan, which is not done
+    here."""
     prices = parse_costs(costs)
     if strategy != "tiles" or grid is None:
         given = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
@@ -110,22 +112,23 @@ def parse_tile_costs(
             f"--costs {costs} prices the tiles of a grid, but was given with {given}.",
             hint="Write it like --share tiles --grid 3x3 --costs 0,1,0.",
         )
-    said = [option for option, value in beside.items() if value]
-    if said:
+    conflicting = [option for option, value in beside.items() if value]
+    if conflicting:
         raise BadValue(
-            f"{' and '.join(said)} cannot be given beside --costs, which makes no plan: it prices one interior tile."
+            f"{' and '.join(conflicting)} cannot be given beside --costs, which makes no plan: it prices one interior "
+            "tile."
         )
     return parse_grid(grid), prices
 
 
 def tile_groups(network: Network | str, grid: tuple[int, int], costs: Costs) -> TileGroups:
-    """Where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
+    """Return where an interior tile best exchanges boundary data, by the paper's model (TILE, Algorithm 2)."""
     return group_tiles(kernel_layers(network_of(network)), grid, costs)
 
 
 def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]:
-    """Groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan names
-    them: layers of the network at its granularity or, inside one, operators."""
+    """Return groups as a document. Starts are numbers of its `layers`; `..._plan_groups` are the same places as a plan
+    names them: layers of the network at its granularity or, inside one, operators."""
     document: dict[str, Any] = {
         "model": network.name,
         "input": network.input_text,
@@ -146,50 +149,51 @@ def tile_groups_document(network: Network, groups: TileGroups) -> dict[str, Any]
             for layer, tile in zip(groups.layers, groups.tiles)
         ],
     }
-    for direction, found in (("forward", groups.forward), ("backward", groups.backward)):
+    for direction, compared in (("forward", groups.forward), ("backward", groups.backward)):
         document |= {
-            f"{direction}_groups": list(found.best.starts),
-            f"{direction}_group_names": [groups.layers[start].name for start in found.best.starts],
-            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, found.best.starts)),
-            f"{direction}_exchanges": list(found.exchanges),
-            f"{direction}_cost": found.best.cost,
-            f"{direction}_cost_one_group": found.one_group,
-            f"{direction}_cost_every_layer": found.every_layer,
+            f"{direction}_groups": list(compared.best.starts),
+            f"{direction}_group_names": [groups.layers[start].name for start in compared.best.starts],
+            f"{direction}_plan_groups": list(plan_groups(network, groups.layers, compared.best.starts)),
+            f"{direction}_exchanges": list(compared.exchanges),
+            f"{direction}_cost": compared.best.cost,
+            f"{direction}_cost_one_group": compared.one_group,
+            f"{direction}_cost_every_layer": compared.every_layer,
         }
     return document
 
 
 def parse_weights(option: str, text: str) -> tuple[float, ...]:
-    """'2,1' -> (2, 1): relative heights of rows, or widths of columns."""
+    """Parse weights: '2,1' -> (2, 1), relative heights of rows or widths of columns."""
     try:
-        found = tuple(float(part) for part in text.split(","))
+        weights = tuple(float(part) for part in text.split(","))
     except ValueError:
-        found = (0.0,)
-    if not all(0 < number < float("inf") for number in found):
+        weights = (0.0,)
+    if not all(0 < number < float("inf") for number in weights):
         raise BadValue(f"{option} '{text}' is not a list of numbers > 0.", hint="Write it like 2,1,1.")
-    return found
+    return weights
 
 
-def tile_wish(grid: str | None, rows: str | None, columns: str | None) -> TileWish:
-    """What a user typed of a grid. Rows or columns alone say how many there are."""
+def tile_options(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
+    """Return the tile options that a user typed. Rows or columns alone determine the grid."""
     heights = parse_weights("--rows", rows) if rows else None
     widths = parse_weights("--columns", columns) if columns else None
     if grid is None and heights is None and widths is None:
-        return TileWish()
+        return TileOptions()
     shape = parse_grid(grid) if grid is not None else (len(heights or (1,)), len(widths or (1,)))
-    return TileWish(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
+    return TileOptions(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
 
 
-def check_tiles(network: Network, wish: TileWish | None) -> None:
-    """Before anybody starts: every tile that was asked for has something of the picture."""
+def check_tiles(network: Network, options: TileOptions | None) -> None:
+    """Check, before anything starts, that every tile has some part of the image."""
     image = network.tensors[network.inputs[0]]
-    if wish is None or wish.grid is None or len(image.shape) != 4:
+    if options is None or options.grid is None or len(image.shape) != 4:
         return
     for what, count, weights, extent in (
-        ("rows", wish.grid[0], wish.rows, image.shape[2]), ("columns", wish.grid[1], wish.columns, image.shape[3]),
+        ("rows", options.grid[0], options.rows, image.shape[2]),
+        ("columns", options.grid[1], options.columns, image.shape[3]),
     ):  # fmt: skip
         if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
-            cut = f" as {','.join(f'{one:g}' for one in weights)}" if weights else ""
+            cut = f" as {','.join(f'{weight:g}' for weight in weights)}" if weights else ""
             raise BadPlan(
                 f"{count} {what} of tiles cannot be cut out of the {extent} {what} of '{image.name}'{cut}: a tile "
                 f"would have 0 {what}.",
@@ -198,19 +202,19 @@ def check_tiles(network: Network, wish: TileWish | None) -> None:
 
 
 def priced_groups(made: Plan, network: Network, cluster: Cluster, profile: Profile | None) -> list[dict[str, Any]]:
-    """Groupings of a plan's tiles as the planner prices them, and simulated: corner cases and optima.
+    """Return the groupings of a plan's tiles as the planner prices them, and simulated: corner cases and optima.
 
     `fetched_seconds`: for activations that a larger backward group fetches to stay exact; the paper leaves them out.
     """
-    stage = next((i for i, one in enumerate(made.stages) if isinstance(one.share, ByTiles)), None)
+    stage = next((i for i, stage in enumerate(made.stages) if isinstance(stage.share, ByTiles)), None)
     if stage is None:
         return []
-    known = profile or estimate_cluster(network, cluster)
+    times = profile or estimate_cluster(network, cluster)
     rows = []
-    for groups in TilePrices(made, stage, network, cluster, known).groupings():
+    for groups in TilePrices(made, stage, network, cluster, times).groupings():
         grouped = with_groups(made, stage, groups)
         try:
-            seconds = simulate(grouped, network, cluster, known, keep_spans=False, within_memory=True).seconds
+            seconds = simulate(grouped, network, cluster, times, keep_spans=False, within_memory=True).seconds
         except OutOfMemory:
             seconds = None
         rows.append({**asdict(groups), "simulated_seconds": seconds, "chosen": grouped == made})

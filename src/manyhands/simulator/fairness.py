@@ -1,5 +1,5 @@
-"""Max-min fair rates: the most crowded port or link gives each of its flows an equal part; what they leave is shared by
-the others in the same way. All that fill up at the same level are looked at together."""
+"""Max-min fair rates: the most crowded port or link gives each of its flows an equal part; what these leave is shared
+by the others in the same way. All that fill up at the same level are handled together."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Numbers = NDArray[numpy.float64]
 Places = NDArray[numpy.int64]
 
 SAME = 1e-12
-"""Levels, and ends, that differ by so little (relatively) differ by rounding only."""
+"""Levels, and end times, that differ by less (relatively) differ by rounding only."""
 NO_LINK = -1
 
 
 def fair_rates(
     room: Numbers, up: Places, down: Places, link: Places, limit: Numbers, times: Numbers | None = None
 ) -> Numbers:
-    """The rate of each flow. `up` and `down` say which entry of `room` it crosses, `link` names its link, of `limit`
-    bytes a second, unless that is `NO_LINK`. `times`: how many such flows there are; each gets the rate."""
+    """Return the rate of each flow. `up` and `down` are the entries of `room` that it crosses, `link` is its link, of
+    `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
     times = numpy.ones(len(up)) if times is None else times
     crossed = [up, down]
     limited = numpy.flatnonzero(link != NO_LINK)
     if len(limited):
-        own = link[limited]
-        named = numpy.searchsorted(numpy.sort(own), own)  # the same number for the same link
+        limited_links = link[limited]
+        named = numpy.searchsorted(numpy.sort(limited_links), limited_links)  # the same number for the same link
         links = numpy.full(len(limited) + 1, numpy.inf)
         links[named] = limit[limited]
         places = numpy.full(len(up), len(room) + len(links) - 1)
@@ -42,10 +42,10 @@ def fair_rates(
         levels = [level[places] for places in crossed]
         least = numpy.minimum.reduce(levels)
         # Full is what none of its flows finds a lower level beside: the others only rise until it is their turn.
-        higher = [own > least * (1 + SAME) for own in levels]
+        higher = [level_beside > least * (1 + SAME) for level_beside in levels]
         is_full = numpy.ones(len(room), bool)
-        for places, own in zip(crossed, higher):
-            is_full[places[own]] = False
+        for places, is_higher in zip(crossed, higher):
+            is_full[places[is_higher]] = False
         stops = is_full[crossed[0]]
         for places in crossed[1:]:
             stops |= is_full[places]
@@ -63,13 +63,13 @@ def fair_rates(
 
 
 def fair_rates_of_few(crossed: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
-    """The same for a few flows, of which each says what it crosses and how much that carries: without arrays, which
-    take longer to set up than to work through."""
+    """Return the rates of a few flows, given what each crosses and how much that carries. It uses no arrays, which take
+    longer to set up than to work through."""
     left: dict[int, float] = {}
     crowd: dict[int, int] = {}
     flows_on: dict[int, list[int]] = {}
-    for flow, own in enumerate(crossed):
-        for place, limit in own:
+    for flow, ports in enumerate(crossed):
+        for place, limit in ports:
             if place in left:
                 crowd[place] += 1
                 flows_on[place].append(flow)

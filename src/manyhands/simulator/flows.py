@@ -25,23 +25,25 @@ class Route(NamedTuple):
     link: int
     """`NO_LINK` where a port limits before the link does."""
     limit: float
-    """The link's bytes a second."""
+    """The link's bytes per second."""
     alone: float
-    """Bytes a second of a transfer that shares nothing."""
+    """Bytes per second of a transfer that shares nothing."""
     crossed: tuple[tuple[int, float], ...]
-    """Ports, and the link if it is named, that carry so many bytes a second and no more."""
+    """Ports, and the link if it limits, with the bytes per second that they carry."""
     nodes: tuple[int, ...]
     """Transfers with no node in common share no port, link or sender."""
 
 
 class Wiring:
-    """A cluster's ports. Port h is the way up from host h, port hosts + h the way down to it; the last one is for flows
-    inside a host, which cross none."""
+    """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the last one is for
+    flows inside a host, which cross none."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.place = {device.name: place for place, device in enumerate(cluster.devices)}
-        hosts = {name: place for place, name in enumerate(dict.fromkeys(one.host_name for one in cluster.devices))}
+        hosts = {
+            name: place for place, name in enumerate(dict.fromkeys(device.host_name for device in cluster.devices))
+        }
         self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
         self.hosts = len(hosts)
         self.room = numpy.full(2 * self.hosts + 1, numpy.inf)
@@ -54,10 +56,10 @@ class Wiring:
         self._columns: tuple[Places, Places, Places, Numbers] = (none, none, none, numpy.zeros(0))
 
     def route(self, source: str, target: str) -> Route:
-        found = self._routes.get((source, target))
-        if found is None:
-            found = self._routes[source, target] = self._route(source, target)
-        return found
+        route = self._routes.get((source, target))
+        if route is None:
+            route = self._routes[source, target] = self._route(source, target)
+        return route
 
     def _route(self, source: str, target: str) -> Route:
         sender, receiver = self.place[source], self.place[target]
@@ -73,17 +75,17 @@ class Wiring:
         return Route(number, sender, up, down, link, limit, min(limit, port), crossed, self.nodes({sender}, {down}))
 
     def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
-        """Ports up and down, links and their limits of some routes, by number."""
+        """Return ports up and down, links and their limits of some routes, by number."""
         if len(self._columns[0]) < len(self._routes):
-            _, _, *known = zip(*self._routes.values())
+            _, _, *columns = zip(*self._routes.values())
             self._columns = (
-                numpy.array(known[0]), numpy.array(known[1]), numpy.array(known[2]), numpy.array(known[3]),
+                numpy.array(columns[0]), numpy.array(columns[1]), numpy.array(columns[2]), numpy.array(columns[3]),
             )  # fmt: skip
         ups, downs, links, limits = self._columns
         return ups[routes], downs[routes], links[routes], limits[routes]
 
     def limits(self, devices: Sequence[str], sources: Places, targets: Places) -> Numbers:
-        """What the links of some pairs carry."""
+        """Return the bytes per second that the links of some pairs carry."""
         if not self.cluster.links:
             return numpy.full(len(sources), self.cluster.link.bytes_per_second)
         pairs = zip(sources.tolist(), targets.tolist())
@@ -91,18 +93,18 @@ class Wiring:
         return numpy.array([between(devices[a], devices[b]).bytes_per_second for a, b in pairs])
 
     def inside(self, sender: Any, receiver: Any) -> Any:
-        """The link between two devices of one host, numbered after those between hosts; of arrays too."""
+        """Return the link between two devices of one host, numbered after those between hosts; arrays work too."""
         return self.hosts**2 + sender * len(self.place) + receiver
 
     def nodes(self, senders: set[int], downs: set[int]) -> tuple[int, ...]:
-        """Of flows with these senders, down these ports."""
+        """Return the nodes of flows with these senders, down these ports."""
         hosts = {self._hosts[sender] for sender in senders}
-        own = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
+        sender_nodes = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
-        return (*own, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
+        return (*sender_nodes, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
 
 
-class Shape:
+class FlowShape:
     """Flows among some devices: from devices[sources[i]] to devices[targets[i]]."""
 
     def __init__(self, wiring: Wiring, devices: Sequence[str], sources: Places, targets: Places) -> None:
@@ -133,16 +135,17 @@ class Shape:
         return self.senders | self.receivers_of(self.all)
 
     def rates_alone(self, flows: Places) -> Numbers:
-        """Rates of some of the flows while nothing else is under way: the same for every sum among these devices."""
+        """Return the rates of some flows while nothing else is under way: the same for every sum among these
+        devices."""
         key = flows.tobytes()
-        found = self._alone.get(key)
-        if found is None:
+        rates = self._alone.get(key)
+        if rates is None:
             crossed = self.up[flows], self.down[flows], self.link[flows], self.limit[flows]
-            found = self._alone[key] = fair_rates(self._wiring.room, *crossed)
-        return found
+            rates = self._alone[key] = fair_rates(self._wiring.room, *crossed)
+        return rates
 
     def senders_of(self, flows: Places) -> NDArray[numpy.bool_]:
-        """Which of the devices send some of the flows."""
+        """Return which of the devices send some of the flows."""
         return numpy.bincount(self.sources[flows], minlength=len(self.devices)) > 0
 
     def receivers_of(self, flows: Places) -> NDArray[numpy.bool_]:
@@ -151,7 +154,7 @@ class Shape:
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes on their way. `version` tells a stale finish time from the current one."""
+    """Bytes under way. `version` tells a stale finish time from the current one."""
 
     source: str
     target: str
@@ -176,7 +179,7 @@ class Transfer:
         return self.since + max(0.0, self.left / self.rate)
 
     def give(self, rate: float, now: float) -> bool:
-        """Another rate from now on. Whether it is another."""
+        """Set the rate from now on. Returns whether it changed."""
         if rate == self.rate:
             return False
         if now > self.since:
@@ -196,16 +199,16 @@ class Ended(NamedTuple):
     """Devices that neither send nor receive more of it, by their places in the shape."""
 
 
-class Bundle:
-    """Transfers that start together, as those of a sum. The arrays are of those still under way."""
+class FlowBundle:
+    """Transfers that start together, as those of a sum. The arrays hold those still under way."""
 
-    def __init__(self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
+    def __init__(self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
         self.shape, self.flows, self.left, self.label, self.is_urgent = shape, shape.all, sizes, label, is_urgent
         self.started = self.since = now
         self.rate = numpy.zeros(len(sizes))
         self.version = 0
         self.senders = shape.places[shape.senders]
-        """Who still sends some of it, by places in the cluster."""
+        """The devices that still send some of it, by places in the cluster."""
         self._senders, self._users = shape.senders, shape.users
         self._is_going = False
         self._ending = numpy.zeros(len(sizes), bool)
@@ -231,7 +234,7 @@ class Bundle:
         return self.since + first
 
     def give(self, rate: Numbers, now: float) -> bool:
-        """Other rates from now on. Whether they are others."""
+        """Set the rates from now on. Returns whether they changed."""
         if rate is self.rate or numpy.array_equal(rate, self.rate):
             return False
         self._sent_until(now)
@@ -241,11 +244,11 @@ class Bundle:
         return True
 
     def hold(self, now: float) -> bool:
-        """Wait: nothing is sent from now on. Whether anything was."""
+        """Stop sending from now on. Returns whether anything was being sent."""
         return self._is_going and self.give(numpy.zeros(len(self.flows)), now)
 
     def end_some(self, now: float) -> Ended:
-        """The last byte has left of those that `ends` spoke of."""
+        """End the flows that `ends` announced: their last byte has left."""
         self._sent_until(now)
         flows, stays = self.flows, ~self._ending
         ended, self.flows, self.left = flows[self._ending], flows[stays], self.left[stays]

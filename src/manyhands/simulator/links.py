@@ -17,32 +17,32 @@ import numpy
 
 from manyhands.facts.cluster import Cluster
 from manyhands.simulator.fairness import SAME, Numbers, fair_rates, fair_rates_of_few
-from manyhands.simulator.flows import Bundle, Ended, Shape, Transfer, Wiring
+from manyhands.simulator.flows import Ended, FlowBundle, FlowShape, Transfer, Wiring
 
-Party = Transfer | Bundle
+Party = Transfer | FlowBundle
 MOST_FEW = 64
-"""Transfers that are sooner shared one by one than as arrays."""
+"""Up to this many transfers are shared one by one, which is faster than as arrays."""
 
 
-class Network:
-    """All transfers under way."""
+class LinkNetwork:
+    """All transfers under way on the links of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.wiring = Wiring(cluster)
-        self._on: dict[int, dict[Transfer | Shape, None]] = defaultdict(dict)
-        """Node -> who has it, in the order they came: sets would make two runs differ in the last digit."""
-        self._bundles: dict[Shape, dict[Bundle, None]] = defaultdict(dict)
-        """Those of each shape."""
+        self._on: dict[int, dict[Transfer | FlowShape, None]] = defaultdict(dict)
+        """Node -> its transfers, in the order they came: sets would make two runs differ in the last digit."""
+        self._bundles: dict[FlowShape, dict[FlowBundle, None]] = defaultdict(dict)
+        """The bundles of each shape."""
         self._urgent = numpy.zeros(len(cluster.devices), numpy.int64)
         """Urgent transfers under way, by sender."""
         self._touched: dict[int, None] = {}
-        """Nodes at which something started or ended since rates were shared."""
+        """Nodes at which something started or ended since rates were last shared."""
         self._touched_at = 0.0
 
     def start(
         self, source: str, target: str, byte_count: float, label: object, now: float, *, is_urgent: bool = True
     ) -> Transfer:
-        """Begin a transfer. Its rate is known when things have settled."""
+        """Start a transfer. Its rate is known after `settle`."""
         route = self.wiring.route(source, target)
         transfer = Transfer(source, target, byte_count, label, now, is_urgent, route, now)
         if is_urgent:
@@ -52,10 +52,10 @@ class Network:
         return transfer
 
     def start_together(
-        self, shape: Shape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
-    ) -> Bundle:
-        """Begin a transfer of so many bytes for each flow of a shape."""
-        bundle = Bundle(shape, sizes, label, now, is_urgent=is_urgent)
+        self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool = True
+    ) -> FlowBundle:
+        """Start a transfer of these bytes for each flow of a shape."""
+        bundle = FlowBundle(shape, sizes, label, now, is_urgent=is_urgent)
         if is_urgent:
             self._urgent[shape.places[shape.senders]] += 1
         if not self._bundles[shape]:
@@ -64,11 +64,11 @@ class Network:
         self._touch(bundle, now)
         return bundle
 
-    def _enter(self, what: Transfer | Shape) -> None:
+    def _enter(self, what: Transfer | FlowShape) -> None:
         for node in what.nodes:
             self._on[node][what] = None
 
-    def _leave(self, what: Transfer | Shape) -> None:
+    def _leave(self, what: Transfer | FlowShape) -> None:
         for node in what.nodes:
             del self._on[node][what]
 
@@ -78,15 +78,15 @@ class Network:
         self._touched.update(dict.fromkeys(party.nodes))
 
     def end(self, transfer: Transfer, now: float) -> None:
-        """Its last byte has left."""
+        """End a transfer: its last byte has left."""
         if transfer.is_urgent:
             self._urgent[transfer.route.sender] -= 1
         transfer.version += 1
         self._leave(transfer)
         self._touch(transfer, now)
 
-    def end_some(self, bundle: Bundle, now: float) -> Ended:
-        """The last byte of some of its flows has left."""
+    def end_some(self, bundle: FlowBundle, now: float) -> Ended:
+        """End some flows of a bundle: their last byte has left."""
         ended = bundle.end_some(now)
         if bundle.is_urgent:
             self._urgent[ended.senders] -= 1
@@ -98,87 +98,94 @@ class Network:
         return ended
 
     def must_settle(self, until: float) -> bool:
-        """Whether rates must be shared before the clock moves on to `until`."""
+        """Return whether rates must be shared before the clock moves on to `until`."""
         return bool(self._touched) and until > self._touched_at * (1 + SAME)
 
     def settle(self, now: float) -> list[Party]:
-        """Share again what was touched. Returns those whose rate changed."""
+        """Share rates again at the touched nodes. Returns the transfers whose rate changed."""
         changed: list[Party] = []
         seen: set[int] = set()
         for node in self._touched:
             if node not in seen:
-                found = self._connected(node, seen)
-                if found:
-                    changed += self._share(found, now)
+                connected = self._connected(node, seen)
+                if connected:
+                    changed += self._share(connected, now)
         self._touched.clear()
         return changed
 
-    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | Shape, None]:
-        found: dict[Transfer | Shape, None] = {}
+    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | FlowShape, None]:
+        connected: dict[Transfer | FlowShape, None] = {}
         frontier = [node]
         seen.add(node)
         while frontier:
-            for one in self._on[frontier.pop()]:
-                if one not in found:
-                    found[one] = None
-                    for other in one.nodes:
+            for party in self._on[frontier.pop()]:
+                if party not in connected:
+                    connected[party] = None
+                    for other in party.nodes:
                         if other not in seen:
                             seen.add(other)
                             frontier.append(other)
-        return found
+        return connected
 
-    def _share(self, connected: dict[Transfer | Shape, None], now: float) -> list[Party]:
-        """Fair rates; bulk waits while its sender has something urgent."""
+    def _share(self, connected: dict[Transfer | FlowShape, None], now: float) -> list[Party]:
+        """Give fair rates; bulk transfers wait while their sender has an urgent one."""
         changed: list[Party] = []
         singles: list[Transfer] = []
-        bundles: dict[Shape, list[Bundle]] = defaultdict(list)
-        for one in connected:
-            if isinstance(one, Shape):
-                for bundle in self._bundles[one]:
+        bundles: dict[FlowShape, list[FlowBundle]] = defaultdict(list)
+        for party in connected:
+            if isinstance(party, FlowShape):
+                for bundle in self._bundles[party]:
                     if bundle.is_urgent or not self._urgent[bundle.senders].all():
-                        bundles[one].append(bundle)
+                        bundles[party].append(bundle)
                     elif bundle.hold(now):
                         changed.append(bundle)
-            elif one.is_urgent or not self._urgent[one.route.sender]:
-                singles.append(one)
-            elif one.give(0.0, now):
-                changed.append(one)
+            elif party.is_urgent or not self._urgent[party.route.sender]:
+                singles.append(party)
+            elif party.give(0.0, now):
+                changed.append(party)
         if bundles or len(singles) > MOST_FEW:
             return changed + self._share_as_arrays(singles, bundles, now)
         if len(singles) == 1:
             rates = [singles[0].route.alone]
         else:
-            rates = fair_rates_of_few([one.route.crossed for one in singles])
-        return [*changed, *(one for one, rate in zip(singles, rates) if one.give(rate, now))]
+            rates = fair_rates_of_few([transfer.route.crossed for transfer in singles])
+        return [*changed, *(transfer for transfer, rate in zip(singles, rates) if transfer.give(rate, now))]
 
-    def _share_as_arrays(self, singles: list[Transfer], bundles: dict[Shape, list[Bundle]], now: float) -> list[Party]:
-        """Bundles of one shape have the same flows, which get the same rates: they are shared as one, so many times."""
-        counts = {shape: self._counts(own) for shape, own in bundles.items()}
+    def _share_as_arrays(
+        self, singles: list[Transfer], bundles: dict[FlowShape, list[FlowBundle]], now: float
+    ) -> list[Party]:
+        """Share rates as arrays. Bundles of one shape have the same flows with the same rates: they are shared as one,
+        counted."""
+        counts = {shape: self._counts(same_shape) for shape, same_shape in bundles.items()}
         going = {shape: numpy.flatnonzero(count) for shape, count in counts.items()}
-        if not singles and [len(own) for own in bundles.values()] == [1]:
+        if not singles and [len(same_shape) for same_shape in bundles.values()] == [1]:
             (shape,) = bundles
             rates = shape.rates_alone(going[shape])
         else:
-            numbers = numpy.array([one.route.number for one in singles], int)
-            parts: list[list[Any]] = [[own] for own in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
+            numbers = numpy.array([transfer.route.number for transfer in singles], int)
+            parts: list[list[Any]] = [[column] for column in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
             for shape, flows in going.items():
                 of_all = (shape.up, shape.down, shape.link, shape.limit, counts[shape])
-                for part, own in zip(parts, of_all):
-                    part.append(own[flows])
+                for part, column in zip(parts, of_all):
+                    part.append(column[flows])
             rates = fair_rates(self.wiring.room, *map(numpy.concatenate, parts))
         changed: list[Party] = [
-            one for one, rate in zip(singles, rates.tolist()) if rate != one.rate and one.give(rate, now)
+            transfer
+            for transfer, rate in zip(singles, rates.tolist())
+            if rate != transfer.rate and transfer.give(rate, now)
         ]
         at = len(singles)
-        for shape, own in bundles.items():
+        for shape, same_shape in bundles.items():
             every = numpy.zeros(len(shape.all))
             every[going[shape]] = rates[at : at + len(going[shape])]
             at += len(going[shape])
-            changed += [one for one in own if one.give(every if one.is_whole else every[one.flows], now)]
+            changed += [
+                bundle for bundle in same_shape if bundle.give(every if bundle.is_whole else every[bundle.flows], now)
+            ]
         return changed
 
-    def _counts(self, bundles: list[Bundle]) -> Numbers:
-        """How many of the bundles, all of one shape, have each flow under way and need not wait with it."""
+    def _counts(self, bundles: list[FlowBundle]) -> Numbers:
+        """Return how many of the bundles, all of one shape, have each flow under way and need not wait with it."""
         shape = bundles[0].shape
         total = numpy.zeros(len(shape.all))
         for bundle in bundles:

@@ -1,4 +1,4 @@
-"""What a simulation found: when everything happened, and what it took."""
+"""The result of a simulation: when everything happened, and what it took."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Track = Literal["compute", "send", "receive"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that went on from `start` to `end` on one track of a device."""
+    """Something that lasted from `start` to `end` on one track of a device."""
 
     device: str
     track: Track
@@ -20,7 +20,7 @@ class Span:
     end: float
     kind: str
     what: object
-    """The action, message or reduction; printed only when somebody looks."""
+    """The action, message or reduction; it is formatted only when printed."""
     peer: str = ""
 
     @property
@@ -59,7 +59,7 @@ class Simulation:
     actions: int
     warnings: list[str] = field(default_factory=list)
     is_energy_known: bool = True
-    """Whether there are watts of every device; if not, the joules are of some devices only, or of none."""
+    """Whether the watts of every device are known; if not, the joules cover only some devices, or none."""
 
     @property
     def samples_per_second(self) -> float:
@@ -78,11 +78,11 @@ class Simulation:
         return self.joules / self.samples
 
     def idle_part(self, device: str) -> float:
-        """The part of the run in which a device computed nothing: the bubble."""
+        """Return the fraction of the run in which a device computed nothing: the bubble."""
         return 1.0 - self.devices[device].busy_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers only, for --json; null is what is not known."""
+        """Return numbers only, for --json; null means unknown."""
         return {
             "simulated": True,
             "seconds": self.seconds,
@@ -94,16 +94,16 @@ class Simulation:
             "actions": self.actions,
             "devices": {
                 name: {
-                    "busy_seconds": one.busy_seconds,
+                    "busy_seconds": device.busy_seconds,
                     "idle_part": self.idle_part(name),
-                    "bytes_sent": one.bytes_sent,
-                    "bytes_received": one.bytes_received,
-                    "peak_bytes": one.peak_bytes,
-                    "memory_bytes": one.memory_bytes,
-                    "most_micro_batches_held": one.most_micro_batches_held,
-                    "joules": one.joules,
+                    "bytes_sent": device.bytes_sent,
+                    "bytes_received": device.bytes_received,
+                    "peak_bytes": device.peak_bytes,
+                    "memory_bytes": device.memory_bytes,
+                    "most_micro_batches_held": device.most_micro_batches_held,
+                    "joules": device.joules,
                 }
-                for name, one in self.devices.items()
+                for name, device in self.devices.items()
             },
             "links": [
                 {"from": source, "to": target, "bytes": count} for (source, target), count in self.bytes_between.items()

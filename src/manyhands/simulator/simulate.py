@@ -2,7 +2,7 @@
 
 Each device has one processor and sends and receives beside it. Messages of one pair go one after another, as on one
 connection; pairs share links and ports fairly. The loop takes the next event (a computation or a
-transfer that ends), moves the clock there, and lets whoever was waiting for it go on: exactly what an executor does
+transfer that ends), moves the clock there, and resumes what was waiting for it: exactly what an executor does
 with real devices, with `planner.cost` in place of torch and `links` in place of sockets.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadSchedule
-from manyhands.facts.network import Network as NetworkFacts
+from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
@@ -43,8 +43,8 @@ from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Counts, flow_bytes, flow_ends
-from manyhands.simulator.flows import Bundle, Shape, Transfer
-from manyhands.simulator.links import Network
+from manyhands.simulator.flows import FlowBundle, FlowShape, Transfer
+from manyhands.simulator.links import LinkNetwork
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
 MOST_SPANS = 2_000_000
@@ -52,14 +52,15 @@ MOST_SPANS = 2_000_000
 
 def simulate(
     plan: Plan,
-    network: NetworkFacts,
+    network: Network,
     cluster: Cluster,
     profile: Profile | None = None,
     *,
     keep_spans: bool = True,
     policies: dict[str, Policy] | None = None,
 ) -> Simulation:
-    """One round of `plan`. Without a profile, times are estimated from the catalogue and the result says so."""
+    """Simulate one round of `plan`. Without a profile, times are estimated from the catalogue and the result says
+    so."""
     resolved = resolve(plan, network, cluster)
     estimated = profile is None
     profile = profile or estimate_cluster(network, cluster)
@@ -75,7 +76,7 @@ def simulate(
 
 @dataclass
 class _Device:
-    """A device under way."""
+    """A device during a simulation."""
 
     name: str
     work: DeviceWork
@@ -107,15 +108,15 @@ class _Run:
         self.now = 0.0
         self.events: list[tuple[float, int, str, Any, int]] = []
         self.ticket = count()
-        self.links = Network(cluster)
+        self.links = LinkNetwork(cluster)
         self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
         """Messages of a pair that wait for the one before them: a channel delivers in order."""
         self.spans: list[Span] = []
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
         self.joined: dict[ReduceKey, int] = Counter()
-        self.shapes: dict[tuple[tuple[str, ...], str], Shape] = {}
-        self.summed: dict[Shape, Counts] = {}
-        """The flows of sums, and what they carried in all."""
+        self.shapes: dict[tuple[tuple[str, ...], str], FlowShape] = {}
+        self.summed: dict[FlowShape, Counts] = {}
+        """The flows of sums, and the bytes they carried in all."""
         self.complete: set[ReduceKey] = set()
         self.waiting: dict[object, list[str]] = defaultdict(list)
         self.runnable: deque[str] = deque(policies)
@@ -175,7 +176,7 @@ class _Run:
                 return
 
     def _next(self, device: _Device) -> Action | None:
-        """What the policy says, noted; None: it has nothing to do, for now or for good."""
+        """Return the policy's next action and log it; None: there is nothing to do, for now or for good."""
         answer = device.policy.next(device.state)
         if isinstance(answer, str):
             if answer == DONE:
@@ -192,7 +193,7 @@ class _Run:
         return answer
 
     def _can_go_on(self, device: _Device, action: Receive | Reduce | Await | Step) -> bool:
-        """Whether an action has what it waits for; if not, the device is noted to be woken."""
+        """Return whether an action has what it waits for; if not, the device is registered to be woken."""
         if isinstance(action, Receive):
             key = (action.source, action.message)
             if not device.mail[key]:
@@ -213,7 +214,7 @@ class _Run:
         return True
 
     def _takes_time(self, device: _Device, action: Action) -> bool:
-        """Start an action. True if the processor is busy with it."""
+        """Start an action. Returns whether the processor is busy with it."""
         is_computing = True
         if isinstance(action, (Forward, Backward)):
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
@@ -248,9 +249,10 @@ class _Run:
         self._count_transfer(target, 1)
         self.links.start(source, target, message.bytes, message, self.now, is_urgent=is_urgent(message))
 
-    def _sent(self, party: Transfer | Bundle) -> None:
-        """The last byte has left: of a message, which arrives after the link's delay, or of some flows of a sum."""
-        if isinstance(party, Bundle):
+    def _sent(self, party: Transfer | FlowBundle) -> None:
+        """Handle the last byte's departure: of a message, which arrives after the link's delay, or of some flows of a
+        sum."""
+        if isinstance(party, FlowBundle):
             self._sent_for_sum(party)
             return
         self.links.end(party, self.now)
@@ -264,7 +266,7 @@ class _Run:
             self._start_transfer(*pair, self.queues[pair][0])
         self._at(self.now + self.costs.link(*pair).delay_seconds, "arrived", party)
 
-    def _sent_for_sum(self, bundle: Bundle) -> None:
+    def _sent_for_sum(self, bundle: FlowBundle) -> None:
         ended = self.links.end_some(bundle, self.now)
         shape, reduce = bundle.shape, bundle.label
         assert isinstance(reduce, Reduce)
@@ -306,19 +308,19 @@ class _Run:
             self._count_transfer(name, 1)
         self.links.start_together(flows, sizes.astype(float), reduce, self.now, is_urgent=is_urgent(reduce))
 
-    def _flows_of(self, reduce: Reduce) -> Shape:
+    def _flows_of(self, reduce: Reduce) -> FlowShape:
         key = (reduce.devices, reduce.what)
-        found = self.shapes.get(key)
-        if found is None:
-            found = self.shapes[key] = Shape(self.links.wiring, reduce.devices, *flow_ends(reduce))
-        return found
+        shape = self.shapes.get(key)
+        if shape is None:
+            shape = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, *flow_ends(reduce))
+        return shape
 
     def _reduced(self, reduce: Reduce) -> None:
         self.complete.add(reduce.key)
         self.runnable.extend(self.waiting.pop(reduce.key, ()))
 
     def _count_transfer(self, name: str, change: int) -> None:
-        """Time during which at least one transfer is under way costs energy."""
+        """Count the transfers under way: time with at least one of them costs energy."""
         device = self.devices[name]
         if device.transfers:
             device.result.transfer_seconds += self.now - device.transfers_since
@@ -329,7 +331,7 @@ class _Run:
         seconds = max(device.result.finished_seconds for device in self.devices.values())
         warnings = []
         for flows, sizes in self.summed.items():
-            ends = [map(flows.devices.__getitem__, own.tolist()) for own in (flows.sources, flows.targets)]
+            ends = [map(flows.devices.__getitem__, places.tolist()) for places in (flows.sources, flows.targets)]
             for source, target, byte_count in zip(*ends, sizes.tolist()):
                 self.bytes_between[source, target] += byte_count
                 self.devices[target].result.bytes_received += byte_count

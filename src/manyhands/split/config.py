@@ -20,7 +20,7 @@ from manyhands.files.documents import read_document
 from manyhands.files.traces import read_link_trace
 from manyhands.job import named as jobs
 from manyhands.models.registry import ZOO, from_file
-from manyhands.planner.split_choice import RIVALS
+from manyhands.planner.split_choice import BASELINES
 from manyhands.session.joining import DEVICE_NAME, parse_address
 from manyhands.split.plans import CONVENTIONAL, bits_of, labels_of, mode_of, phases_of, side_of
 
@@ -97,7 +97,7 @@ class SplitWish:
             labels_of(self.labels),
             side_of(self.edge_side),
         )
-        rivals = (*RIVALS, CONVENTIONAL) if parse_silos(self.silos) is not None else tuple(RIVALS)
+        rivals = (*BASELINES, CONVENTIONAL) if parse_silos(self.silos) is not None else tuple(BASELINES)
         if self.rival and self.rival not in rivals:
             raise unknown("rival", self.rival, rivals)
         if self.optimizer:

@@ -19,9 +19,9 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, WorkerLost, unknown
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel, Profile
-from manyhands.planner.rates import LEAST_SECONDS, Engine, Meter, Rates
+from manyhands.planner.rates import LEAST_SECONDS, Engine, EngineSettings, Meter, Rates
 from manyhands.planner.split import WIDTHS, Bound, Deployment, LinkRates, SplitProfile, seconds_of
-from manyhands.planner.split_choice import RIVALS, STATIC, Chooser, choose
+from manyhands.planner.split_choice import BASELINES, STATIC, Chooser, choose
 from manyhands.runtime.control_parts import Arrival
 from manyhands.runtime.controller import Change
 from manyhands.schedule.backup import COPY_BYTES_PER_SECOND
@@ -52,8 +52,8 @@ class Wanted:
     rival: str = ""
 
     def __post_init__(self) -> None:
-        if self.rival and self.rival not in RIVALS:
-            raise unknown("rival", self.rival, RIVALS)
+        if self.rival and self.rival not in BASELINES:
+            raise unknown("rival", self.rival, BASELINES)
         if self.rival and self.cut is not None:
             raise BadValue(f"rival {self.rival} decides where to cut.", hint='Leave out cut, or write cut="auto".')
 
@@ -65,7 +65,7 @@ class Wanted:
     @property
     def chooser(self) -> Chooser:
         if self.rival:
-            return RIVALS[self.rival]
+            return BASELINES[self.rival]
         return choose if self.cut is None else _At(self.cut)
 
 
@@ -119,7 +119,7 @@ class SplitPilot:
         up, down = meters or (Meter(), Meter())
         self.engine = Engine(
             profile, Rates(rates, up=up, down=down), first, k=k, widths=wanted.widths, chooser=chooser, drains=drains,
-            tau=FIRST_TAU, ends_at=last_step, **engine,
+            ends_at=last_step, settings=EngineSettings(tau=FIRST_TAU, **engine),
         )  # fmt: skip
         self.engine.probe(clock())  # the link was looked at just now
         self.deployment = first

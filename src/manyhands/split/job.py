@@ -13,7 +13,7 @@ import msgspec
 from manyhands.executor.messages import plan_bytes
 from manyhands.executor.optimizers import slots
 from manyhands.executor.packing_cost import packing_cost
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.calibration import Calibration
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
@@ -154,7 +154,7 @@ class SplitJob(Job):
     two: Two
     trace: LinkTrace | None
     steering: SplitPilot
-    last_planned: Planned
+    last_planned: PlannedRun
 
     def ask(
         self, asked: Asked, two: Two, trace: LinkTrace | None, backup_every: int | None, engine: dict[str, Any]
@@ -163,7 +163,7 @@ class SplitJob(Job):
 
     # Before it runs
 
-    def prepared(self) -> Planned:
+    def prepared(self) -> PlannedRun:
         """Measure both ends and the link, decide, predict."""
         asked, two, network, options = self.asked, self.two, self.graph.network, self.options
         coordinator, size = self.session.coordinator, options.batch_size
@@ -205,15 +205,17 @@ class SplitJob(Job):
         slow = [members[name].facts.slowdown for name in (two.edge, two.server)]
         side = side_of(asked.edge_side)
         cost = packing_cost(threads=1).between(*(slow if side == "upstream" else slow[::-1]))
-        return split_profile(
+        measured = split_profile(
             network, profile.of(two.edge), profile.of(two.server), self.options.batch_size, edge_side=side,
             cuts=candidate_cuts(network) if asked.labels == "cloud" else None,
-            optimizer_slots=slots(self.options.optimizer), memory_bytes=asked.memory_bytes,
+            optimizer_slots=slots(self.options.optimizer), least_bits=self._least_bits(),
             step_bytes_per_second=(
                 cluster.device(two.edge).memory_bytes_per_second, cluster.device(two.server).memory_bytes_per_second,
             ),
-            packs_gradients=asked.pack_gradients, redeploy_seconds=REDEPLOY_SECONDS, least_bits=self._least_bits(),
-            phases=self._phases(), packing_seconds=cost["packing_seconds"],
+        )  # fmt: skip
+        return msgspec.structs.replace(
+            measured, memory_bytes=asked.memory_bytes, packs_gradients=asked.pack_gradients,
+            redeploy_seconds=REDEPLOY_SECONDS, phases=self._phases(), packing_seconds=cost["packing_seconds"],
             packing_seconds_per_byte=cost["packing_seconds_per_byte"],
             unpacking_seconds_per_byte=cost["unpacking_seconds_per_byte"],
             feedback_seconds_per_byte=cost["feedback_seconds_per_byte"],
@@ -253,16 +255,16 @@ class SplitJob(Job):
 
     # What `Job.run` asks
 
-    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
     def pilot(self) -> Controller | None:
         return self.steering
 
-    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
         return self.steering.backups()
 
-    def checkpoint_every(self, planned: Planned) -> int:
+    def checkpoint_every(self, planned: PlannedRun) -> int:
         """Not so often that fetching the server's part crowds the link."""
         usual = super().checkpoint_every(planned)
         pilot = self.steering
@@ -276,7 +278,7 @@ class SplitJob(Job):
 
     # While it runs
 
-    def train(self, planned: Planned, on_step: OnStep | None) -> SplitResult:
+    def train(self, planned: PlannedRun, on_step: OnStep | None) -> SplitResult:
         pilot, two = self.steering, self.two
         seconds: list[float] = []
 

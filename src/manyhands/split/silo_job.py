@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from manyhands.executor.optimizers import slots
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, WorkerLost, unknown
 from manyhands.facts.link import DirectedLink, Link
@@ -179,14 +179,14 @@ class SiloJob(Job):
     joined: Joined
     trace: LinkTrace | None
     steering: SiloPilot
-    last_planned: Planned
+    last_planned: PlannedRun
 
     def ask(self, asked: Asked, joined: Joined, trace: LinkTrace | None, own: Dataset[Any] | None) -> None:
         self.asked, self.joined, self.trace, self.own = as_rival(asked), joined, trace, own
         if self.asked.cut != "auto" or self.asked.edge_side != "upstream":
             raise BadValue("With several edges the network is cut where their features meet.", hint="Leave out cut.")
 
-    def prepared(self) -> Planned:
+    def prepared(self) -> PlannedRun:
         asked, network, options, found = self.asked, self.graph.network, self.options, self.joined
         size = options.batch_size
         bits = LEAST_BITS if asked.bits == "auto" else int(asked.bits)
@@ -223,16 +223,16 @@ class SiloJob(Job):
 
     # What `Job.run` asks
 
-    def replanner(self, planned: Planned, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
         return self.steering
 
     def pilot(self) -> Controller | None:
         return self.steering
 
-    def backup_every(self, planned: Planned, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
         return 0
 
-    def train(self, planned: Planned, on_step: OnStep | None) -> SplitResult:
+    def train(self, planned: PlannedRun, on_step: OnStep | None) -> SplitResult:
         seconds: list[float] = []
 
         def stepped(step: int, loss: float, took: float) -> None:

@@ -18,7 +18,7 @@ from manyhands.data.loader import Prefetcher
 from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
@@ -28,7 +28,7 @@ from manyhands.facts.profile import Profile
 from manyhands.job.base import Job, OnOpened, OnPlanned, OnStep, cuts_statistics, opened
 from manyhands.job.options import Lasting, Options, Sharing
 from manyhands.job.result import TrainResult
-from manyhands.planner.task import TileWish
+from manyhands.planner.task import TileOptions
 from manyhands.plans.planning import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.tiles import check_tiles
@@ -63,7 +63,7 @@ def train(
     verify: bool | None = None,
     micro_batches: int | None = None,
     tune: int = 0,
-    tiles: TileWish | None = None,
+    tiles: TileOptions | None = None,
     reduce: str = "allreduce",
     feed: str = "step",
     granularity: str = "blocks",
@@ -152,7 +152,7 @@ def train(
         )  # fmt: skip
         asked = {"plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": micro_batches}
         if plan == "tiles":
-            asked["tiles"] = msgspec.to_builtins(tiles or TileWish())
+            asked["tiles"] = msgspec.to_builtins(tiles or TileOptions())
         wish = Sharing(plan, micro_batches, tiles, reduce, tune)
         planned = job.planned(wish, endurance, asked if found.is_resumed else None)
         found.record.decided(
@@ -170,7 +170,7 @@ def train(
 class TrainJob(Job):
     """Plans for any cluster, by any strategy."""
 
-    def planned(self, wish: Sharing, endurance: RetryPolicy, asked_before: Mapping[str, Any] | None) -> Planned:
+    def planned(self, wish: Sharing, endurance: RetryPolicy, asked_before: Mapping[str, Any] | None) -> PlannedRun:
         """Measure, plan, predict. A run that goes on, asked for as before, keeps its plan: another would round
         otherwise."""
         network, wanted = self.graph.network, wish.plan

@@ -28,6 +28,7 @@ from manyhands.lab.lab import Lab
 from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.plans import planning as public
+from manyhands.plans.simulating import simulate
 from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.outcome import Outcome
@@ -113,7 +114,7 @@ def _together(session: Session, graph: Graph, data: SameBatch, extent: Extent, s
     except OutOfMemory as error:
         refused = error.message
     plan = public.plan(graph.network, cluster, strategy="auto", **options).plan  # type: ignore[arg-type]
-    predicted = public.simulate(plan, graph.network, cluster, profile, keep_spans=False)
+    predicted = simulate(plan, graph.network, cluster, profile, keep_spans=False)
     say(f"unet, {extent.steps} steps on {len(plan.devices)} devices: {stages_text(plan)}")
     outcome = _run(session, graph, data, plan, extent.steps)
     return {

@@ -18,6 +18,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
 from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
+from manyhands.plans.simulating import simulate
 from manyhands_bench.auto.simulated import stages_text
 from manyhands_bench.capture.measure import Figures, Progress
 
@@ -83,7 +84,7 @@ def _simulated(extent: Extent, say: Progress) -> Figures:
     plan = Plan(network.name, MICRO_BATCHES * extent.each, stages, micro_batches=MICRO_BATCHES)
     plan = resolve(plan, network, cluster)
     begin = time.perf_counter()
-    result = public.simulate(plan, network, cluster, profile, keep_spans=False)
+    result = simulate(plan, network, cluster, profile, keep_spans=False)
     return {
         f"simulate_seconds_{count}": time.perf_counter() - begin,
         f"simulate_actions_{count}": result.actions,

@@ -22,6 +22,8 @@ from manyhands.planner.mixed import is_mixed
 from manyhands.planner.strategies import CORNERS
 from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
+from manyhands.plans.planned import Planned
+from manyhands.plans.simulating import simulate
 from manyhands.runtime.processes import end_with
 from manyhands.schedule.tileable import tileable_layers
 from manyhands_bench.auto.scenarios import SEED, Scenario
@@ -82,10 +84,10 @@ def answered(scenario: Scenario) -> Answer:
     corners: dict[str, float] = {}
     reasons: dict[str, str] = {}
 
-    def seconds_of(strategy: str) -> tuple[float, public.Planned | None]:
+    def seconds_of(strategy: str) -> tuple[float, Planned | None]:
         try:
             found = public.plan(network, cluster, batch_size=scenario.batch_size, strategy=strategy, profile=profile)
-            result = public.simulate(found.plan, network, cluster, profile, keep_spans=False, within_memory=True)
+            result = simulate(found.plan, network, cluster, profile, keep_spans=False, within_memory=True)
         except ManyhandsError as error:
             reasons[strategy] = error.message
             return math.inf, None

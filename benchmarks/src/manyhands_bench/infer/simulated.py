@@ -16,9 +16,9 @@ from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile
 from manyhands.planner.pricing import subcluster
-from manyhands.planner.task import Candidate
+from manyhands.planner.task import PlanCandidate
 from manyhands.plans.inference import plan_for
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.actions import Forward
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.infer.networks import Known, Library, Subject
@@ -79,10 +79,10 @@ class Case:
     streams: int
     """Plans of a strategy, the fastest of one sample first, that are looked at as streams."""
 
-    def plans(self, known: Known, strategy: str) -> list[Candidate]:
+    def plans(self, known: Known, strategy: str) -> list[PlanCandidate]:
         return plan_for(known.network, self.cluster, known.on(self.cluster), strategy=strategy).candidates
 
-    def _timed(self, known: Known, candidates: Sequence[Candidate], order: str = "") -> Timed:
+    def _timed(self, known: Known, candidates: Sequence[PlanCandidate], order: str = "") -> Timed:
         """The best latency of any plan, and the best throughput of any, as if both were asked for."""
         profile = known.on(self.cluster)
         plans = [one.plan for one in candidates[: self.streams] if one.plan is not None]

@@ -19,7 +19,7 @@ from manyhands.facts.device import Device
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
-from manyhands.planner.ground import Batch, Ground
+from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Steps
@@ -115,7 +115,7 @@ def bench_optimality(quick: bool, say: Progress) -> Figures:
     network = network_of(Subject("tiny", None, 8))
     for cluster, profile, batch in _drawn(network, 40 if quick else DRAWN):
         best = min((seconds for seconds, _ in Exhaustive(network, cluster, profile, batch).all()), default=None)
-        steps = Steps(Ground(network, cluster, profile, batch.samples, batch.optimizer_slots), batch)
+        steps = Steps(PlanningContext(network, cluster, profile, batch.samples, batch.optimizer_slots), batch)
         found, single = Search(steps).best(), Search(steps, keep_fronts=False).best()
         if best is None:
             assert found is None, "a plan was found where there is none"
@@ -217,7 +217,7 @@ def bench_table_4(quick: bool, say: Progress) -> Figures:
         for environment in ENVIRONMENTS:
             say(f"Table 4, {subject.model} on {environment}")
             table = compare(network, preset(environment), batch_size=subject.batch_size, batch_norm="local")
-            ours, rival = table.ours, table.best_rival()
+            ours, rival = table.ours, table.best_baseline()
             against = {name: _over(table, name) for name in (ALONE, "data parallel", "pipeline parallel")}
             key = f"{subject.model}_{environment}".replace("-", "_")
             if rival is not None:

@@ -20,13 +20,13 @@ from manyhands.facts.plan import BySamples, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
 from manyhands.models.registry import build
-from manyhands.planner.ground import Batch, by_memory
+from manyhands.planner.baselines import average
+from manyhands.planner.context import Batch, by_memory
 from manyhands.planner.hybrid import pipelines
-from manyhands.planner.rivals import average
 from manyhands.planner.task import Task
 from manyhands.plans.networks import load_network
 from manyhands.plans.pipelines import pipeline_plan
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.simulator.result import Simulation
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies

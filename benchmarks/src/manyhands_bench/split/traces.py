@@ -19,7 +19,7 @@ from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.trace import LinkTrace, Trace
 from manyhands.files.traces import read_link_trace
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile, memory_of, modules, seconds_of
-from manyhands.planner.split_choice import RIVALS, choose
+from manyhands.planner.split_choice import BASELINES, choose
 from manyhands.split.controller import FIRST_TAU
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.split.plots import Course, draw_course, draw_lines
@@ -179,7 +179,7 @@ def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float
     groups at least, for filling and draining to count for what they are."""
     rival, mode = _way(who)
     mean = LinkRates(trace.up.mean, trace.down.mean)
-    chooser = RIVALS[rival] if rival else choose
+    chooser = BASELINES[rival] if rival else choose
     first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
     done, now = 0.0, 0.0
     while now < seconds:

@@ -18,7 +18,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import LayerName, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.planner.tiles import Groups, TilePrices, with_groups
+from manyhands.planner.tiles import ExchangeGroups, TilePrices, with_groups
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.schedule.actions import Action, Reduce, Send
 from manyhands.schedule.policies import FixedOrder, Policy
@@ -104,7 +104,7 @@ EVERY_LAYER = ("every layer", "every layer, deltas")
 """The extremes, by the planner's names: with backward as forward's adjoint, and by groups of deltas."""
 
 
-def groups_text(groups: Groups) -> str:
+def groups_text(groups: ExchangeGroups) -> str:
     ahead = "every layer" if groups.forward is None else _starts_text(groups.forward)
     back = "adjoint" if groups.backward is None else _starts_text(groups.backward)
     return f"{groups.name}: forward {ahead}, backward {back}"
@@ -138,11 +138,11 @@ class Priced:
     profile: Profile
 
     @cached_property
-    def groupings(self) -> list[Groups]:
+    def groupings(self) -> list[ExchangeGroups]:
         """What the planner looks at: the extremes and the optima."""
         return TilePrices(self.plan, 0, self.network, self.cluster, self.profile).groupings()
 
-    def planned(self, groups: Groups) -> Plan:
+    def planned(self, groups: ExchangeGroups) -> Plan:
         return resolve(with_groups(self.plan, 0, groups), self.network)
 
     @cached_property

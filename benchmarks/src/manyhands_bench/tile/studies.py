@@ -23,12 +23,13 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.grouping import Costs, communication_components, cost_sweep, group_tiles, kernel_layers
+from manyhands.planner.grouping import Costs, group_tiles, kernel_layers
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.claims import ESTIMATED
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.tile.groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
+from manyhands_bench.tile.paper_costs import communication_components, cost_sweep
 from manyhands_bench.tile.plots import (
     ExtremeCosts,
     StepSplit,

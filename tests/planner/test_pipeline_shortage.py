@@ -91,7 +91,7 @@ def test_too_few_samples_are_still_too_few(tiny: Network) -> None:
         make_plan(tiny, of_memory(10_000), batch_size=2, strategy="samples")
 
 
-def test_rivals_are_refused_for_memory_too(tiny: Network) -> None:
+def test_baselines_are_refused_for_memory_too(tiny: Network) -> None:
     compared = compare(tiny, of_memory(200), batch_size=8)
     for name in ("data parallel", "EDDL"):
         assert "would hold" in compared.row(name).problem

@@ -1,5 +1,5 @@
-"""What a planner stands on before anything is cut: who the devices are, in which order, how fast, how much they hold,
-what lies between each two, and what every layer weighs."""
+"""The planning context: what a planner knows of devices and layers before anything is cut. It holds the order of the
+devices, their speeds and memory, the links between them, and the time and bytes of every layer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from manyhands.facts.plan import WarmUp
 from manyhands.facts.profile import DeviceProfile, Profile, Timing
 from manyhands.planner.shares import Numbers
 
-Group = tuple[int, int]
+DeviceGroup = tuple[int, int]
 """An interval of the devices, in order of memory."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How a mini-batch is cut, and what a round of it is like."""
+    """How a mini-batch is cut into micro-batches, and the settings of a round."""
 
     samples: int
-    """Of one micro-batch."""
+    """Samples of one micro-batch."""
     count: int
     optimizer_slots: int = 1
     is_synchronised: bool = True
@@ -36,35 +36,43 @@ class Batch:
     warm_up: WarmUp = "2(P-p)-1"
 
     def ahead(self, from_end: int) -> int:
-        """K_p of the stage that has so many stages from it to the end, itself included."""
-        known = {"2(P-p)-1": 2 * from_end - 1, "2(P-p)": 2 * from_end, "P-p": from_end, "2(P-p)+1": 2 * from_end + 1}
-        return max(1, min(known[self.warm_up], self.count))
+        """Return K_p, the warm-up of a stage, from the number of stages from it to the end, itself included."""
+        by_policy = {
+            "2(P-p)-1": 2 * from_end - 1,
+            "2(P-p)": 2 * from_end,
+            "P-p": from_end,
+            "2(P-p)+1": 2 * from_end + 1,
+        }
+        return max(1, min(by_policy[self.warm_up], self.count))
 
 
 MOST_WITH_GAPS = 12
-"""Up to so many devices, some may be left out between two stages, other orders are tried, and every sub-pipeline that
-nothing beats is kept; beyond, none of that."""
+"""The most devices for which the search is exhaustive: it may leave devices out between two stages, tries other orders,
+and keeps every sub-pipeline that nothing beats. With more devices it does none of these."""
 MOST_RUNS = 20
-"""Up to so many devices any run of them may share a stage."""
+"""The most devices for which any run of them may share a stage."""
 ALIKE = 0.9
-"""Devices whose memory differs by less are taken as alike: what is left after starting a worker is never the same."""
+"""Devices whose memory differs by a smaller ratio count as equal: the memory left after starting a worker always
+varies."""
 
 
 def by_memory(cluster: Cluster) -> tuple[str, ...]:
-    """The devices' names, the largest memory first (ASTEROID §3.3); of about equal memory, the faster first."""
-    found: list[Device] = []
+    """Return the devices' names, the largest memory first (ASTEROID §3.3); among about equal memory, the faster
+    first."""
+    ordered: list[Device] = []
     alike: list[Device] = []
-    for device in sorted(cluster.devices, key=lambda one: -one.memory_bytes):
+    for device in sorted(cluster.devices, key=lambda device: -device.memory_bytes):
         if alike and device.memory_bytes < ALIKE * alike[0].memory_bytes:
-            found += sorted(alike, key=lambda one: -one.gflops)
+            ordered += sorted(alike, key=lambda device: -device.gflops)
             alike = []
         alike.append(device)
-    return tuple(one.name for one in [*found, *sorted(alike, key=lambda one: -one.gflops)])
+    return tuple(device.name for device in [*ordered, *sorted(alike, key=lambda device: -device.gflops)])
 
 
 def orders(cluster: Cluster) -> list[tuple[str, ...]]:
-    """Orders in which devices may follow each other along a pipeline: the paper's, and by speed, either way."""
-    by_speed = tuple(one.name for one in sorted(cluster.devices, key=lambda one: -one.gflops))
+    """Return the orders in which devices may follow each other along a pipeline: the paper's, and by speed, either
+    way."""
+    by_speed = tuple(device.name for device in sorted(cluster.devices, key=lambda device: -device.gflops))
     return list(dict.fromkeys([by_memory(cluster), by_speed, by_speed[::-1]]))
 
 
@@ -76,82 +84,84 @@ class Ladders:
         self.backward: list[Numbers] = []
         self._least: list[Numbers] = []
         samples = numpy.arange(most + 1)
-        for own in profiles:
-            ahead, back = _tables(own.ladders, most)
+        for profile in profiles:
+            ahead, back = _tables(profile.ladders, most)
             self._least.append(_down((ahead + back)[1:] / samples[1:, None], numpy.minimum))
             self.forward.append(_running(ahead))
             self.backward.append(_running(back))
         self.total = [ahead + back for ahead, back in zip(self.forward, self.backward)]
 
     def only(self, kinds: Sequence[int]) -> Ladders:
-        """The same for these kinds, in this order."""
+        """Return the tables of these kinds only, in this order."""
         part = copy(self)
         part.forward, part.backward, part.total, part._least = (
-            [own[kind] for kind in kinds] for own in (self.forward, self.backward, self.total, self._least)
+            [tables[kind] for kind in kinds] for tables in (self.forward, self.backward, self.total, self._least)
         )
         return part
 
     def best(self, kind: int, most: int) -> Numbers:
-        """Running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
-        found: Numbers = _running(self._least[kind][most - 1 : most])[0]
-        return found
+        """Return running sums of the least seconds per sample, of up to `most` at once: no division is faster."""
+        sums: Numbers = _running(self._least[kind][most - 1 : most])[0]
+        return sums
 
 
 def _running(table: Numbers) -> Numbers:
-    """Sums over the first n columns, n from 0 on."""
-    found = numpy.zeros((len(table), table.shape[1] + 1))
-    table.cumsum(1, out=found[:, 1:])
-    return found
+    """Return sums over the first n columns, for n from 0."""
+    sums = numpy.zeros((len(table), table.shape[1] + 1))
+    table.cumsum(1, out=sums[:, 1:])
+    return sums
 
 
 def _down(table: Numbers, choice: numpy.ufunc) -> Numbers:
-    """The least, or most, of the rows so far, in place: row by row, as `accumulate` goes column by column."""
+    """Replace each row by the least, or most, of the rows so far, in place. This goes row by row, because `accumulate`
+    goes column by column and is slower."""
     for above, row in pairwise(table):
         choice(above, row, out=row)
     return table
 
 
 def _tables(ladders: Sequence[tuple[Timing, ...]], most: int) -> tuple[Numbers, Numbers]:
-    """[samples, layer] -> seconds forward and backward, read as profiles are; more samples never take less time."""
+    """Return [samples, layer] -> seconds forward and backward, interpolated as profiles are; more samples never take
+    less time."""
     ahead, back = (numpy.zeros((most + 1, len(ladders))) for _ in range(2))
     first = 0
     for sizes, run in groupby(ladders, lambda ladder: [timing.samples for timing in ladder]):
-        own = list(run)
-        last = first + len(own)
-        _read(ahead[:, first:last], sizes, [[timing.forward_seconds for timing in ladder] for ladder in own])
-        _read(back[:, first:last], sizes, [[timing.backward_seconds for timing in ladder] for ladder in own])
+        same_sizes = list(run)
+        last = first + len(same_sizes)
+        _read(ahead[:, first:last], sizes, [[timing.forward_seconds for timing in ladder] for ladder in same_sizes])
+        _read(back[:, first:last], sizes, [[timing.backward_seconds for timing in ladder] for ladder in same_sizes])
         first = last
     return _down(ahead, numpy.maximum), _down(back, numpy.maximum)
 
 
-def _read(found: Numbers, sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
+def _read(table: Numbers, sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> None:
     """Fill in [samples, layer] of layers that were measured with the same sizes."""
-    known, samples = numpy.array(seconds).T, numpy.arange(len(found), dtype=float)[:, None]
-    slopes = numpy.diff(known, axis=0) / numpy.diff(sizes)[:, None]
+    measured, samples = numpy.array(seconds).T, numpy.arange(len(table), dtype=float)[:, None]
+    slopes = numpy.diff(measured, axis=0) / numpy.diff(sizes)[:, None]
     for low, (a, b) in enumerate(pairwise(sizes)):
-        found[a:b] = slopes[low] * (samples[a:b] - a) + known[low]
+        table[a:b] = slopes[low] * (samples[a:b] - a) + measured[low]
     first, last = sizes[0], sizes[-1]
-    found[:first] = known[0] * samples[:first] / first
-    found[last : last + 1] = known[-1]
-    beyond, more = found[last + 1 :], samples[last + 1 :]
+    table[:first] = measured[0] * samples[:first] / first
+    table[last : last + 1] = measured[-1]
+    beyond, more = table[last + 1 :], samples[last + 1 :]
     if len(sizes) > 1:
         numpy.multiply(slopes[-1], more - last, out=beyond)
-        beyond += known[-1]
-        numpy.maximum(beyond, known[-1], out=beyond)
+        beyond += measured[-1]
+        numpy.maximum(beyond, measured[-1], out=beyond)
     else:
-        beyond[:] = known[0] * more / first
+        beyond[:] = measured[0] * more / first
 
 
 class LayerBytes:
-    """What layers weigh: running sums over the network, and what crosses each cut."""
+    """The bytes of layers: running sums over the network, and what crosses each cut."""
 
     def __init__(self, network: Network, optimizer_slots: int) -> None:
         layers = range(len(network.layers) + 1)
         static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
         self.work = numpy.zeros(len(layers))
-        """The most that one of its operators moves, for one sample."""
+        """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
-        """The most that one of its operators has in trained weights."""
+        """For each layer, the most bytes that one of its operators has in trained weights."""
         seen: set[str] = set()
         for index, layer in enumerate(network.layers, 1):
             for name in layer.weights:
@@ -166,26 +176,29 @@ class LayerBytes:
                 norms[index] += op.statistics > 0
                 sums[index] += 4 * op.statistics
                 self.work[index] = max(self.work[index], op.moved_bytes)
-                own = (network.weights[name] for name in op.weights)
-                self.weights[index] = max(self.weights[index], sum(one.bytes for one in own if one.trainable))
+                weights = (network.weights[name] for name in op.weights)
+                self.weights[index] = max(
+                    self.weights[index], sum(weight.bytes for weight in weights if weight.trainable)
+                )
         self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
-            one.cumsum() for one in (static, trained, saved, fixed, norms, sums)
+            each.cumsum() for each in (static, trained, saved, fixed, norms, sums)
         )
         self.crossing, self.returning = carried(network)
 
     @cached_property
     def widest(self) -> Numbers:
-        """[first, last]: the most that one operator of these layers moves, for one sample."""
+        """[first, last] -> the most bytes that one operator of these layers moves for one sample."""
         return _most(self.work)
 
     @cached_property
     def heaviest(self) -> Numbers:
-        """[first, last]: the most that one operator of these layers has in trained weights."""
+        """[first, last] -> the most bytes that one operator of these layers has in trained weights."""
         return _most(self.weights)
 
 
 def carried(network: Network) -> tuple[Numbers, Numbers]:
-    """[layer] -> bytes that a cut before it carries for one sample, and those of their gradients; at the ends none."""
+    """Return [layer] -> bytes that a cut before it carries for one sample, and those of their gradients; both ends are
+    0."""
     starts, whole = [layer.first for layer in network.layers], set(network.outputs)
     changes = numpy.zeros((2, len(starts) + 1))
     for name, made in network.producer.items():
@@ -201,26 +214,26 @@ def carried(network: Network) -> tuple[Numbers, Numbers]:
 
 
 def _most(each: Numbers) -> Numbers:
-    """[first, last] -> the largest number of layers [first, last)."""
+    """Return [first, last] -> the largest value of layers [first, last)."""
     count = len(each)
-    found = numpy.zeros((count, count))
+    largest = numpy.zeros((count, count))
     for first in range(count):
-        found[first, first + 1 :] = numpy.maximum.accumulate(each[first + 1 :])
-    return found
+        largest[first, first + 1 :] = numpy.maximum.accumulate(each[first + 1 :])
+    return largest
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """[from, to] -> what every pair of some devices has between them."""
+class DevicePairs:
+    """[from, to] -> rate and delay between every pair of some devices."""
 
     rates: Numbers
-    """Bytes per second: of the link, and of the ports where they are on different hosts."""
+    """Bytes per second: the link's, and between different hosts also limited by the ports."""
     delays: Numbers
     has_own_hosts: bool
     """Whether every device of the cluster has a host of its own."""
 
     @staticmethod
-    def of(cluster: Cluster, names: Sequence[str]) -> Pairs:
+    def of(cluster: Cluster, names: Sequence[str]) -> DevicePairs:
         devices, count = [cluster.device(name) for name in names], len(names)
         has_own_hosts = len({device.host_name for device in cluster.devices}) == len(cluster.devices)
         if cluster.links or not has_own_hosts:
@@ -228,33 +241,33 @@ class Pairs:
             between, link = cluster.bytes_per_second_between, cluster.link_between
             rates = numpy.array([[between(a, b) if a != b else numpy.inf for a, b in row] for row in pairs])
             delays = [[link(a, b).delay_seconds if a != b else 0.0 for a, b in row] for row in pairs]
-            return Pairs(rates, numpy.array(delays), has_own_hosts)
+            return DevicePairs(rates, numpy.array(delays), has_own_hosts)
         ups, downs = (
             numpy.array([getattr(device, port) for device in devices])
             for port in ("up_bytes_per_second", "down_bytes_per_second")
         )
         rates = numpy.minimum(numpy.minimum(ups[:, None], downs[None, :]), cluster.link.bytes_per_second)
-        return Pairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
+        return DevicePairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
 
 
-def every_group(count: int, most: int) -> list[Group]:
-    """Every run of up to `most` of so many devices; of many devices, runs of some lengths."""
+def every_group(count: int, most: int) -> list[DeviceGroup]:
+    """Return every run of up to `most` devices out of `count`; with many devices, only runs of some lengths."""
     lengths = {1, *sizes(count)} if count > MOST_RUNS else range(1, count + 1)
     return [(a, a + size) for a in range(count) for size in sorted(lengths) if size <= min(most, count - a)]
 
 
 def sizes(count: int) -> list[int]:
-    """How many of so many devices are tried together: any number up to eight, then in steps of about a quarter, and
-    all."""
-    found, size = [], 2
+    """Return how many of `count` devices are tried together: any number up to eight, then in steps of about a quarter,
+    and all of them."""
+    tried, size = [], 2
     while size < count:
-        found.append(size)
+        tried.append(size)
         size += max(1, size // 4)
-    return [*found, count] if count > 1 else []
+    return [*tried, count] if count > 1 else []
 
 
-class Ground:
-    """What does not depend on how the mini-batch is cut."""
+class PlanningContext:
+    """What is known for planning whatever the micro-batch size: the ordered devices, their kinds, times and bytes."""
 
     def __init__(
         self,
@@ -275,8 +288,8 @@ class Ground:
         self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
         self.bytes = LayerBytes(network, optimizer_slots)
 
-    def ordered(self, names: tuple[str, ...]) -> Ground:
-        """The same for the devices in another order, their kinds as they come."""
+    def ordered(self, names: tuple[str, ...]) -> PlanningContext:
+        """Return the context for the devices in another order, their kinds numbered as they come."""
         other = self.only(names)
         unique = list(dict.fromkeys(other.kinds))
         other.kinds = [unique.index(kind) for kind in other.kinds]
@@ -284,8 +297,8 @@ class Ground:
         other.ladders = self.ladders.only(unique)
         return other
 
-    def only(self, names: tuple[str, ...]) -> Ground:
-        """The same for some of the devices."""
+    def only(self, names: tuple[str, ...]) -> PlanningContext:
+        """Return the context for some of the devices."""
         part = copy(self)
         part.names, part.kinds = names, [self.kinds[self.names.index(name)] for name in names]
         return part

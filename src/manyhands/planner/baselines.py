@@ -1,4 +1,4 @@
-"""How others would plan the same training, as plans for the same executor (ASTEROID §5.1).
+"""Baselines: how other published systems would plan the same training, as plans for the same executor (ASTEROID §5.1).
 
 data parallel      every device has the whole network, samples by speed, gradients added up by all
 EDDL               the same, gradients added up by the fastest device, which sends the weights back
@@ -27,28 +27,30 @@ from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
-from manyhands.planner.ground import Batch, by_memory
+from manyhands.planner.context import Batch, by_memory
 from manyhands.planner.hybrid import batches, pipelines
 from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_micro_batches
 from manyhands.planner.task import Price, Task, fitting
 
 MOST_TRIED = 5
-"""Numbers of micro-batches that a rival's plan is simulated with."""
+"""How many numbers of micro-batches a baseline's plan is simulated with."""
 
 
 def data_parallel(task: Task, price: Price) -> Plan:
-    found = fitting("data parallel", samples, task, price).plan
-    assert found is not None
-    return found
+    plan = fitting("data parallel", samples, task, price).plan
+    assert plan is not None
+    return plan
 
 
 def eddl(task: Task, price: Price) -> Plan:
-    """The leader's port carries everybody's gradients and weights."""
+    """Return EDDL's plan. The leader's port carries the gradients and weights of all devices."""
 
-    def led(own: Task) -> Plan:
-        plan = samples(own)
+    def led(subtask: Task) -> Plan:
+        plan = samples(subtask)
         stage = plan.stages[0]
-        order = sorted(range(len(stage.devices)), key=lambda d: own.step_seconds(stage.devices[d], own.batch_size))
+        order = sorted(
+            range(len(stage.devices)), key=lambda d: subtask.step_seconds(stage.devices[d], subtask.batch_size)
+        )
         share = stage.share
         assert isinstance(share, BySamples)
         devices = tuple(stage.devices[d] for d in order)
@@ -56,9 +58,9 @@ def eddl(task: Task, price: Price) -> Plan:
         changed = msgspec.structs.replace(stage, devices=devices, share=counts, reduce="gateway")
         return msgspec.structs.replace(plan, stages=(changed,))
 
-    found = fitting("EDDL", led, task, price).plan
-    assert found is not None
-    return found
+    best = fitting("EDDL", led, task, price).plan
+    assert best is not None
+    return best
 
 
 def pipeline_parallel(task: Task, price: Price) -> Plan:
@@ -66,17 +68,18 @@ def pipeline_parallel(task: Task, price: Price) -> Plan:
 
 
 def gpipe(task: Task, price: Price) -> Plan:
-    """Cut by work alone: the devices' differences and what crosses the cuts are not looked at."""
+    """Return GPipe's plan, cut by work alone: it ignores differences between devices and the bytes that cross the
+    cuts."""
 
-    def even(own: Task) -> Plan:
-        names = by_memory(own.cluster)[: len(own.network.layers)]
-        micro_batches = usual_micro_batches(own, len(names))
-        alike = average(own).of("any")
-        size = own.batch_size // micro_batches
-        costs = [sum(alike.layer_seconds(layer, size)) for layer in range(len(own.network.layers))]
+    def even(subtask: Task) -> Plan:
+        names = by_memory(subtask.cluster)[: len(subtask.network.layers)]
+        micro_batches = usual_micro_batches(subtask, len(names))
+        alike = average(subtask).of("any")
+        size = subtask.batch_size // micro_batches
+        costs = [sum(alike.layer_seconds(layer, size)) for layer in range(len(subtask.network.layers))]
         ends = balanced_cuts([costs] * len(names))
         stages = [Stage((a, b), (name,)) for name, (a, b) in zip(names, pairwise([0, *ends]))]
-        return own.plan(stages, micro_batches)
+        return subtask.plan(stages, micro_batches)
 
     return _best_cut(task, price, even, "gpipe")
 
@@ -86,16 +89,16 @@ def pipedream(task: Task, price: Price) -> Plan:
 
 
 def dapple(task: Task, price: Price) -> Plan:
-    """Algorithm 2 over devices that are all alike and have all the memory they want."""
+    """Return DAPPLE's plan: Algorithm 2 over devices that are all equal and have unlimited memory."""
     alike, profile = _alike(task.cluster), average(task)
     names = by_memory(task.cluster)
     everywhere = Profile({device.name: profile.of("any") for device in alike.devices})
     like = Batch(1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up)
-    found = pipelines(
+    pipeline = pipelines(
         task.network, alike, everywhere, task.batch_size, micro_batches=task.micro_batches, like=like,
         may_be_alone=False,
     )[0]  # fmt: skip
-    plan = found.plan(task.network)
+    plan = pipeline.plan(task.network)
     real = dict(zip(alike.names, names))
     return msgspec.structs.replace(
         plan,
@@ -109,11 +112,12 @@ SYNCHRONOUS: dict[str, Callable[[Task, Price], Plan]] = {
     "data parallel": data_parallel, "EDDL": eddl, "pipeline parallel": pipeline_parallel, "GPipe": gpipe,
     "PipeDream": pipedream, "DAPPLE": dapple,
 }  # fmt: skip
-"""Rivals whose result is that of one device: they are candidates of our planner too."""
+"""Baselines whose result equals that of one device: they are candidates of our planner too."""
 
 
 def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str) -> Plan:
-    """A rival's plan with the number of micro-batches that simulates fastest; if none fits in memory, any."""
+    """Return a baseline's plan with the number of micro-batches that simulates fastest, or any plan if none fits in
+    memory."""
     counts = [batch.count for batch in batches(task.network, task.batch_size, Batch(1, 1), task.micro_batches)]
     usual = sorted(counts, key=lambda count: abs(count - 4 * len(task.cluster.devices)))
     best: tuple[float, Plan] | None = None
@@ -143,7 +147,7 @@ def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str
 
 
 def average(task: Task) -> Profile:
-    """The mean of all devices' times, under the name `any`."""
+    """Return the mean of all devices' times, under the name `any`."""
     profiles = [task.profile.of(name) for name in task.cluster.names]
     first = profiles[0]
     sizes = sorted({timing.samples for profile in profiles for timing in profile.ladders[0]})
@@ -159,13 +163,15 @@ def average(task: Task) -> Profile:
 
 
 def _alike(cluster: Cluster) -> Cluster:
-    """As many devices with the same ports, the slowest of all, and memory without end."""
+    """Return a cluster of as many equal devices, with the slowest ports of all and unlimited memory."""
     up = min(device.up_bytes_per_second for device in cluster.devices)
     down = min(device.down_bytes_per_second for device in cluster.devices)
-    one = msgspec.structs.replace(
+    average_device = msgspec.structs.replace(
         cluster.devices[0], host="", memory_bytes=10**18, up_bytes_per_second=up, down_bytes_per_second=down
     )
-    devices = tuple(msgspec.structs.replace(one, name=f"any{number}") for number in range(len(cluster.devices)))
+    devices = tuple(
+        msgspec.structs.replace(average_device, name=f"any{number}") for number in range(len(cluster.devices))
+    )
     return Cluster("alike", devices, cluster.link)
 
 
@@ -194,16 +200,16 @@ def _least_slowest_stage(task: Task) -> Plan:
             for i in range(1, j):
                 if cuts[i] >= best[j, m][0]:
                     continue
-                for own in range(1, min(m, size + 1)):
-                    slowest = max(best[i, m - own][0], cuts[i], stage(i, j, own))
+                for replicas in range(1, min(m, size + 1)):
+                    slowest = max(best[i, m - replicas][0], cuts[i], stage(i, j, replicas))
                     if slowest < best[j, m][0]:
-                        best[j, m] = (slowest, i, own)
+                        best[j, m] = (slowest, i, replicas)
     stages: list[tuple[int, int, int]] = []
     j, m = layers, count
     while j:
-        _, i, own = best[j, m]
-        stages.append((max(i, 0), j, own if i >= 0 else m))
-        j, m = max(i, 0), m - own
+        _, i, replicas = best[j, m]
+        stages.append((max(i, 0), j, replicas if i >= 0 else m))
+        j, m = max(i, 0), m - replicas
     made, place = [], 0
     for first, last, width in reversed(stages):
         devices = names[place : place + width]
@@ -237,12 +243,13 @@ class HetPipe:
 
     workers: tuple[VirtualWorker, ...]
     seconds: float
-    """For a whole mini-batch, with all virtual workers at work and the server's port shared."""
+    """Seconds of a whole mini-batch, with all virtual workers at work and the server's port shared."""
     bytes: int
 
 
 def hetpipe(task: Task, price_on: Callable[[Plan, Cluster], float]) -> HetPipe:
-    """The best of several ways to make groups of equal speed; each wave ends with a push and a pull of all weights.
+    """Return the best of several ways to make groups of equal speed; each wave ends with a push and a pull of all
+    weights.
 
     Virtual workers do not wait for each other, so a mini-batch takes what the server's port or the slowest of them,
     with its share, takes; staleness is not priced.
@@ -253,11 +260,11 @@ def hetpipe(task: Task, price_on: Callable[[Plan, Cluster], float]) -> HetPipe:
     for count in range(1, len(names) + 1):
         groups = [names[number::count] for number in range(count)]  # of each kind to each group, in turn
         try:
-            found = _virtual_workers(task, groups, weights, price_on)
+            grouping = _virtual_workers(task, groups, weights, price_on)
         except ManyhandsError:
             continue
-        if best is None or found.seconds < best.seconds:
-            best = found
+        if best is None or grouping.seconds < best.seconds:
+            best = grouping
     if best is None:
         raise BadPlan(f"No grouping of {len(names)} devices into virtual workers can train {task.network.name}.")
     return best
@@ -272,29 +279,30 @@ def _virtual_workers(
     for group, part in zip(groups, wanted):
         cluster = task.cluster.with_devices("group", tuple(task.cluster.device(name) for name in group))
         size = max(1, round(part / 8) * 8 if part >= 8 else round(part))
-        own = replace(task, cluster=cluster, batch_size=size, micro_batches=None)
-        plan = _best_cut(own, lambda one, at=cluster: price_on(one, at), one_each, "1f1b")  # type: ignore[misc]
+        subtask = replace(task, cluster=cluster, batch_size=size, micro_batches=None)
+        plan = _best_cut(subtask, lambda plan, at=cluster: price_on(plan, at), one_each, "1f1b")  # type: ignore[misc]
         workers.append(VirtualWorker(plan, price_on(resolve(plan, task.network, cluster), cluster), size))
-    each = max(one.seconds * part / one.samples for one, part in zip(workers, wanted))
+    each = max(worker.seconds * part / worker.samples for worker, part in zip(workers, wanted))
     moved = 2 * len(groups) * weights if len(groups) > 1 else 0
     server = task.cluster.device(task.fastest())
     port = min(server.up_bytes_per_second, server.down_bytes_per_second, task.cluster.link.bytes_per_second)
-    pipelined = sum(_crossing_bytes(one.plan, task) * part / one.samples for one, part in zip(workers, wanted))
+    pipelined = sum(_crossing_bytes(worker.plan, task) * part / worker.samples for worker, part in zip(workers, wanted))
     return HetPipe(tuple(workers), max(each, moved / 2 / port), round(moved + pipelined))
 
 
 def _crossing_bytes(plan: Plan, task: Task) -> float:
-    """What a pipeline's cuts carry for its mini-batch, both ways."""
+    """Return the bytes that a pipeline's cuts carry for its mini-batch, both ways."""
     ends = [stage.layers[1] for stage in plan.stages[:-1]]
     return sum(2 * task.network.cut_bytes(task.network.find_layer(end), plan.batch_size) for end in ends)
 
 
 def volume(plan: Plan, task: Task) -> int:
-    """Eq. 2: bytes a mini-batch moves, by all-reduces inside stages and over the cuts between them."""
+    """Return the bytes a mini-batch moves (Eq. 2): all-reduces inside stages, and transfers over the cuts between
+    them."""
     network = task.network
     total = _crossing_bytes(plan, task)
     for stage in plan.stages:
-        first, last = (network.find_layer(one) for one in stage.layers)
+        first, last = (network.find_layer(layer) for layer in stage.layers)
         trained = {
             name for layer in network.layers[first:last] for name in layer.weights if network.weights[name].trainable
         }
@@ -302,8 +310,8 @@ def volume(plan: Plan, task: Task) -> int:
     return round(total)
 
 
-def every_rival(task: Task, price: Price) -> Iterator[tuple[str, Plan | ManyhandsError]]:
-    """The synchronous rivals' plans, or why there is none."""
+def every_baseline(task: Task, price: Price) -> Iterator[tuple[str, Plan | ManyhandsError]]:
+    """Yield each synchronous baseline with its plan, or with the error that says why it has none."""
     for name, make in SYNCHRONOUS.items():
         try:
             yield name, resolve(make(task, price), task.network, task.cluster)

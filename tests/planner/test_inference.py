@@ -31,15 +31,15 @@ from manyhands.graph.capture import capture
 from manyhands.inference.replanning import replan_inference
 from manyhands.models.registry import build
 from manyhands.planner.channel_plans import channel_groups, channel_stage, compositions, dense_cuts
+from manyhands.planner.incremental import IncrementalReplanner
 from manyhands.planner.inference import INFERENCE_STRATEGIES, inference_task
 from manyhands.planner.inference_stages import balanced_pipeline, fair_samples
 from manyhands.planner.inference_tiles import tile_ends
-from manyhands.planner.mending import Mending
 from manyhands.planner.task import Task
 from manyhands.plans.inference import inference_table, plan_for, sample_seconds, stream_seconds
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import plan as make_plan
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.synchronisation import sync_points, window_exchanges
 
 GROUPS = 4
@@ -455,7 +455,7 @@ def test_what_really_travels_for_resnet50_by_tiles(resnet50: Network) -> None:
     assert found["1-D"].bytes == pytest.approx(1.8e6, rel=0.05)
 
 
-def test_rivals_cut_as_they_do_and_exchange_at_every_layer(resnet50: Network) -> None:
+def test_baselines_cut_as_they_do_and_exchange_at_every_layer(resnet50: Network) -> None:
     cluster = preset("decnn-240-20")
     for name, rows, columns in (("modnn", 4, 1), ("coates", 2, 2)):
         found = plan_for(resnet50, cluster, strategy=name)
@@ -485,7 +485,7 @@ class Heavy(nn.Module):
         return out
 
 
-def test_fully_connected_layers_of_the_rivals_are_shared_by_channels() -> None:
+def test_fully_connected_layers_of_the_baselines_are_shared_by_channels() -> None:
     network = capture(Heavy(), torch.zeros(2, 3, 16, 16), granularity="operators", name="heavy").network
     cluster = machines((0.1, 0.1), Link(1e9, 1e-5))
     found = plan_for(network, cluster, strategy="modnn")
@@ -519,8 +519,8 @@ def test_the_papers_table_3() -> None:
     assert count.bytes - 3 * 1000 * 4 <= 1.58e6
     found = plan_for(network, cluster)
     assert found.candidates[0].name.startswith("channels")
-    rivals = [one for one in found.candidates if one.name.startswith(("modnn", "coates"))]
-    assert all(sync_points(one.plan, network).points >= 17 for one in rivals if one.plan is not None)
+    baselines = [one for one in found.candidates if one.name.startswith(("modnn", "coates"))]
+    assert all(sync_points(one.plan, network).points >= 17 for one in baselines if one.plan is not None)
 
 
 # ---- When devices come and go
@@ -555,9 +555,9 @@ def test_a_mended_plan_keeps_the_number_of_channel_groups(decoupled: Network) ->
         left = cluster
         for name in gone:
             left = left.without(name)
-        mending = Mending(plan, decoupled, left, Profile(profile.devices))
-        crews = next(iter(mending.shapes()))[0]
-        found = mending.built(crews, (len(decoupled.layers),)).stages[0]
+        mending = IncrementalReplanner(plan, decoupled, left, Profile(profile.devices))
+        drafts = next(iter(mending.shapes()))[0]
+        found = mending.built(drafts, (len(decoupled.layers),)).stages[0]
         assert found.devices == left.names
         assert found.share == ByChannels(groups, *_lists(plan))
 

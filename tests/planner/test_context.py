@@ -12,7 +12,7 @@ from hand_made import chain
 from manyhands.facts.cluster import preset
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing, estimate_cluster
-from manyhands.planner.ground import Ground, Ladders, carried, orders
+from manyhands.planner.context import Ladders, PlanningContext, carried, orders
 
 
 @st.composite
@@ -64,9 +64,9 @@ def test_ladders_are_read_as_profiles_are(data: st.DataObject) -> None:
 def test_another_order_is_as_if_begun_with_it() -> None:
     network, machines = chain(5), preset("env-c")
     profile = estimate_cluster(network, machines)
-    ground = Ground(network, machines, profile, 8)
+    context = PlanningContext(network, machines, profile, 8)
     for names in orders(machines):
-        found, fresh = ground.ordered(names), Ground(network, machines, profile, 8, names=names)
+        found, fresh = context.ordered(names), PlanningContext(network, machines, profile, 8, names=names)
         assert (found.names, found.kinds, found.budgets) == (fresh.names, fresh.kinds, fresh.budgets)
         for kind in range(len(fresh.budgets)):
             assert (found.ladders.best(kind, 8) == fresh.ladders.best(kind, 8)).all()

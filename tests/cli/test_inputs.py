@@ -20,7 +20,8 @@ from manyhands.files.documents import write_document
 from manyhands.plans.local_cluster import threads_each
 from manyhands.plans.local_profiles import is_plain_local, keep_links, local_times
 from manyhands.plans.networks import capture_model, load_network
-from manyhands.plans.planning import plan, simulate
+from manyhands.plans.planning import plan
+from manyhands.plans.simulating import simulate
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.session.measuring import profile_place

@@ -14,10 +14,10 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner import rivals
+from manyhands.planner import baselines
 from manyhands.planner.task import Task
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +29,17 @@ def task_on(network: Network, machines: Cluster, batch_size: int = 32, **facts: 
     return Task(network, machines, estimate_cluster(network, machines), batch_size, **facts)  # type: ignore[arg-type]
 
 
-def price_of(task: Task) -> rivals.Price:
+def price_of(task: Task) -> baselines.Price:
     def price(plan: Plan) -> float:
         return simulate(plan, task.network, task.cluster, task.profile, keep_spans=False, within_memory=True).seconds
 
     return price
 
 
-def test_every_rival_plans_as_it_says(tiny: Network) -> None:
+def test_every_baseline_plans_as_it_says(tiny: Network) -> None:
     task = task_on(tiny, preset("env-c"), 96, batch_norm="local")
-    plans = {name: plan for name, plan in rivals.every_rival(task, price_of(task)) if isinstance(plan, Plan)}
-    assert set(plans) == set(rivals.SYNCHRONOUS)
+    plans = {name: plan for name, plan in baselines.every_baseline(task, price_of(task)) if isinstance(plan, Plan)}
+    assert set(plans) == set(baselines.SYNCHRONOUS)
     assert [len(stage.devices) for stage in plans["data parallel"].stages] == [6]
     assert plans["EDDL"].stages[0].reduce == "gateway"
     assert task.step_seconds(plans["EDDL"].stages[0].devices[0], 96) == task.step_seconds(task.fastest(), 96)
@@ -58,7 +58,7 @@ def test_pipedream_has_the_least_slowest_stage() -> None:
     network, names = chain(5, weight_elements=4000), ("a", "b", "c")
     machines = cluster(names, Link(2e6, 0.0))
     task = Task(network, machines, even_profile(network, names), 12, 4)
-    plan = resolve(rivals._least_slowest_stage(task), network, machines)
+    plan = resolve(baselines._least_slowest_stage(task), network, machines)
     size, rate = 3, 2e6
 
     def slowest(ends: tuple[int, ...], widths: tuple[int, ...]) -> float:
@@ -84,19 +84,19 @@ def test_volume_is_equation_2() -> None:
     machines = cluster(("a", "b", "c"), Link(1e9, 0.0))
     task = Task(network, machines, even_profile(network, machines.names), 8, 2)
     alone, shared, cut = 4 * 1000 * 4, 4 * 1000 * 2, network.cut_bytes(2, 8)
-    plan = rivals.data_parallel(task, price_of(task))
-    assert rivals.volume(plan, task) == 2 * 2 * alone
+    plan = baselines.data_parallel(task, price_of(task))
+    assert baselines.volume(plan, task) == 2 * 2 * alone
     from manyhands.plans.pipelines import pipeline_plan
 
     mixed = pipeline_plan(network, machines, [2], [["a", "b"], "c"], batch_size=8, micro_batches=2)
-    assert rivals.volume(mixed, task) == 2 * 1 * shared + 2 * cut
-    assert simulate(mixed, network, machines, task.profile).total_bytes == rivals.volume(mixed, task)
+    assert baselines.volume(mixed, task) == 2 * 1 * shared + 2 * cut
+    assert simulate(mixed, network, machines, task.profile).total_bytes == baselines.volume(mixed, task)
 
 
 @pytest.mark.parametrize("environment", ["env-a", "env-c", "env-d"])
-def test_ours_is_never_slower_than_a_rival(tiny: Network, environment: str) -> None:
+def test_ours_is_never_slower_than_a_baseline(tiny: Network, environment: str) -> None:
     table = compare(tiny, preset(environment), batch_size=256, batch_norm="local")
-    ours, best = table.ours, table.best_rival()
+    ours, best = table.ours, table.best_baseline()
     assert ours.runs
     assert best is not None
     assert ours.seconds <= best.seconds * (1 + 1e-9)

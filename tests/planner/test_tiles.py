@@ -19,7 +19,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.tile_plans import tile_shares
 from manyhands.planner.tiles import TilePrices, with_groups
-from manyhands.plans.planning import simulate
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.tiles import TileGeometry
 
 SLOW = Link(1e5, 1e-3)

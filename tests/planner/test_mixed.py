@@ -17,15 +17,16 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.ground import Batch, Pairs, sizes
+from manyhands.planner.context import Batch, DevicePairs, sizes
 from manyhands.planner.mixed import MOST_STAGES, Repeating, is_mixed, mixed_plans
-from manyhands.planner.refining import moved_cuts, shortened, soon
+from manyhands.planner.refining import moved_cuts, quick_price, shortened
 from manyhands.planner.strategies import CORNERS
 from manyhands.planner.task import Task
 from manyhands.planner.tile_steps import Tiling, _divided
 from manyhands.plans.networks import load_network
-from manyhands.plans.planning import Planned, simulate
+from manyhands.plans.planned import Planned
 from manyhands.plans.planning import plan as make_plan
+from manyhands.plans.simulating import simulate
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tileable import tileable_layers
 
@@ -65,12 +66,12 @@ def task_of(network: Network, cluster: Cluster, batch_size: int) -> Task:
 
 
 def every_way(search: Repeating, most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Places and crews of every plan of up to so many stages."""
+    """Places and options of every plan of up to so many stages."""
     end = len(search.positions) - 1
     for count in range(1, most + 1):
         for inside in combinations(range(1, end), count - 1):
-            for crews in product(range(len(search.crews)), repeat=count):
-                yield (0, *inside, end), crews
+            for options in product(range(len(search.options)), repeat=count):
+                yield (0, *inside, end), options
 
 
 @pytest.mark.parametrize("cluster", ["env-d", "home"])
@@ -78,19 +79,19 @@ def test_the_repeating_search_equals_exhaustive_search(tiny: Network, cluster: s
     """Without weight gradients to add up, which hide behind other stages: those are simulated."""
     search = Repeating(task_of(tiny, preset(cluster), 8), Batch(8, 1), Tiling.of(tiny))
     search.positions = [0, *numpy.linspace(1, len(tiny.layers), 4).astype(int).tolist()]
-    search.crews = [*search.crews[:2], *search.crews[-4:]]
+    search.options = [*search.options[:2], *search.options[-4:]]
     prices, moves = search._prices, search._moves
     prices.reduce[:], prices.tail[:] = 0.0, 0.0
 
-    def seconds(places: tuple[int, ...], crews: tuple[int, ...]) -> float:
-        own = sum(prices.own[crew, a, b] for crew, a, b in zip(crews, places, places[1:]))
-        return float(own + sum(moves[at, a, b] for at, a, b in zip(places[1:], crews, crews[1:])))
+    def seconds(places: tuple[int, ...], options: tuple[int, ...]) -> float:
+        own = sum(prices.own[option, a, b] for option, a, b in zip(options, places, places[1:]))
+        return float(own + sum(moves[at, a, b] for at, a, b in zip(places[1:], options, options[1:])))
 
     found = search.plans()
     for bits in ({1}, {2}, {1, 2}):
         ways = [
-            seconds(places, crews) for places, crews in every_way(search, MOST_STAGES)
-            if {search.crews[crew].bit for crew in crews} == bits
+            seconds(places, options) for places, options in every_way(search, MOST_STAGES)
+            if {search.options[option].bit for option in options} == bits
         ]  # fmt: skip
         own = [
             one for one, plan in found
@@ -238,7 +239,7 @@ def test_little_memory_and_little_energy(tiny: Network) -> None:
     joules = simulate(thrifty.plan, tiny, cluster).joules_per_sample
     assert thrifty.candidates[0].score == joules
     assert joules <= simulate(fast.plan, tiny, cluster).joules_per_sample
-    with pytest.raises(BadValue, match=r"nobody knows how much local-1, local-2 draws"):
+    with pytest.raises(BadValue, match=r"the watts of local-1, local-2 are unknown"):
         make_plan(tiny, Cluster.local(2), best="energy")
     with pytest.raises(UnknownName, match="sped"):
         make_plan(tiny, cluster, best="sped")
@@ -254,7 +255,7 @@ def test_long_rounds_are_priced_by_short_ones(tiny: Network) -> None:
         asked.append(plan.micro_batches)
         return simulate(plan, tiny, cluster).seconds
 
-    assert soon(price)(plan) == pytest.approx(price(plan), rel=0.02)
+    assert quick_price(price)(plan) == pytest.approx(price(plan), rel=0.02)
     assert asked == [8, 12, 64]
     assert shortened(plan, 100) == plan
     moved = list(moved_cuts(plan))
@@ -272,15 +273,15 @@ def test_sizes_rise_to_all(count: int) -> None:
 
 def test_pairs_are_the_clusters() -> None:
     plain = preset("home")
-    pairs = Pairs.of(plain, plain.names)
+    pairs = DevicePairs.of(plain, plain.names)
     for a, b in product(range(len(plain.names)), repeat=2):
         if a != b:
             assert pairs.rates[a, b] == plain.bytes_per_second_between(plain.names[a], plain.names[b])
             assert pairs.delays[a, b] == plain.link_between(plain.names[a], plain.names[b]).delay_seconds
     even = preset("pi3x6")
     assert not even.links
-    same = Pairs.of(even, even.names)
-    named = Pairs.of(msgspec.structs.replace(even, links=_written_out(even)), even.names)
+    same = DevicePairs.of(even, even.names)
+    named = DevicePairs.of(msgspec.structs.replace(even, links=_written_out(even)), even.names)
     apart = ~numpy.eye(6, dtype=bool)
     assert (same.rates == named.rates)[apart].all()
     assert (same.delays == named.delays)[apart].all()

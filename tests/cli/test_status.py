@@ -17,7 +17,7 @@ from rich.console import Console
 
 from manyhands.cli.live_rows import Flows, clock, event_text, memory_text, rate_text, step_text
 from manyhands.cli.moving import Moving
-from manyhands.cli.status import FAILED, run_named, status, told, worker_pid
+from manyhands.cli.status import FAILED, run_named, status, status_lines, worker_pid
 from manyhands.cli.top import Screen, top
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.observe.live import Live, LiveDevice, LiveLink, LiveStage, write_live
@@ -143,7 +143,7 @@ def test_a_run_in_a_folder_of_its_own_is_found(here: Path, capsys: pytest.Captur
 
 
 def test_status_in_words(here: Path) -> None:
-    lines = told(RunWatch(run(here / "one")).look())
+    lines = status_lines(RunWatch(run(here / "one")).look())
     assert lines[0].endswith("one: tiny, running")
     assert lines[1] == "step 42 of 100, loss 0.1234, 3,200 samples/s, 20 ms a step (predicted 18 ms), 1:15 left"
     assert "  pi-2: lost: killed by SIGKILL" in lines
@@ -229,7 +229,7 @@ def test_what_comes_from_elsewhere_is_not_obeyed(here: Path, capsys: pytest.Capt
 
 def test_words() -> None:
     assert [event_text(one) for one in EVENTS] == [
-        "started: tiny, step 0 of 100", "Worker pi-2 was lost at step 7: killed by SIGKILL.", "planned anew (light)",
+        "started: tiny, step 0 of 100", "Worker pi-2 was lost at step 7: killed by SIGKILL.", "planned again (light)",
         "going on with pi-1, pi-3 from step 6 after 0.51 s", "pi-4 joined", "checkpoint after step 40",
     ]  # fmt: skip
     assert event_text({"event": "tried", "plan": {}}) == ""
@@ -299,7 +299,7 @@ def test_the_process_of_one_worker_of_one_run(here: Path, capsys: pytest.Capture
     run(here / "runs" / "second", devices=(LiveDevice("local-1", "local", pid=4712),))
     status(str(first), pid="local-1")
     assert capsys.readouterr().out == "4711\n"
-    assert "local-1: here, process 4711" in "\n".join(told(RunWatch(first).look()))
+    assert "local-1: here, process 4711" in "\n".join(status_lines(RunWatch(first).look()))
     with pytest.raises(BadValue, match=r"local-2 is not a running process .* Its state is lost"):
         status(str(first), pid="local-2")
     with pytest.raises(UnknownName, match="local-9"):

@@ -1,0 +1,23 @@
+"""The outcome of planning: the chosen plan and its alternatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.facts.plan import Plan
+from manyhands.planner.pricing import Objective
+from manyhands.planner.task import Best, PlanCandidate
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the other candidates: the fastest first."""
+
+    plan: Plan
+    candidates: list[PlanCandidate]
+    runners_up: tuple[Plan, ...] = ()
+    """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
+    objective: Objective | None = None
+    """What a plan for inference is optimised for; candidates' seconds are those of a sample. None: training."""
+    best: Best = "throughput"
+    """What a plan for training is optimised for."""
