@@ -43,9 +43,9 @@ class Computed(float):
 
     @classmethod
     def of(cls, seconds: float, passed_seconds: float) -> Computed:
-        timings = cls(seconds)
-        timings.passed_seconds = passed_seconds
-        return timings
+        computed = cls(seconds)
+        computed.passed_seconds = passed_seconds
+        return computed
 
 
 def computing(trial: TimedTrial) -> float:
