@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_figure
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+from manyhands_bench.axes import finish_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

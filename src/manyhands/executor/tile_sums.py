@@ -427,10 +427,6 @@ class BatchNorm(Normalisation):
             follow(self.running_mean, self.running_variance, moments, self.momentum)
         return State(moments=moments)
 
-    def needs_sums(self, context: Context) -> bool:
-        """Whether it normalises by the batch at hand."""
-        return bool(self.by_batch) and (context.training or self.running_mean is None)
-
     def forward(
         self,
         inputs: Sequence[Held],

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_figure
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = {
     "mixed": "#E45756", "single": "#BBBBBB", "samples": "#4C78A8", "pipeline": "#54A24B", "tiles": "#F58518",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from manyhands.facts.network import Network
 from manyhands.facts.presets import preset
 from manyhands.plans.inference import plan_for
-from manyhands.schedule.synchronisation import SyncCount, sync_points, window_exchanges
+from manyhands.schedule.synchronisation import SyncCount, sync_points
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.infer.networks import GROUPS, Library, Subject
+from manyhands_bench.infer.window_exchanges import window_exchanges
 from manyhands_bench.papers import DECNN_TABLES_1_AND_3
 
 CLUSTER = "decnn-240-20"

@@ -20,7 +20,6 @@ from manyhands.facts.presets import preset
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.ground import Batch, Ground
 from manyhands.planner.hybrid import Search, pipelines
-from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Steps
 from manyhands.plans.networks import load_network
 from manyhands.profiler.this_machine import identify
@@ -31,6 +30,7 @@ from manyhands_bench.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.pipeline import measured
 from manyhands_bench.pipeline.exhaustive import Exhaustive
+from manyhands_bench.pipeline.offloading import offloaded
 from manyhands_bench.pipeline.studies import draw_pipeline_studies
 
 REPEATS = 5

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = ("#E45756", "#F58518", "#54A24B", "#4C78A8", "#B279A2", "#9D755D", "#72B7B2")
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from manyhands.data.order import BatchOrder
 from manyhands.data.sets import load
-from manyhands.executor.rehearsal import Rehearsal, weight_change_rates
+from manyhands.executor.rehearsal import Rehearsal
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Replay, ReplayMode
@@ -30,6 +30,7 @@ from manyhands.split.calibration import CalibrationSet
 from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.split.plots import Study, draw_lines, draw_studies
 from manyhands_bench.split.site import MODE, K
+from manyhands_bench.split.weight_changes import weight_change_rates
 
 BATCH = 32
 WIDTH = 16

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#9D755D", "#72B7B2")
 MOST_POINTS = 200

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

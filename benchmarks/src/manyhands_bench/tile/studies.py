@@ -23,7 +23,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.presets import preset
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.grouping import Costs, communication_components, cost_sweep, group_tiles, kernel_layers
+from manyhands.planner.grouping import Costs, group_tiles, kernel_layers
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.claims import ESTIMATED
@@ -40,6 +40,7 @@ from manyhands_bench.tile.plots import (
     draw_speedups,
 )
 from manyhands_bench.tile.setup import Figures, Progress, Subject, Way, square_grid
+from manyhands_bench.tile.tile_costs import communication_components, cost_sweep
 
 CLUSTER = "pi3x6"
 CLUSTER_OF_RIVALS = "decnn-880"
