@@ -25,7 +25,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.feeding import samples_of
@@ -33,6 +33,7 @@ from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.schedule.work import DeviceWork
+from tape import Loss
 
 Batch = tuple[Any, Any]
 SGD = Optimizer("SGD", lr=0.05, momentum=0.9)

@@ -32,10 +32,11 @@ from manyhands.facts.plan import ByTiles, Codec, LayerName, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Message, Part, Receive, Send
 from manyhands.schedule.work import HEADER_BYTES, packed_bits, packed_bytes
+from tape import Loss
 
 WIDTHS = (2, 4, 8, 16)
 TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

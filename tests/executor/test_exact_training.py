@@ -27,9 +27,10 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import takes_format
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
+from tape import Loss
 
 STEPS = 20
 DECAY = Optimizer("SGD", lr=0.05, momentum=0.9, weight_decay=0.1)

@@ -16,8 +16,9 @@ from manyhands.executor.loss import ShareLoss, target_names, trained_weights
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph, tree_leaves
 from manyhands.graph.piece import Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
+from tape import Loss
 
 
 def plan_of(graph: Graph, samples: int, micro_batches: int, **options: Any) -> Plan:

@@ -14,9 +14,10 @@ from manyhands.executor.segments import Segments, bounds_of, node_input
 from manyhands.executor.statistics import is_batch_norm, merged, own_moments
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import Loss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce, Step
+from tape import Loss
 
 CONTEXT = Context(seed=3, step=2)
 

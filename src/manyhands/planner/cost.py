@@ -10,7 +10,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
-from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
+from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, rounds_in
 from manyhands.schedule.tiles import TileGeometry
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
@@ -142,10 +142,6 @@ class CostModel:
             ends = [numpy.bincount(own, weights=sizes, minlength=count) for own in flow_ends(reduce)]
             found = self._moved[key] = (ends[0] + ends[1]).tolist()
         return found
-
-    def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
-        """What each pair of devices exchanges to form a sum."""
-        return pair_bytes(reduce, self.network)
 
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
         """Every round waits for the slowest link's delay."""
