@@ -17,7 +17,7 @@ from manyhands.plans.networks import load_network
 from manyhands_bench.auto import bench as whole
 from manyhands_bench.auto import lab, memory
 from manyhands_bench.auto.bench import PARTS, bench_auto
-from manyhands_bench.auto.lab import MIXED, TRIALS, Compared, Trial, worth_measuring
+from manyhands_bench.auto.lab import MIXED, TRIALS, LabTask, PlanComparison, worth_measuring
 from manyhands_bench.auto.plots import Gain, Sides, draw_gains, draw_sides
 from manyhands_bench.auto.scale import joined_layers, unequal
 from manyhands_bench.auto.scenarios import (
@@ -27,17 +27,19 @@ from manyhands_bench.auto.scenarios import (
     LINKS,
     RATES_MBIT,
     SUBJECTS,
-    Scenario,
+    PlanningScenario,
     drawn_scenarios,
 )
-from manyhands_bench.auto.simulated import Answer, bench_simulated, figures_of
-from manyhands_bench.capture.measure import Figures
+from manyhands_bench.auto.simulated import ScenarioResult, bench_simulated, figures_of
 from manyhands_bench.command import app
+from manyhands_bench.figures import Figures
 from manyhands_bench.parts import failed
 
 
-def answer(corners: tuple[float, float, float, float], seconds: float, mixed: bool, number: int = 0) -> Answer:
-    return Answer(number, "a network", dict(zip(CORNERS, corners)), seconds, mixed, "tiles x2 | single x1", 1.0, 2.0)
+def answer(corners: tuple[float, float, float, float], seconds: float, mixed: bool, number: int = 0) -> ScenarioResult:
+    return ScenarioResult(
+        number, "a network", dict(zip(CORNERS, corners)), seconds, mixed, "tiles x2 | single x1", 1.0, 2.0
+    )
 
 
 # Scenarios
@@ -73,7 +75,9 @@ def test_two_small_scenarios_are_answered_and_auto_is_never_behind_a_corner() ->
     devices = [{"name": "a", "kind": "pi4"}, {"name": "b", "kind": "pi5"}]
     link = {"rate": "1000 Mbit/s", "delay": "0.3 ms"}
     cluster = Cluster.from_dict({"name": "two", "devices": devices, "link": link})
-    tiny = [Scenario(n, "tiny", (1, 16, 16), cluster, 1000, 1.0, "alike", size) for n, size in enumerate((1, 8))]
+    tiny = [
+        PlanningScenario(n, "tiny", (1, 16, 16), cluster, 1000, 1.0, "alike", size) for n, size in enumerate((1, 8))
+    ]
     figures, found = bench_simulated(tiny, lambda text: None, at_once=1)
     assert figures["profile_machine"] == "estimated from the device catalogue"
     assert [one.number for one in found] == [0, 1]
@@ -122,7 +126,7 @@ def test_corners_far_from_the_best_are_not_measured() -> None:
 def test_the_corner_to_beat_is_the_fastest_as_measured() -> None:
     predicted = {MIXED: 1.0, "tiles": 2.0, "single": 2.2}
     blocks = {MIXED: [1.0, 2.0, 1.25], "tiles": [3.0], "single": [2.0, 3.0, 2.5]}
-    one = Compared(TRIALS[0], 1.0, False, {}, predicted, blocks)
+    one = PlanComparison(TRIALS[0], 1.0, False, {}, predicted, blocks)
     assert one.best_corner == "single"
     assert one.gain == 2.0, "the median of ratios, block by block"
     assert one.predicted_gain == 2.2
@@ -161,14 +165,14 @@ def test_the_lab_has_three_trials_of_unequal_or_equal_devices_the_catalogue_know
 
 
 def test_a_trial_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compared(trial: Trial, name: str, extent: object, say: object) -> Compared:
+    def compared(trial: LabTask, name: str, extent: object, say: object) -> PlanComparison:
         if trial is TRIALS[0]:
             raise OutOfMemory("d1 is full.")
-        return Compared(trial, 2.0, False, {}, {MIXED: 1.0, "tiles": 1.5}, {MIXED: [1.0], "tiles": [1.4]})
+        return PlanComparison(trial, 2.0, False, {}, {MIXED: 1.0, "tiles": 1.5}, {MIXED: [1.0], "tiles": [1.4]})
 
     monkeypatch.setattr(lab, "_compared", compared)
     monkeypatch.setattr(lab, "_text", lambda one: "told")
-    figures, found = lab.bench_lab(lab.Extent(), lambda text: None)
+    figures, found = lab.bench_lab(lab.AutoLabExtent(), lambda text: None)
     assert len(found) == len(TRIALS) - 1
     assert figures["lab_gain_min"] == pytest.approx(1.4)
     assert "d1 is full." in str(figures["lab_1_failed"])
@@ -177,7 +181,7 @@ def test_a_trial_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Mon
 
 def test_without_a_lab_segmentation_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "missing", lambda: "you are not root.")
-    assert "not root" in str(memory.bench_memory(memory.Extent(), lambda text: None)["unet_skipped"])
+    assert "not root" in str(memory.bench_memory(memory.MemoryExtent(), lambda text: None)["unet_skipped"])
 
 
 def test_parts_that_fail_are_told_and_figures_are_flat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from manyhands_bench.capture import measure as bench
 
 
 def test_the_figures_are_flat_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = bench.Setting("tiny", 2)
+    tiny = bench.CaptureSetting("tiny", 2)
     monkeypatch.setattr(bench, "OVERHEAD", (tiny,))
     monkeypatch.setattr(bench, "KERNEL_GAIN", tiny)
     monkeypatch.setattr(bench, "KERNELS", (tiny,))

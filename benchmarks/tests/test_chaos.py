@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from manyhands.lab.spaces import missing
-from manyhands_bench.capture.measure import Figures
 from manyhands_bench.chaos import draw, place
 from manyhands_bench.chaos.bench import ChaosOptions, bench_chaos
 from manyhands_bench.chaos.draw import KINDS, SHARES, scenario
 from manyhands_bench.chaos.summary import MOST_DIFFERENCE
+from manyhands_bench.figures import Figures
 
 SEED = 0
 """Three devices that share samples."""

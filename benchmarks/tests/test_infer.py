@@ -22,11 +22,11 @@ from manyhands_bench.command import app
 from manyhands_bench.everything import this_host
 from manyhands_bench.infer import bench as whole
 from manyhands_bench.infer import lab
-from manyhands_bench.infer.accuracy import Accuracy, Way
+from manyhands_bench.infer.accuracy import Accuracy, DecoupledVariant
 from manyhands_bench.infer.bench import PARTS, bench_infer, scope_of
 from manyhands_bench.infer.drawn import draw_lab, draw_memory, draw_scores, draw_simulated
-from manyhands_bench.infer.lab import Extent, Measured, bench_lab, lab_figures, lab_of
-from manyhands_bench.infer.networks import GROUPS, RESNET50, Known, Library, Subject, half_graph
+from manyhands_bench.infer.lab import InferLabExtent, MeasuredMethod, bench_lab, lab_figures, lab_of
+from manyhands_bench.infer.networks import GROUPS, RESNET50, DecnnNetwork, Library, ProfiledNetwork, half_graph
 from manyhands_bench.infer.simulated import (
     ALL,
     ALONE,
@@ -40,8 +40,8 @@ from manyhands_bench.infer.simulated import (
     TILED,
     WEAK,
     Case,
+    MethodSeconds,
     Simulated,
-    Timed,
     ahead_of,
     bench_simulated,
     devices_of,
@@ -50,23 +50,29 @@ from manyhands_bench.infer.site import WARM_UPS, Ran, interleaved
 from manyhands_bench.infer.sync import bench_sync
 from manyhands_bench.parts import KEPT, failed
 
-TINY = Subject("tiny", 1.5, (1, 16, 16), paper_seconds=0.3)
-SLOW = {ONE: Timed(1.0, 1.0), ALONE: Timed(0.5, 0.5)}
+TINY = DecnnNetwork("tiny", 1.5, (1, 16, 16), paper_seconds=0.3)
+SLOW = {ONE: MethodSeconds(1.0, 1.0), ALONE: MethodSeconds(0.5, 0.5)}
 """One device, which is no rival."""
 
 
-def methods(rival: float, both: float, every: float) -> dict[str, Timed]:
+def methods(rival: float, both: float, every: float) -> dict[str, MethodSeconds]:
     """Rivals as fast as told, one of them a little faster than the others."""
-    tiled = {name: Timed(rival + 0.1, rival + 0.2) for name in TILED}
-    return {**SLOW, **tiled, COATES: Timed(rival, rival), BOTH: Timed(both, both), ALL: Timed(2 * every, every)}
+    tiled = {name: MethodSeconds(rival + 0.1, rival + 0.2) for name in TILED}
+    return {
+        **SLOW,
+        **tiled,
+        COATES: MethodSeconds(rival, rival),
+        BOTH: MethodSeconds(both, both),
+        ALL: MethodSeconds(2 * every, every),
+    }
 
 
 class HandMade(Library):
     """Networks that are captured but not measured: every layer takes a hundredth of a second."""
 
-    def known(self, subject: Subject, *, decoupled: bool) -> Known:
+    def known(self, subject: DecnnNetwork, *, decoupled: bool) -> ProfiledNetwork:
         network = self.graph(subject, decoupled=decoupled).network
-        return Known(network, even_profile(network, ["one"]).of("one"))
+        return ProfiledNetwork(network, even_profile(network, ["one"]).of("one"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def library() -> Library:
 def test_ours_is_compared_with_the_best_rival() -> None:
     own = methods(rival=0.3, both=0.2, every=0.1)
     assert ahead_of(own) == pytest.approx((1.5, 3.0))
-    own[MODNN_DECOUPLED] = Timed(0.1, 0.05)
+    own[MODNN_DECOUPLED] = MethodSeconds(0.1, 0.05)
     assert ahead_of(own) == pytest.approx((0.5, 0.5))
     assert ahead_of(own, (ONE,)) == pytest.approx((5.0, 10.0))
 
@@ -117,9 +123,9 @@ def test_a_sample_is_inside_from_the_first_device_to_the_last() -> None:
     assert ran.peak_bytes == 8
 
 
-def measured(seconds: float, predicted: float, latency: float | None = None) -> Measured:
+def measured(seconds: float, predicted: float, latency: float | None = None) -> MeasuredMethod:
     inside = seconds if latency is None else latency
-    return Measured(Timed(predicted, predicted), inside, seconds + 0.01, seconds)
+    return MeasuredMethod(MethodSeconds(predicted, predicted), inside, seconds + 0.01, seconds)
 
 
 def test_the_lab_says_how_far_off_the_simulation_was() -> None:
@@ -210,7 +216,7 @@ def test_the_drawn_networks_answer_with_numbers(library: Library) -> None:
 
 
 def test_a_bare_half_is_half_of_the_network_and_exchanges_nothing(library: Library) -> None:
-    subject = Subject("resnet18", 1.5, (3, 64, 64))
+    subject = DecnnNetwork("resnet18", 1.5, (3, 64, 64))
     whole, half = library.graph(subject, decoupled=True).network, half_graph(subject).network
     convolutions = [[op.macs for op in network.ops if "conv" in op.target] for network in (whole, half)]
     assert sorted(convolutions[0]) == sorted(2 * macs for macs in convolutions[1])
@@ -234,7 +240,7 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
 
 def test_where_there_can_be_no_lab_that_is_said(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     monkeypatch.setattr(lab, "missing", lambda: "only root may do that")
-    assert bench_lab(library, TINY, Extent((SCALING,), 3, 3, 0.1), lambda text: None) == (
+    assert bench_lab(library, TINY, InferLabExtent((SCALING,), 3, 3, 0.1), lambda text: None) == (
         {"lab_skipped": "only root may do that"}, {},
     )  # fmt: skip
 
@@ -246,7 +252,7 @@ def test_without_pictures_nothing_is_trained(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(bench: whole.Bench) -> Mapping[str, str]:
+    def broken(bench: whole.InferBench) -> Mapping[str, str]:
         raise BadPlan("It does not fit.", hint="Take fewer.")
 
     monkeypatch.setattr(whole, "PARTS", {**PARTS, "sync": broken, "memory": lambda bench: {"memory_reduction_4": 0.7}})
@@ -265,7 +271,10 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     tables = {"net": {pair: methods(0.3, 0.2, 0.1) for pair in PAIRS}}
     found = Simulated(tables, {"net": methods(0.5, 0.4, 0.3)}, {}, 7.0)  # type: ignore[arg-type]
     own = {name: measured(0.4, 0.5) for name in TILED} | {BOTH: measured(0.2, 0.2), ALL: measured(0.1, 0.2, math.nan)}
-    ways = (Way(), *(Way(widen, shuffles) for widen in (1.0, 1.5) for shuffles in (0, 3, "all")))
+    ways = (
+        DecoupledVariant(),
+        *(DecoupledVariant(widen, shuffles) for widen in (1.0, 1.5) for shuffles in (0, 3, "all")),
+    )
     rows = {str(way): [0.8 + 0.01 * place, 0.82] for place, way in enumerate(ways)}
     drawn = [
         *draw_simulated(found, tmp_path),

@@ -18,12 +18,17 @@ from manyhands.lab.lab import labs
 from manyhands.models.registry import build, example_batch
 from manyhands.profiler.kernels import Choice
 from manyhands_bench.pipeline import measured as bench
-from manyhands_bench.pipeline.measured import critical_path, plan_text, shared_out, splits, summary
-from manyhands_bench.pipeline.torch_pipeline import BareRound, Setting, TorchGroup, Way, units_of
+from manyhands_bench.pipeline.measured import summary
+from manyhands_bench.pipeline.ours import plan_text
+from manyhands_bench.pipeline.overhead import critical_path
+from manyhands_bench.pipeline.torch_group import TorchGroup
+from manyhands_bench.pipeline.torch_pipeline import units_of
+from manyhands_bench.pipeline.torch_setting import BareRound, TorchSetting, TorchVariant
+from manyhands_bench.pipeline.torch_tuning import shared_out, splits
 
 pytestmark = pytest.mark.xdist_group("bench_pipeline")
 
-TINY = Setting("mobilenetv2", (3, 64, 64), 4, 2)
+TINY = TorchSetting("mobilenetv2", (3, 64, 64), 4, 2)
 UNITS = 34
 
 
@@ -92,7 +97,7 @@ def test_summary_takes_the_worse() -> None:
 
 def test_a_prediction_is_compared_with_the_blocks_that_follow_it() -> None:
     plan = two_stages(4)
-    compared = bench.Compared(plan, [(plan, 0.1)], plan, bench.Tuned({}, {}), Choice())
+    compared = bench.TorchComparison(plan, [(plan, 0.1)], plan, bench.Tuned({}, {}), Choice())
     compared.ours = [1.0, 1.0, 1.0, 2.0, 2.2, 1.8, 1.0]
     compared.predictions = {0: 1.1, 3: 2.2, 6: 5.0}
     assert compared.prediction_error == pytest.approx(0.1)
@@ -130,8 +135,8 @@ def test_no_lab_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_torch_runs_every_way_and_is_named_when_it_dies() -> None:
-    pipelines = [Way("1f1b", (0, 1), (0, 20, UNITS), 2), Way("gpipe", (0, 1), (0, 9, UNITS), 2)]
-    ways = [Way("ddp", (0, 1), shares=(3, 1)), *pipelines]
+    pipelines = [TorchVariant("1f1b", (0, 1), (0, 20, UNITS), 2), TorchVariant("gpipe", (0, 1), (0, 9, UNITS), 2)]
+    ways = [TorchVariant("ddp", (0, 1), shares=(3, 1)), *pipelines]
     ways += [replace(way, channels_last=True) for way in ways]
     with TorchGroup(TINY, [(), ()], cores=sorted(os.sched_getaffinity(0))[:1] * 2) as group:
         for way in ways:
@@ -155,18 +160,18 @@ def test_torch_runs_every_way_and_is_named_when_it_dies() -> None:
 
 @pytest.mark.slow
 def test_torch_says_what_it_cannot_do() -> None:
-    setting = Setting("mobilenetv2", (3, 64, 64), 4, 1)
+    setting = TorchSetting("mobilenetv2", (3, 64, 64), 4, 1)
     with (
         TorchGroup(setting, [()]) as group,
         pytest.raises(ManyhandsError, match=r"Torch rank 0 could not run Schedule1F1B.*: \w+: "),
     ):
-        group.run(Way("1f1b", (0,), (0, 0), 1), 1)  # a stage of nothing
+        group.run(TorchVariant("1f1b", (0,), (0, 0), 1), 1)  # a stage of nothing
 
 
 @pytest.mark.slow
 def test_torch_that_does_not_start_is_named() -> None:
     with pytest.raises(ManyhandsError, match="Torch rank 0 ended"):
-        TorchGroup(Setting("nothing", (3, 64, 64), 4, 1), [()])
+        TorchGroup(TorchSetting("nothing", (3, 64, 64), 4, 1), [()])
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from manyhands_bench.claims import CLAIMS, Aim, Claim, shown
 from manyhands_bench.command import app
 from manyhands_bench.everything import WORDS, measured, run_all, this_host
 from manyhands_bench.papers import HEADLINES, PAPERS
-from manyhands_bench.results import Host, Result, Shelf, read_results, result_path, write_result
+from manyhands_bench.results import Host, Result, StoredResults, read_results, result_path, write_result
 from manyhands_bench.results_page import BEGIN, END, page_text, short_table, with_table, write_page
 
 SMALL = Host("Intel(R) Xeon(R) CPU @ 2.00GHz", 2, "x86_64", 8 * 10**9, "", "Linux 6.1")
@@ -52,7 +52,7 @@ def test_a_result_in_another_machines_folder_is_refused(tmp_path: Path) -> None:
 
 def test_an_empty_folder_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="manyhands bench all"):
-        Shelf.of(tmp_path)
+        StoredResults.of(tmp_path)
 
 
 # Running
@@ -151,7 +151,7 @@ def test_claims_name_headlines_and_every_headline_is_shown() -> None:
 def test_machines_stand_side_by_side_and_simulated_is_said(tmp_path: Path) -> None:
     write_result(tmp_path, result("tile", memory_ratio_24=8.25, efficiency_vs_limit_2=0.8, grouping_gain_slow=1.6))
     write_result(tmp_path, result("tile", LARGE, memory_ratio_24=7.5, efficiency_vs_limit_2=0.97))
-    text = page_text(Shelf.of(tmp_path), [])
+    text = page_text(StoredResults.of(tmp_path), [])
     row = next(line for line in text.splitlines() if "fullest of 24 tiles" in line and "Fig. 6.2" in line)
     assert "| 8.25x | 7.5x | measured | `manyhands bench tile`, 2026-01-02 |" in row
     slow = next(line for line in text.splitlines() if "2 Mbit/s" in line and "Fig. 6.3" in line)
@@ -168,7 +168,7 @@ def test_simulated_figures_say_whose_profile_they_rest_on(tmp_path: Path) -> Non
             tmp_path, result("infer", host, **{"worst_vs_rivals": 1.5, "speedup_latency_resnet50_880_0.15": 4})
         )
     write_result(tmp_path, result("auto", gain_geomean=1.1, gain_min=1.0))
-    shelf = Shelf.of(tmp_path)
+    shelf = StoredResults.of(tmp_path)
     lines = page_text(shelf, []).splitlines()
     worst = next(line for line in lines if "`worst_vs_rivals`" in line)
     assert "| simulated, profile of intel-xeon-2-cores, neoverse-n1-16-cores |" in worst
@@ -190,7 +190,7 @@ def test_quick_looks_and_failures_do_not_count(tmp_path: Path) -> None:
     write_result(tmp_path, result("core", dp_vs_ddp=0.99))
     broken = msgspec.structs.replace(result("split"), state="failed", reason="no link")
     write_result(tmp_path, broken)
-    text = page_text(Shelf.of(tmp_path), [])
+    text = page_text(StoredResults.of(tmp_path), [])
     assert "77x" not in text
     assert "a quick look, not counted" in text
     assert "failed. no link" in text
@@ -199,7 +199,7 @@ def test_quick_looks_and_failures_do_not_count(tmp_path: Path) -> None:
 def test_aims_of_one_architecture_are_judged_there_only(tmp_path: Path) -> None:
     write_result(tmp_path, result("capture", kernel_choice_gain=1.1))
     write_result(tmp_path, result("capture", LARGE, kernel_choice_gain=1.2))
-    text = page_text(Shelf.of(tmp_path), [])
+    text = page_text(StoredResults.of(tmp_path), [])
     assert "| ≥ 1.3x on aarch64 | 1.1x | 1.2x **missed** |" in text
 
 
@@ -285,10 +285,10 @@ def test_the_page_is_what_the_stored_results_give() -> None:
     text = page.read_text()
     named = re.findall(r"\]\((pictures/results-[\w-]+\.png)\)", text)
     assert sorted(named) == [f"pictures/{path.name}" for path in pictures]
-    assert text == page_text(Shelf.of(out), named)
+    assert text == page_text(StoredResults.of(out), named)
     readme = (ROOT / "README.md").read_text()
     assert BEGIN in readme
-    assert with_table(readme, short_table(Shelf.of(out))) == readme
+    assert with_table(readme, short_table(StoredResults.of(out))) == readme
 
 
 def test_stored_results_are_in_their_envelopes() -> None:

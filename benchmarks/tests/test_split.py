@@ -17,7 +17,7 @@ from manyhands.split.job import SplitResult
 from manyhands_bench.command import app
 from manyhands_bench.split.bench import bench_split
 from manyhands_bench.split.plots import Course, Study, draw_course, draw_lines, draw_studies
-from manyhands_bench.split.site import Round, Timed, mean_rates, rounds_of
+from manyhands_bench.split.site import Round, TimedSplit, mean_rates, rounds_of
 from manyhands_bench.split.traces import (
     ALONE,
     BESIDE,
@@ -47,14 +47,14 @@ def profile() -> SplitProfile:
     return SplitProfile(network="n", fingerprint="f", batch_size=8, cuts=cuts, layer_bytes=(1.0, 1.0))
 
 
-def timed(rounds: list[Round], mode: str = "window", deployment: Deployment | None = None, **own: Any) -> Timed:
+def timed(rounds: list[Round], mode: str = "window", deployment: Deployment | None = None, **own: Any) -> TimedSplit:
     result = object.__new__(SplitResult)
     result.split, result.deployment = profile(), deployment or Deployment(1, 5, 32)
     result.changes = own.pop("changes", [])
-    return Timed(sum(one.steps for one in rounds), rounds, result, mode)
+    return TimedSplit(sum(one.steps for one in rounds), rounds, result, mode)
 
 
-def steady(seconds: float, steps: int, **own: Any) -> Timed:
+def steady(seconds: float, steps: int, **own: Any) -> TimedSplit:
     return timed([Round(0.0, seconds, 0, steps)], **own)
 
 

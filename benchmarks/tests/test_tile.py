@@ -15,15 +15,15 @@ from manyhands.simulator.simulate import simulate
 from manyhands_bench.tile.bench import bench_speed, bench_tile
 from manyhands_bench.tile.groups import bench_bytes, bench_groups, gains
 from manyhands_bench.tile.memory import PARTS, bare_import_bytes, bench_memory, resident_peaks
-from manyhands_bench.tile.setup import Subject, Way, square_grid, usable, workers
+from manyhands_bench.tile.setup import TiledNetwork, TileVariant, square_grid, usable, workers
 from manyhands_bench.tile.studies import Pis, draw_studies
 
 pytestmark = pytest.mark.xdist_group("bench_tile")
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject.of((3, 96, 96))
+def subject() -> TiledNetwork:
+    return TiledNetwork.of((3, 96, 96))
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_more_workers_than_cores_are_refused() -> None:
         bench_tile(4096)
 
 
-def test_bytes_are_the_plans(subject: Subject, session: Session) -> None:
-    figures = bench_bytes(subject, session, [Way((2, 1)), Way((2, 1), beside_sums=True)], quiet)
+def test_bytes_are_the_plans(subject: TiledNetwork, session: Session) -> None:
+    figures = bench_bytes(subject, session, [TileVariant((2, 1)), TileVariant((2, 1), beside_sums=True)], quiet)
     assert figures["bytes_match"] == 1
     assert figures["bytes_per_step"] == figures["bytes_per_step_planned"]
     weights = [w for w in subject.graph.network.weights.values() if w.trainable]
@@ -71,7 +71,7 @@ def test_bytes_are_the_plans(subject: Subject, session: Session) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
 @pytest.mark.slow
-def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
+def test_speed_figures_fit_together(subject: TiledNetwork, session: Session) -> None:
     figures = bench_speed(subject, session, 1, 1, quiet)
     assert figures["efficiency_vs_limit_2"] == figures["speedup_2"] / figures["limit_2"]  # type: ignore[operator]
     ways = [f"speedup_2_grid_{grid}{where}" for grid in ("2x1", "1x2") for where in ("", "_beside_sums")]
@@ -80,7 +80,7 @@ def test_speed_figures_fit_together(subject: Subject, session: Session) -> None:
 
 
 @pytest.mark.slow
-def test_groupings_are_compared_with_both_extremes(subject: Subject, session: Session) -> None:
+def test_groupings_are_compared_with_both_extremes(subject: TiledNetwork, session: Session) -> None:
     figures = bench_groups(subject, session, (2, 1), 1, 1, 1, quiet)
     for link in ("fast", "slow"):
         over_one, over_every = (float(figures[f"grouping_gain_{link}_over_{x}"]) for x in ("one_group", "every_layer"))
@@ -95,7 +95,7 @@ def test_an_extreme_counts_in_its_faster_way() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_told_by_part(subject: Subject) -> None:
+def test_memory_is_told_by_part(subject: TiledNetwork) -> None:
     figures = bench_memory(subject, True, quiet)
     for tiles in (1, 2, 4):
         parts = sum(int(figures[f"memory_{part}_bytes_{tiles}"]) for part in PARTS)
@@ -103,7 +103,7 @@ def test_memory_is_told_by_part(subject: Subject) -> None:
     assert float(figures["memory_ratio_4_without_weights"]) > float(figures["memory_ratio_2_without_weights"]) > 1.5
 
 
-def test_resident_memory_is_more_than_torch(subject: Subject, session: Session) -> None:
+def test_resident_memory_is_more_than_torch(subject: TiledNetwork, session: Session) -> None:
     plan = subject.single(session.cluster.names[0])
     peaks = resident_peaks(subject, session, plan, 1)
     assert list(peaks) == [session.cluster.names[0]]
@@ -111,7 +111,7 @@ def test_resident_memory_is_more_than_torch(subject: Subject, session: Session) 
 
 
 @pytest.mark.slow
-def test_studies_are_drawn(subject: Subject, tmp_path: Path) -> None:
+def test_studies_are_drawn(subject: TiledNetwork, tmp_path: Path) -> None:
     figures = draw_studies(subject, tmp_path / "out", True, quiet)
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["fig_5_2c.png", "fig_5_2de.png", "fig_6_1.png", "fig_6_3.png", "fig_6_4.png", "fig_6_6.png"]
@@ -120,7 +120,7 @@ def test_studies_are_drawn(subject: Subject, tmp_path: Path) -> None:
     assert alone > shared
 
 
-def test_rivals_share_a_batch_by_samples_and_by_layers(subject: Subject) -> None:
+def test_rivals_share_a_batch_by_samples_and_by_layers(subject: TiledNetwork) -> None:
     pis = Pis(subject, 2, 2)
     names = pis.cluster.names
     assert subject.by_samples(names, 2).devices == names[:2]
@@ -132,7 +132,7 @@ def test_rivals_share_a_batch_by_samples_and_by_layers(subject: Subject) -> None
     }  # fmt: skip
 
 
-def test_one_sample_keeps_one_core_busy_unless_it_is_cut(subject: Subject) -> None:
+def test_one_sample_keeps_one_core_busy_unless_it_is_cut(subject: TiledNetwork) -> None:
     pis = Pis(subject, 2, 2)
     found = {name: simulate(plan, pis.network, pis.cluster, keep_spans=False) for name, plan in pis.ways(1).items()}
     busy = {name: max(device.busy_seconds for device in one.devices.values()) for name, one in found.items()}
@@ -140,6 +140,6 @@ def test_one_sample_keeps_one_core_busy_unless_it_is_cut(subject: Subject) -> No
     assert found["layer partition"].seconds > 2 * busy["layer partition"]
 
 
-def test_slots_of_one_device_share_its_port(subject: Subject) -> None:
+def test_slots_of_one_device_share_its_port(subject: TiledNetwork) -> None:
     pis = Pis(subject, 2, 2)
     assert [device.host_name for device in pis.cluster.devices] == ["pi3-1", "pi3-1", "pi3-2", "pi3-2"]

@@ -11,13 +11,12 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.options import Json
+from manyhands_bench.figures import Figures, Progress
 
 app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
 
 LINE_SECONDS = 5.0
 """Between two lines of progress where there is no terminal."""
-Figures = dict[str, float | int | str]
-Say = Callable[[str], None]
 Quick = Annotated[bool, typer.Option("--quick", help="A look in a few minutes, less of all; the figures do not count.")]
 Full = Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")]
 Pictures = Annotated[
@@ -197,7 +196,7 @@ def split(
     """
     from manyhands_bench.split.bench import bench_split
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
 
     _measure("split", measured, quick, json, draws=True)
@@ -226,7 +225,7 @@ def infer(
     """
     from manyhands_bench.infer.bench import bench_infer
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_infer(
             quick=quick, full=full, only=only or (), compute=compute, pictures=pictures, out=out,
             on_progress=_lines(say),
@@ -256,7 +255,7 @@ def auto(
     """
     from manyhands_bench.auto.bench import bench_auto
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
 
     _measure("auto", measured, quick, json, draws=True)
@@ -318,7 +317,7 @@ def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:
 
 
 def _measure(
-    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False,
+    name: str, measured: Callable[[Progress], Figures], quick: bool, json: bool, *, draws: bool = False,
     then: Callable[[Figures], None] = lambda figures: None,
 ) -> None:  # fmt: skip
     """Measure, print; a part that went wrong is an error of the command, after all figures are out. `draws`: what that
@@ -338,7 +337,7 @@ def _measure(
         raise typer.Exit(1)
 
 
-def _lines(say: Say) -> Say:
+def _lines(say: Progress) -> Progress:
     """Without a terminal, what is being done now and then as a line on standard error."""
     begin = last = time.monotonic()
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ import psutil
 from manyhands.facts.errors import unknown
 from manyhands.facts.version import __version__
 from manyhands.runtime.processes import end_with
+from manyhands_bench.figures import Progress
 from manyhands_bench.results import Host, Result, write_result
 
 WORDS = {
@@ -46,7 +47,6 @@ END_SECONDS = 30.0
 _PROGRESS = re.compile(r"\s*\d+ s  ")
 _FAILED = re.compile(r"(?m)^(\w+_failed): (.*)$")
 _LONGEST_REASON = 500
-Say = Callable[[str], None]
 
 
 def check_names(only: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def check_names(only: Sequence[str]) -> None:
             raise unknown("bench", name, WORDS)
 
 
-def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Say) -> list[str]:
+def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Progress) -> list[str]:
     """Measure, keep, go on; the names of those that failed, or of which a part did."""
     check_names(only)
     host, failed = this_host(), []
@@ -92,7 +92,7 @@ def _words(name: str, quick: bool) -> str:
 # One bench
 
 
-def measured(name: str, host: Host, *, quick: bool, say: Say, limit_seconds: float = LIMIT_SECONDS) -> Result:
+def measured(name: str, host: Host, *, quick: bool, say: Progress, limit_seconds: float = LIMIT_SECONDS) -> Result:
     """A bench run by a process of its own; whatever becomes of it is a result."""
     command = [sys.executable, "-P", "-m", "manyhands", *_words(name, quick).split()[1:]]
     date, begin, load = _now(), time.monotonic(), os.getloadavg()[0]
@@ -110,7 +110,7 @@ def measured(name: str, host: Host, *, quick: bool, say: Say, limit_seconds: flo
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessOutcome:
     """What a process printed, and how it ended; None: not within its limit."""
 
     printed: str
@@ -119,7 +119,7 @@ class Ended:
     limit_seconds: float
 
 
-def _ran(command: Sequence[str], say: Say, limit_seconds: float) -> Ended:
+def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> ProcessOutcome:
     """Run it to its end or its limit; what it says of its progress is told, the rest is kept."""
     kept: list[str] = []
     with _process(command) as process:
@@ -134,7 +134,7 @@ def _ran(command: Sequence[str], say: Say, limit_seconds: float) -> Ended:
             code = process.wait(limit_seconds)
     for thread in (listening, reading):
         thread.join(END_SECONDS)
-    return Ended("".join(printed), "".join(kept), code, limit_seconds)
+    return ProcessOutcome("".join(printed), "".join(kept), code, limit_seconds)
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def _listen(stream: IO[str], kept: list[str], say: Say) -> None:
+def _listen(stream: IO[str], kept: list[str], say: Progress) -> None:
     for line in stream:
         if _PROGRESS.match(line):
             say(line.strip())
@@ -165,7 +165,7 @@ def _listen(stream: IO[str], kept: list[str], say: Say) -> None:
             kept.append(line)
 
 
-def _figures(ended: Ended) -> tuple[dict[str, float | int | None] | None, str]:
+def _figures(ended: ProcessOutcome) -> tuple[dict[str, float | int | None] | None, str]:
     """The figures, if it printed them, and what went wrong."""
     if ended.code is None:
         return None, f"It had not ended after {ended.limit_seconds:g} s."

@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import psutil
 
@@ -20,9 +19,8 @@ from manyhands.lab.lab import Lab, labs, take_down
 from manyhands.lab.spaces import Spaces, has_netem
 from manyhands.profiler.this_machine import identify
 from manyhands.session.lab_session import check_possible
+from manyhands_bench.figures import Figures, Progress
 
-Figures = dict[str, float | int | str]
-Say = Callable[[str], None]
 RATES_MBIT = (0.05, 0.5, 5, 50, 100, 480, 1000)
 DELAYS_MS = (1, 2, 5, 10, 20, 40)
 SHARES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -51,7 +49,7 @@ def _pair(delay_seconds: float, rate: float = math.inf) -> Played:
     return Played(1.0, 1, Cluster(_NAME, devices, Link(math.inf, delay_seconds)), seats)
 
 
-def bench_lab(quick: bool, say: Say) -> Figures:
+def bench_lab(quick: bool, say: Progress) -> Figures:
     """Return every figure of `manyhands bench lab`."""
     check_possible()
     figures: Figures = {
@@ -69,7 +67,7 @@ def bench_lab(quick: bool, say: Say) -> Figures:
     return figures
 
 
-def _rates(rates: tuple[float, ...], say: Say) -> Figures:
+def _rates(rates: tuple[float, ...], say: Progress) -> Figures:
     """Both ways between two devices, at 0 ms (through the bridge) and at 1 ms (through the switch, without netem)."""
     figures: Figures = {}
     worst = 0.0
@@ -90,7 +88,7 @@ def _rates(rates: tuple[float, ...], say: Say) -> Figures:
     return {"rate_error": worst, **figures}
 
 
-def _delays(delays: tuple[float, ...], say: Say) -> Figures:
+def _delays(delays: tuple[float, ...], say: Progress) -> Figures:
     """Half the round trip of small datagrams, idle and with every core busy."""
     figures: Figures = {}
     worst = 0.0
@@ -114,7 +112,7 @@ def _delays(delays: tuple[float, ...], say: Say) -> Figures:
     return {"delay_error": worst, "delay_error_busy": busiest, **figures}
 
 
-def _shares(wanted: tuple[float, ...], say: Say) -> Figures:
+def _shares(wanted: tuple[float, ...], say: Progress) -> Figures:
     figures: Figures = {}
     worst = 0.0
     with Lab.up(_pair(0.0), _NAME, owned=True) as lab:
@@ -127,14 +125,14 @@ def _shares(wanted: tuple[float, ...], say: Say) -> Figures:
     return {"cpu_error": worst, **figures}
 
 
-def _memory(say: Say) -> Figures:
+def _memory(say: Progress) -> Figures:
     say("memory")
     with Lab.up(_pair(0.0), _NAME, owned=True) as lab:
         killed_at = measure.memory_at_death(lab, "a")
     return {"memory_error": abs(killed_at - _MEMORY_BYTES) / _MEMORY_BYTES if killed_at is not None else math.inf}
 
 
-def _up_down(repeats: int, say: Say) -> Figures:
+def _up_down(repeats: int, say: Progress) -> Figures:
     """Six devices with delays and limits, from nothing to nothing."""
     played = play(
         LabCluster(preset("pi3x6")), core_gflops=100.0, cores=sorted(os.sched_getaffinity(0))
@@ -159,7 +157,7 @@ time.sleep(600)
 """
 
 
-def _leftovers(say: Say) -> Figures:
+def _leftovers(say: Progress) -> Figures:
     """What remains after `down`, after the owner was killed, and after a later `down` where nobody owned it."""
     say("leftovers")
     left = len(_remains())

@@ -9,19 +9,19 @@ from manyhands_bench.papers import ASTEROID_TABLE_4
 from manyhands_bench.result_plots import (
     LEAST_PART,
     MOST_PART,
+    AimReached,
     Beside,
-    Lines,
-    Reached,
+    LinePlot,
     draw_beside,
     draw_groups,
     draw_reached,
 )
-from manyhands_bench.results import Result, Shelf
+from manyhands_bench.results import Result, StoredResults
 
 LINKS = ("880_0.15", "480_1", "480_5", "240_5", "240_10", "240_20", "240_40")
 
 
-def draw_results(shelf: Shelf, folder: Path) -> list[Path]:
+def draw_results(shelf: StoredResults, folder: Path) -> list[Path]:
     """Every picture for which there are results."""
     found = [
         _papers(shelf, folder / "results-papers.png"),
@@ -33,12 +33,12 @@ def draw_results(shelf: Shelf, folder: Path) -> list[Path]:
     return [path for path in found if path is not None]
 
 
-def _own(shelf: Shelf, claim: Claim) -> dict[str, float]:
+def _own(shelf: StoredResults, claim: Claim) -> dict[str, float]:
     pairs = zip(shelf.hosts, shelf.values(claim))
     return {host.slug: value for host, value in pairs if value is not None}
 
 
-def _papers(shelf: Shelf, path: Path) -> Path | None:
+def _papers(shelf: StoredResults, path: Path) -> Path | None:
     """Ratios only: seconds and bytes of other devices do not stand on one scale with ours."""
     rows = [
         Beside(f"{claim.headline.paper}: {claim.text}", claim.headline.value, own, claim.how == "simulated")
@@ -52,13 +52,13 @@ def _papers(shelf: Shelf, path: Path) -> Path | None:
     )
 
 
-def _aims(shelf: Shelf, path: Path) -> Path | None:
+def _aims(shelf: StoredResults, path: Path) -> Path | None:
     rows = []
     for claim in CLAIMS:
         aim = claim.aim
         if aim is not None and not aim.only_on and (own := _own(shelf, claim)):
             parts = {name: _reached(aim, value) for name, value in own.items()}
-            rows.append(Reached(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
+            rows.append(AimReached(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
     return draw_reached(rows, path, "Aims of our own, and how far they were reached") if rows else None
 
 
@@ -69,11 +69,11 @@ def _reached(aim: Aim, got: float) -> float:
     return min(MOST_PART, max(LEAST_PART, part))
 
 
-def _first(shelf: Shelf, name: str) -> Result | None:
+def _first(shelf: StoredResults, name: str) -> Result | None:
     return next((one for host in shelf.hosts if (one := shelf.result(host, name)) is not None), None)
 
 
-def _table_4(shelf: Shelf, path: Path) -> Path | None:
+def _table_4(shelf: StoredResults, path: Path) -> Path | None:
     found = _first(shelf, "pipeline")
     if found is None:
         return None
@@ -90,11 +90,11 @@ def _table_4(shelf: Shelf, path: Path) -> Path | None:
             places, paper, ours = (list(column) for column in zip(*rows))
             lines = {"ours, simulated from the device catalogue": ours, "the paper's": paper}
             title = f"ASTEROID, Table 4: speed-up over {text}; a rival that does not fit in memory is left out"
-            panels.append(Lines(title, places, lines, "times", is_simulated=True))
+            panels.append(LinePlot(title, places, lines, "times", is_simulated=True))
     return draw_groups(panels, path) if panels else None
 
 
-def _traces(shelf: Shelf, path: Path) -> Path | None:
+def _traces(shelf: StoredResults, path: Path) -> Path | None:
     found = _first(shelf, "split")
     if found is None:
         return None
@@ -106,10 +106,10 @@ def _traces(shelf: Shelf, path: Path) -> Path | None:
     lines = {text: [found.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
     lines["edge alone"] = [alone] * len(names)
     title = f"Seconds of 100 batches over recorded links, measured ({found.host.slug}, {found.date[:10]})"
-    return draw_groups([Lines(title, names, lines, "seconds")], path)
+    return draw_groups([LinePlot(title, names, lines, "seconds")], path)
 
 
-def _links(shelf: Shelf, path: Path) -> Path | None:
+def _links(shelf: StoredResults, path: Path) -> Path | None:
     found = _first(shelf, "infer")
     if found is None:
         return None
@@ -124,4 +124,4 @@ def _links(shelf: Shelf, path: Path) -> Path | None:
     places = [f"{link.partition('_')[0]} Mbit/s\n{link.partition('_')[2]} ms" for link in LINKS]
     title = "Latency on one device over that on four, decoupled networks by channels (schemes 1+2), simulated"
     title += f" from a profile of {found.host.slug}"
-    return draw_groups([Lines(title, places, lines, "times", is_simulated=True)], path)
+    return draw_groups([LinePlot(title, places, lines, "times", is_simulated=True)], path)

@@ -38,7 +38,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Reached:
+class AimReached:
     """How far an aim was reached on each machine: 1 is the aim, more is better."""
 
     text: str
@@ -47,7 +47,7 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LinePlot:
     """Values over places that have names, line by line. A line's name that begins with "ours" is drawn as ours."""
 
     title: str
@@ -82,7 +82,7 @@ def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
     return write_figure(figure, path)
 
 
-def draw_reached(rows: Sequence[Reached], path: Path, title: str) -> Path:
+def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
     """A dot for each machine; right of the line the aim is met."""
     machines = list(dict.fromkeys(name for row in rows for name in row.parts))
     figure = new_figure(10.5, 1.6 + 0.26 * len(rows))
@@ -111,7 +111,7 @@ def draw_reached(rows: Sequence[Reached], path: Path, title: str) -> Path:
     return write_figure(figure, path)
 
 
-def draw_groups(panels: Sequence[Lines], path: Path) -> Path:
+def draw_groups(panels: Sequence[LinePlot], path: Path) -> Path:
     """Bars side by side at every place, a panel below the other."""
     figure = new_figure(max(10.0, 0.9 * max(len(one.places) for one in panels) + 2), 0.6 + 3.6 * len(panels))
     for axes, found in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
@@ -119,7 +119,7 @@ def draw_groups(panels: Sequence[Lines], path: Path) -> Path:
     return write_figure(figure, path)
 
 
-def _draw_panel(axes: Axes, found: Lines) -> None:
+def _draw_panel(axes: Axes, found: LinePlot) -> None:
     width = 0.8 / len(found.lines)
     own, others = iter(SIMULATED_COLOURS if found.is_simulated else MEASURED_COLOURS), iter(OTHER_COLOURS)
     for number, (name, values) in enumerate(found.lines.items()):

@@ -98,7 +98,7 @@ def read_results(out: Path) -> list[Result]:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class StoredResults:
     """Stored results, by machine."""
 
     hosts: tuple[Host, ...]
@@ -106,7 +106,7 @@ class Shelf:
     results: tuple[Result, ...]
 
     @classmethod
-    def of(cls, out: Path) -> Shelf:
+    def of(cls, out: Path) -> StoredResults:
         results = read_results(out)
         if not results:
             raise BadFile(f"{out}: holds no results.", hint="Measure some: manyhands bench all")

@@ -11,7 +11,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.files.documents import read_text, write_text_atomic
 from manyhands_bench.claims import CLAIMS, HOWS, Claim, shown
 from manyhands_bench.papers import ASTEROID_TABLE_4, PAPERS
-from manyhands_bench.results import Result, Shelf
+from manyhands_bench.results import Result, StoredResults
 
 BEGIN, END = "<!-- made: results -->", "<!-- end -->"
 """Where the README has its table: the one under "In short"."""
@@ -32,7 +32,7 @@ def write_page(out: Path, page: Path) -> list[Path]:
     from manyhands_bench.result_pictures import draw_results
 
     readme = page.parent.parent / README
-    shelf = Shelf.of(out)
+    shelf = StoredResults.of(out)
     drawn = draw_results(shelf, page.parent / "pictures")
     write_text_atomic(page, page_text(shelf, pictures=[f"pictures/{path.name}" for path in drawn]))
     written = [page, *drawn]
@@ -45,7 +45,7 @@ def write_page(out: Path, page: Path) -> list[Path]:
 # The page
 
 
-def page_text(shelf: Shelf, pictures: Sequence[str]) -> str:
+def page_text(shelf: StoredResults, pictures: Sequence[str]) -> str:
     """All of it."""
     claims = [claim for claim in CLAIMS if any(value is not None for value in shelf.values(claim))]
     sections = [
@@ -83,7 +83,7 @@ def _head() -> str:
     )
 
 
-def _machines(shelf: Shelf) -> str:
+def _machines(shelf: StoredResults) -> str:
     headings = ["machine", "processor", "cores", "memory", "GPU", "system"]
     rows = [
         [
@@ -96,7 +96,7 @@ def _machines(shelf: Shelf) -> str:
     return "## Machines\n\n" + _table(headings, rows)
 
 
-def _headlines(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _headlines(shelf: StoredResults, claims: Sequence[Claim]) -> str:
     """A table for each paper."""
     parts = ["## Each paper's headline beside ours"]
     for name, paper in PAPERS.items():
@@ -120,7 +120,7 @@ def _headlines(shelf: Shelf, claims: Sequence[Claim]) -> str:
     return "\n\n".join(parts)
 
 
-def _table_4(shelf: Shelf) -> str:
+def _table_4(shelf: StoredResults) -> str:
     """ASTEROID's largest table, line by line; ours is simulated from the device catalogue, the same on any machine."""
     found = next((one for host in shelf.hosts if (one := shelf.result(host, "pipeline")) is not None), None)
     if found is None:
@@ -144,7 +144,7 @@ def _table_4(shelf: Shelf) -> str:
     return text + "\n\n" + _table(["network", "environment", "the paper's", "ours", "over the best rival"], rows)
 
 
-def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _aims(shelf: StoredResults, claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
         assert claim.aim is not None
@@ -160,7 +160,7 @@ def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
     return text + "\n\n" + _table(headings, rows)
 
 
-def _others(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _others(shelf: StoredResults, claims: Sequence[Claim]) -> str:
     rows = [
         [f"`{claim.key}`: {claim.text}", *_cells(shelf, claim), _how(shelf, claim), _run(shelf, claim)]
         for claim in claims
@@ -176,7 +176,7 @@ def _pictures(pictures: Sequence[str]) -> str:
     return "## Pictures\n\n" + "\n\n".join(shown_here)
 
 
-def _runs(shelf: Shelf) -> str:
+def _runs(shelf: StoredResults) -> str:
     """Every stored result: command, when, how long, how busy the machine was, which versions."""
     rows = []
     for host in shelf.hosts:
@@ -192,7 +192,7 @@ def _runs(shelf: Shelf) -> str:
     return "## Runs\n\n" + _table(headings, rows)
 
 
-def _missing(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _missing(shelf: StoredResults, claims: Sequence[Claim]) -> str:
     """What was left out, what failed, and claims that no stored result speaks of."""
     lines = []
     for one in shelf.results:
@@ -208,11 +208,11 @@ def _missing(shelf: Shelf, claims: Sequence[Claim]) -> str:
 # Cells
 
 
-def _cells(shelf: Shelf, claim: Claim) -> list[str]:
+def _cells(shelf: StoredResults, claim: Claim) -> list[str]:
     return [_NONE if value is None else shown(value, claim.form) for value in shelf.values(claim)]
 
 
-def _how(shelf: Shelf, claim: Claim) -> str:
+def _how(shelf: StoredResults, claim: Claim) -> str:
     """How a figure came about; a simulated one also from whose profile, machine by machine as the columns are."""
     if claim.how != "simulated":
         return claim.how
@@ -220,7 +220,7 @@ def _how(shelf: Shelf, claim: Claim) -> str:
     return f"{claim.how}, {claim.profile_of(machines)}"
 
 
-def _judged(shelf: Shelf, claim: Claim) -> list[str]:
+def _judged(shelf: StoredResults, claim: Claim) -> list[str]:
     """Each machine's figure, and whether that is what we wanted."""
     cells = []
     for host, value in zip(shelf.hosts, shelf.values(claim)):
@@ -233,7 +233,7 @@ def _judged(shelf: Shelf, claim: Claim) -> list[str]:
     return cells
 
 
-def _run(shelf: Shelf, claim: Claim) -> str:
+def _run(shelf: StoredResults, claim: Claim) -> str:
     """The command, and when on each machine."""
     found = [
         one
@@ -272,7 +272,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # The README
 
 
-def short_table(shelf: Shelf) -> str:
+def short_table(shelf: StoredResults) -> str:
     """A few rows, of the first machine that has each."""
     known = {(claim.bench, claim.key): claim for claim in CLAIMS}
     rows = []

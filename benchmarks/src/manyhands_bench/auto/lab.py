@@ -24,9 +24,9 @@ from manyhands.planner.strategies import CORNERS
 from manyhands.plans import planning as public
 from manyhands.session.opening import open_session
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.pipeline.measured import OPTIMIZER, WARM_UP_STEPS, Ours
-from manyhands_bench.pipeline.torch_pipeline import Setting
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.pipeline.ours import OPTIMIZER, WARM_UP_STEPS, Ours
+from manyhands_bench.pipeline.torch_setting import TorchSetting
 
 MIXED = "mixed"
 NEAR = 2.5
@@ -36,7 +36,7 @@ MOST_CORNERS = 2
 
 
 @dataclass(frozen=True)
-class Trial:
+class LabTask:
     """A network and a batch on devices of the catalogue, all behind ports of one rate."""
 
     model: str
@@ -58,34 +58,34 @@ class Trial:
 
 
 TRIALS = (
-    Trial("unet", (3, 128, 128), 1, ("pi5",) * 4, 1000),
-    Trial("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
-    Trial("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
+    LabTask("unet", (3, 128, 128), 1, ("pi5",) * 4, 1000),
+    LabTask("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
+    LabTask("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
 )
 """One sample: nothing to share by samples. Maps are large at one end, or both, and weights at the other."""
 MORE_TRIALS = (
     *TRIALS,
-    Trial("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
-    Trial("unet", (3, 160, 160), 1, ("pi5",) * 3, 1000),
-    Trial("vgg16", (3, 64, 64), 12, ("pi5",) * 3, 600),
+    LabTask("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
+    LabTask("unet", (3, 160, 160), 1, ("pi5",) * 3, 1000),
+    LabTask("vgg16", (3, 64, 64), 12, ("pi5",) * 3, 600),
 )
 
 
 @dataclass(frozen=True)
-class Extent:
+class AutoLabExtent:
     """How much is measured."""
 
-    trials: tuple[Trial, ...] = TRIALS
+    trials: tuple[LabTask, ...] = TRIALS
     blocks: int = 2
     steps: int = 3
     measure_seconds: float = 6.0
 
 
 @dataclass
-class Compared:
+class PlanComparison:
     """One trial: seconds of a step by side, predicted and in every block."""
 
-    trial: Trial
+    trial: LabTask
     scale: float
     stands_in: bool
     plans: dict[str, Plan]
@@ -113,9 +113,9 @@ class Compared:
         return abs(self.predicted[name] / self.measured(name) - 1)
 
 
-def bench_lab(extent: Extent, say: Progress) -> tuple[Figures, list[Compared]]:
+def bench_lab(extent: AutoLabExtent, say: Progress) -> tuple[Figures, list[PlanComparison]]:
     """Every trial in a lab of its own; without root, on plain processes behind shaped links."""
-    found: list[Compared] = []
+    found: list[PlanComparison] = []
     refused: dict[str, str] = {}
     for number, trial in enumerate(extent.trials, 1):
         say(f"lab, {trial}")
@@ -128,15 +128,17 @@ def bench_lab(extent: Extent, say: Progress) -> tuple[Figures, list[Compared]]:
     return figures_of(found) | refused, found
 
 
-def _compared(trial: Trial, name: str, extent: Extent, say: Progress) -> Compared:
+def _compared(trial: LabTask, name: str, extent: AutoLabExtent, say: Progress) -> PlanComparison:
     with open_session(LabCluster(trial.cluster(name)), say=say) as session:
-        ours = Ours(session, Setting(trial.model, trial.shape, trial.batch_size, 1))
+        ours = Ours(session, TorchSetting(trial.model, trial.shape, trial.batch_size, 1))
         say(f"lab, measuring {trial}")
         cluster, profile = ours.measure(extent.measure_seconds)
         plans = _plans(ours, cluster, profile)
         predicted = {name: ours.predicted(plan, cluster, profile) for name, plan in plans.items()}
         sides = worth_measuring(predicted)
-        found = Compared(trial, session.scale or 1.0, session.stands_in, plans, predicted, {side: [] for side in sides})
+        found = PlanComparison(
+            trial, session.scale or 1.0, session.stands_in, plans, predicted, {side: [] for side in sides}
+        )
         for block in range(extent.blocks):
             for side in sides if block == 0 else (MIXED, found.best_corner):
                 say(f"lab, {trial}: {side}, block {block + 1} of {extent.blocks}")
@@ -165,7 +167,7 @@ def worth_measuring(predicted: Mapping[str, float]) -> list[str]:
     return [MIXED, *(name for name in corners[:MOST_CORNERS] if predicted[name] <= NEAR * predicted[corners[0]])]
 
 
-def figures_of(found: Sequence[Compared]) -> Figures:
+def figures_of(found: Sequence[PlanComparison]) -> Figures:
     if not found:
         return {}
     errors = [one.error(name) for one in found for name in (MIXED, one.best_corner)]
@@ -194,7 +196,7 @@ def figures_of(found: Sequence[Compared]) -> Figures:
     return figures
 
 
-def _text(one: Compared) -> str:
+def _text(one: PlanComparison) -> str:
     sides = [
         f"{name} [{stages_text(one.plans[name])}] {_listed(row)} s (predicted {one.predicted[name]:.4g})"
         for name, row in one.blocks.items()

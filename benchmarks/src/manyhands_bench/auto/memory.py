@@ -34,8 +34,8 @@ from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.core.bench import SameBatch
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.same_batch import SameBatch
 
 MODEL = "unet"
 OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
@@ -45,7 +45,7 @@ BYTES_PER_SECOND, DELAY_SECONDS = 1.25e8, 0.3e-3
 
 
 @dataclass(frozen=True)
-class Extent:
+class MemoryExtent:
     """What is trained, and on what."""
 
     width: int = 32
@@ -62,7 +62,7 @@ class Extent:
         )
 
 
-def bench_memory(extent: Extent, say: Progress) -> Figures:
+def bench_memory(extent: MemoryExtent, say: Progress) -> Figures:
     """Trained on all devices, then on one of them until the kernel ends it; where there can be no lab, why not."""
     if why := missing():
         return {"unet_skipped": f"memory that really ends needs a lab: {why}"}
@@ -84,7 +84,7 @@ def bench_memory(extent: Extent, say: Progress) -> Figures:
         return figures | _alone(session, graph, data, lab, say)
 
 
-def _cluster(name: str, extent: Extent) -> Cluster:
+def _cluster(name: str, extent: MemoryExtent) -> Cluster:
     core = this_machine(threads=1).gflops
     devices = tuple(
         Device(
@@ -96,7 +96,7 @@ def _cluster(name: str, extent: Extent) -> Cluster:
     return Cluster(name, devices, Link(BYTES_PER_SECOND, DELAY_SECONDS))
 
 
-def _together(session: Session, graph: Graph, data: SameBatch, extent: Extent, say: Progress) -> Figures:
+def _together(session: Session, graph: Graph, data: SameBatch, extent: MemoryExtent, say: Progress) -> Figures:
     """On all devices, as auto plans it within what each of them has left beside Python and torch."""
     say("unet, measuring")
     cluster, profile = measure(

@@ -19,7 +19,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 
 LAYERS = 200
 FINE = "efficientnet-b1"
@@ -32,7 +32,7 @@ MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Extent:
+class ScaleExtent:
     """How much is timed."""
 
     layers: int = LAYERS
@@ -42,7 +42,7 @@ class Extent:
     """Devices of each of the groups that are simulated."""
 
 
-def bench_scale(extent: Extent, say: Progress) -> Figures:
+def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
     fine = load_network(FINE, None, "operators")
     network = joined_layers(fine, extent.layers)
     figures: Figures = {"plan_layers": len(network.layers)}
@@ -66,7 +66,7 @@ def bench_scale(extent: Extent, say: Progress) -> Figures:
     return figures | _simulated(extent, say)
 
 
-def _simulated(extent: Extent, say: Progress) -> Figures:
+def _simulated(extent: ScaleExtent, say: Progress) -> Figures:
     """A pipeline of groups of equal devices, each shared by samples."""
     count = GROUPS * extent.each
     say(f"simulating {count} devices")

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Scenario:
+class PlanningScenario:
     """One drawn question to the planner."""
 
     number: int
@@ -70,7 +70,7 @@ class Scenario:
         return f"{self.model} {shape} batch {self.batch_size} on {devices}{memory}, {self.rate_mbit} Mbit/s{links}"
 
 
-def drawn_scenarios(count: int = COUNT, seed: int = SEED) -> list[Scenario]:
+def drawn_scenarios(count: int = COUNT, seed: int = SEED) -> list[PlanningScenario]:
     draw = random.Random(seed)
     subjects, sizes = _dealt(draw, SUBJECTS, count), _dealt(draw, DEVICES, count)
     rates, batches = _dealt(draw, RATES_MBIT, count), _dealt(draw, BATCHES, count)
@@ -82,7 +82,9 @@ def drawn_scenarios(count: int = COUNT, seed: int = SEED) -> list[Scenario]:
         cluster = _cluster(f"drawn-{number}", kinds, memories[number], rates[number], delays[number], links[number])
         model, shape = subjects[number]
         found.append(
-            Scenario(number, model, shape, cluster, rates[number], memories[number], links[number], batches[number])
+            PlanningScenario(
+                number, model, shape, cluster, rates[number], memories[number], links[number], batches[number]
+            )
         )
     return found
 

@@ -24,9 +24,9 @@ from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
 from manyhands.runtime.processes import end_with
 from manyhands.schedule.tiles import tileable_layers
-from manyhands_bench.auto.scenarios import SEED, Scenario
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.auto.scenarios import SEED, PlanningScenario
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE
 
 BEATS = 1.001
@@ -35,7 +35,7 @@ CLEARLY = 1.1
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScenarioResult:
     """What was found for a scenario; seconds of a step, infinite where nothing fits."""
 
     number: int
@@ -75,7 +75,7 @@ class Answer:
         return self.mixed and (self.only_mixed_fits or self.gain > BEATS)
 
 
-def answered(scenario: Scenario) -> Answer:
+def answered(scenario: PlanningScenario) -> ScenarioResult:
     """Auto, and each corner planned by itself, as if there were no other."""
     network = load_network(scenario.model, scenario.shape)
     cluster, profile = scenario.cluster, estimate_cluster(network, scenario.cluster)
@@ -100,7 +100,7 @@ def answered(scenario: Scenario) -> Answer:
         corners[corner] = min(own) if own and corner in ("single", "pipeline") else seconds_of(corner)[0]
     end = time.perf_counter()
     mixed = found is not None and is_mixed(found.plan, tileable_layers(network)[0])
-    return Answer(
+    return ScenarioResult(
         scenario.number, str(scenario), corners, seconds, mixed,
         stages_text(found.plan) if found is not None else "", end - between, between - begin, reasons,
     )  # fmt: skip
@@ -113,14 +113,14 @@ def stages_text(plan: Plan) -> str:
 
 
 def bench_simulated(
-    scenarios: Sequence[Scenario], say: Progress, at_once: int | None = None
-) -> tuple[Figures, list[Answer]]:
+    scenarios: Sequence[PlanningScenario], say: Progress, at_once: int | None = None
+) -> tuple[Figures, list[ScenarioResult]]:
     """All scenarios, some at once on the cores at hand."""
     for model, shape in dict.fromkeys((one.model, one.shape) for one in scenarios):
         say(f"network {model} {'x'.join(map(str, shape))}")
         load_network(model, shape)  # captured once, kept for all
     begin = time.perf_counter()
-    found: list[Answer] = []
+    found: list[ScenarioResult] = []
     for answer in _each(answered, scenarios, at_once or len(os.sched_getaffinity(0))):
         found.append(answer)
         say(f"simulated scenarios, {len(found)} of {len(scenarios)}")
@@ -128,7 +128,9 @@ def bench_simulated(
     return figures_of(found, time.perf_counter() - begin), found
 
 
-def _each(act: Callable[[Scenario], Answer], scenarios: Sequence[Scenario], at_once: int) -> Iterator[Answer]:
+def _each(
+    act: Callable[[PlanningScenario], ScenarioResult], scenarios: Sequence[PlanningScenario], at_once: int
+) -> Iterator[ScenarioResult]:
     if at_once < 2 or len(scenarios) < 2:
         yield from map(act, scenarios)
         return
@@ -141,7 +143,7 @@ def geometric_mean(numbers: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, numbers))) if numbers else 1.0
 
 
-def figures_of(found: Sequence[Answer], seconds: float) -> Figures:
+def figures_of(found: Sequence[ScenarioResult], seconds: float) -> Figures:
     fitting = [one for one in found if one.fits]
     compared = [one for one in fitting if not one.only_mixed_fits]
     gains = [one.gain for one in compared]
@@ -172,14 +174,14 @@ def figures_of(found: Sequence[Answer], seconds: float) -> Figures:
     }
 
 
-def _winner(answer: Answer) -> str:
+def _winner(answer: ScenarioResult) -> str:
     """Whose plan it is: a corner's own where auto is no faster."""
     if answer.mixed_wins:
         return "mixed"
     return answer.best_corner if not answer.only_mixed_fits and answer.gain <= BEATS else "other"
 
 
-def line(answer: Answer) -> str:
+def line(answer: ScenarioResult) -> str:
     """One scenario in a line."""
     if not answer.fits:
         return f"{answer.number}. {answer.text}: nothing fits"

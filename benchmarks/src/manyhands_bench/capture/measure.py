@@ -25,9 +25,7 @@ from manyhands.profiler.kernels import DEFAULT, choose_kernels
 from manyhands.profiler.steps import TrainingStep
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads
-
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
+from manyhands_bench.figures import Figures, Progress
 
 THREADS = 1
 CHOSEN = "chosen"
@@ -35,7 +33,7 @@ _MOST_ROUNDS = 50
 
 
 @dataclass(frozen=True)
-class Setting:
+class CaptureSetting:
     """A model at an input size and batch."""
 
     model: str
@@ -47,20 +45,20 @@ class Setting:
         return f"{self.model} {'x'.join(map(str, shape))} batch {self.samples}"
 
 
-OVERHEAD = (Setting("yolov2-16", 1), Setting("resnet50", 4), Setting("mobilenetv2", 8))
-KERNEL_GAIN = Setting("yolov2-16", 1, (3, 608, 608))
+OVERHEAD = (CaptureSetting("yolov2-16", 1), CaptureSetting("resnet50", 4), CaptureSetting("mobilenetv2", 8))
+KERNEL_GAIN = CaptureSetting("yolov2-16", 1, (3, 608, 608))
 KERNELS = (
-    Setting("tiny", 16),
-    Setting("resnet18", 2),
-    Setting("resnet34", 2),
-    Setting("resnet50", 2),
-    Setting("mobilenetv2", 4),
-    Setting("mobilenetv3-large", 4),
-    Setting("efficientnet-b1", 2),
-    Setting("vgg16", 1, (3, 112, 112)),
-    Setting("vgg19", 1, (3, 112, 112)),
-    Setting("unet", 1, (3, 128, 128)),
-    Setting("yolov2", 1, (3, 224, 224)),
+    CaptureSetting("tiny", 16),
+    CaptureSetting("resnet18", 2),
+    CaptureSetting("resnet34", 2),
+    CaptureSetting("resnet50", 2),
+    CaptureSetting("mobilenetv2", 4),
+    CaptureSetting("mobilenetv3-large", 4),
+    CaptureSetting("efficientnet-b1", 2),
+    CaptureSetting("vgg16", 1, (3, 112, 112)),
+    CaptureSetting("vgg19", 1, (3, 112, 112)),
+    CaptureSetting("unet", 1, (3, 128, 128)),
+    CaptureSetting("yolov2", 1, (3, 224, 224)),
 )
 _QUICK_KERNELS = ("tiny", "resnet18", "mobilenetv2")
 
@@ -112,7 +110,7 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
         return figures
 
 
-def _about(quick: bool, kernel_settings: list[Setting]) -> Figures:
+def _about(quick: bool, kernel_settings: list[CaptureSetting]) -> Figures:
     """The machine and the settings of both sides."""
     machine = identify(THREADS)
     return {
@@ -145,14 +143,14 @@ def capture_seconds(name: str) -> float:
     return time.perf_counter() - start
 
 
-def _captured(setting: Setting) -> tuple[torch.nn.Module, torch.Tensor, Graph]:
+def _captured(setting: CaptureSetting) -> tuple[torch.nn.Module, torch.Tensor, Graph]:
     module = build(setting.model).train()
     batch = example_batch(setting.model, setting.samples, input_shape=setting.input_shape)
     assert isinstance(batch, torch.Tensor)
     return module, batch, capture(module, batch, name=setting.model)
 
 
-def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
+def overhead(setting: CaptureSetting, seconds: float, least_rounds: int) -> Timings:
     """Steps of the plain module and of the captured chain, in turns, with PyTorch's default kernels on both sides.
 
     A copy of the plain module runs too: what differs between it and the module is the machine's noise.
@@ -168,7 +166,7 @@ def overhead(setting: Setting, seconds: float, least_rounds: int) -> Timings:
     return interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
 
 
-def verify_cost(setting: Setting, seconds: float, least_rounds: int) -> Figures:
+def verify_cost(setting: CaptureSetting, seconds: float, least_rounds: int) -> Figures:
     """The self-check before a run's first step, on four samples, over a plain step of eight: it runs four twice."""
     module, loss = build(setting.model).train(), loss_function(ZOO[setting.model].loss)
 
@@ -202,7 +200,7 @@ def _step(module: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> Calla
     return step
 
 
-def kernel_gain(setting: Setting, choose_seconds: float, compare_seconds: float, least_rounds: int) -> Figures:
+def kernel_gain(setting: CaptureSetting, choose_seconds: float, compare_seconds: float, least_rounds: int) -> Figures:
     """Choose kernels, then compare with the default in a run of its own: the choice's own timings are not used."""
     _, batch, graph = _captured(setting)
     inputs = bind_inputs(graph, batch)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.chaos.draw import FAULTS_EACH, SHARES, Scenario, chosen_kinds, scenario, scenarios
+from manyhands_bench.chaos.draw import FAULTS_EACH, SHARES, ChaosScenario, chosen_kinds, scenario, scenarios
 from manyhands_bench.chaos.fork_server import ForkServer
 from manyhands_bench.chaos.place import kinds_skipped
 from manyhands_bench.chaos.reference import MICRO_BATCHES, Reference
 from manyhands_bench.chaos.scenario import run_scenario
 from manyhands_bench.chaos.summary import ChaosRun, ScenarioOutcome, read_runs, summarize, write_run
+from manyhands_bench.figures import Figures, Progress
 
 FAULTS, QUICK_FAULTS = 500, 24
 SEED = 30
@@ -98,7 +98,7 @@ def _run_all(options: ChaosOptions, kinds: Sequence[str], say: Progress) -> list
     return done
 
 
-def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[Scenario]:
+def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[ChaosScenario]:
     if options.scenario is not None:
         faults = FAULTS_EACH if options.faults is None else options.faults
         return [scenario(options.seed, options.scenario, kinds, faults)]

@@ -87,7 +87,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class ChaosScenario:
     """One training job and what happens to it."""
 
     seed: int
@@ -115,17 +115,17 @@ def chosen_kinds(only: Sequence[str], skipped: Sequence[str] = ()) -> tuple[str,
     return kinds
 
 
-def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_EACH) -> Scenario:
+def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_EACH) -> ChaosScenario:
     """Scenario `number` of `seed`."""
     turn, place = divmod(number, len(SHARES))
     share = random.Random(f"{seed} ways {turn}").sample(SHARES, len(SHARES))[place]
     drawing = random.Random(f"{seed} scenario {number}")
     devices = SPLIT_DEVICES if share == "split" else tuple(f"w{i + 1}" for i in range(drawing.choice((3, 4))))
     dealt = _dealt(seed, share, kinds, turn * FAULTS_EACH, faults)
-    return Scenario(seed, number, share, devices, tuple(_fault(kind, len(devices), drawing) for kind in dealt))
+    return ChaosScenario(seed, number, share, devices, tuple(_fault(kind, len(devices), drawing) for kind in dealt))
 
 
-def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[Scenario]:
+def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[ChaosScenario]:
     """One after another, with so many faults in all; None: without end."""
     left, number = faults, 0
     while left is None or left > 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 from manyhands.lab.spaces import DESK, entered
 from manyhands_bench.chaos.draw import COORDINATOR, SLOWED_TIMES, Fault
 from manyhands_bench.chaos.fork_server import is_alive, wait_gone
-from manyhands_bench.chaos.trial import GONE_SECONDS, Trial
+from manyhands_bench.chaos.trial import GONE_SECONDS, ScenarioProcesses
 from manyhands_bench.chaos.worker import STANDING_SECONDS
 
 _SPARE_BYTES, _LEAK_BYTES = 24 * 2**20, 2**30
@@ -48,12 +48,12 @@ class Struck:
 Course = Generator[Struck, None, None]
 
 
-def course(fault: Fault, trial: Trial) -> Course:
+def course(fault: Fault, trial: ScenarioProcesses) -> Course:
     """The fault as it strikes this trial: next() strikes, the next next() repairs."""
     return _COURSES[fault.kind](fault, trial)
 
 
-def _kill(fault: Fault, trial: Trial) -> Course:
+def _kill(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     trial.unusable |= {name}
     struck = Struck(time.monotonic(), victims, life=trial.life)
@@ -62,7 +62,7 @@ def _kill(fault: Fault, trial: Trial) -> Course:
     trial.start_worker(name)
 
 
-def _stop(fault: Fault, trial: Trial) -> Course:
+def _stop(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process = trial.workers[name]
     if fault.is_fatal:
@@ -78,7 +78,7 @@ def _stop(fault: Fault, trial: Trial) -> Course:
         os.kill(process, signal.SIGCONT)
 
 
-def _hang(fault: Fault, trial: Trial) -> Course:
+def _hang(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     trial.unusable |= {name}
     has_fired = trial.order(name, STANDING_SECONDS + _ANSWER_SECONDS, do="hang")
@@ -86,7 +86,7 @@ def _hang(fault: Fault, trial: Trial) -> Course:
     trial.start_worker(name)
 
 
-def _partition(fault: Fault, trial: Trial) -> Course:
+def _partition(fault: Fault, trial: ScenarioProcesses) -> Course:
     victims = trial.victims(fault)
     trial.unusable |= set(victims)
     struck = Struck(time.monotonic(), victims, life=trial.life)
@@ -99,7 +99,7 @@ def _partition(fault: Fault, trial: Trial) -> Course:
             trial.start_worker(name)
 
 
-def _slow_link(fault: Fault, trial: Trial) -> Course:
+def _slow_link(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     struck = Struck(time.monotonic(), victims, life=trial.life)
     is_kept = trial.place.slow_down(name, fault.amount)
@@ -109,7 +109,7 @@ def _slow_link(fault: Fault, trial: Trial) -> Course:
     trial.place.heal(name)
 
 
-def _junk(fault: Fault, trial: Trial) -> Course:
+def _junk(fault: Fault, trial: ScenarioProcesses) -> Course:
     drawing = random.Random(f"{trial.scenario.name} {fault.delay_seconds}")
     targets = [(trial.place.address(DESK), trial.port)]
     for name, process in trial.workers.items():
@@ -143,7 +143,7 @@ def _throw_junk(target: tuple[str, int], drawing: random.Random, made: list[sock
     return True
 
 
-def _disk_full(fault: Fault, trial: Trial) -> Course:
+def _disk_full(fault: Fault, trial: ScenarioProcesses) -> Course:
     at = time.monotonic()
     is_full = trial.place.fill_disk()
     trial.pause(fault.seconds)
@@ -155,7 +155,7 @@ def _disk_full(fault: Fault, trial: Trial) -> Course:
     yield Struck(at, (), is_full, life)
 
 
-def _oom(fault: Fault, trial: Trial) -> Course:
+def _oom(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process = trial.workers[name]
     trial.unusable |= {name}
@@ -169,21 +169,21 @@ def _oom(fault: Fault, trial: Trial) -> Course:
     trial.start_worker(name)
 
 
-def _clock(fault: Fault, trial: Trial) -> Course:
+def _clock(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = trial.victims(fault)
     at = time.monotonic()
     has_fired = trial.order(name, _ANSWER_SECONDS, do="clock", seconds=fault.amount)
     yield Struck(at, (name,) if name != COORDINATOR else (), bool(has_fired), trial.life)
 
 
-def _coordinator(fault: Fault, trial: Trial) -> Course:
+def _coordinator(fault: Fault, trial: ScenarioProcesses) -> Course:
     struck = Struck(time.monotonic(), (), life=trial.life)
     struck.has_fired = trial.end_process(trial.coordinator)
     trial.start_coordinator()
     yield struck
 
 
-def _slow_device(fault: Fault, trial: Trial) -> Course:
+def _slow_device(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process, over = trial.workers[name], threading.Event()
     counted = [0]
@@ -211,7 +211,7 @@ def _slow_device(fault: Fault, trial: Trial) -> Course:
             os.kill(process, signal.SIGCONT)
 
 
-_COURSES: dict[str, Callable[[Fault, Trial], Course]] = {
+_COURSES: dict[str, Callable[[Fault, ScenarioProcesses], Course]] = {
     "kill": _kill, "stop": _stop, "hang": _hang, "partition": _partition, "slow-link": _slow_link, "junk": _junk,
     "disk-full": _disk_full, "oom": _oom, "clock": _clock, "coordinator": _coordinator, "slow-device": _slow_device,
 }  # fmt: skip

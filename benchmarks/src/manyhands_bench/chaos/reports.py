@@ -14,7 +14,7 @@ SAME_ROUND_SECONDS = 0.005
 SAME_LOSS_SECONDS = 1.0
 
 
-class Step(NamedTuple):
+class CompletedStep(NamedTuple):
     """A step that was completed and had not been before, by this coordinator."""
 
     at: float
@@ -34,7 +34,7 @@ class Watched:
     """The state of a job as its coordinators report it. Several live one after another, each resuming the job."""
 
     path: Path
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CompletedStep] = field(default_factory=list)
     alive: dict[str, int] = field(default_factory=dict)
     """Device -> the serial number of its membership, of the present coordinator."""
     gone: list[Gone] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Watched:
         if life > self.life:
             self.life, self.alive = life, {}
         if what == "step":
-            self.steps.append(Step(at, life, line["step"]))
+            self.steps.append(CompletedStep(at, life, line["step"]))
         elif what == "planned":
             self.in_use = tuple(line["devices"])
             self.plans.append((at, self.in_use))
@@ -82,7 +82,7 @@ class Watched:
         recent = {one.name for one in self.gone if one.at > at - SAME_LOSS_SECONDS}
         self.gone += [Gone(at, name) for name in names if name not in recent]
 
-    def steps_since(self, at: float, life: int | None = None) -> list[Step]:
+    def steps_since(self, at: float, life: int | None = None) -> list[CompletedStep]:
         return [one for one in self.steps if one.at > at and (life is None or one.life == life)]
 
     def gone_since(self, at: float, names: Collection[str]) -> Gone | None:

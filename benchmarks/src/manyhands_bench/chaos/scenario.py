@@ -15,14 +15,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from manyhands.executor import checkpoint
-from manyhands_bench.capture.measure import Progress
-from manyhands_bench.chaos.draw import Fault, Scenario
+from manyhands_bench.chaos.draw import ChaosScenario, Fault
 from manyhands_bench.chaos.faults import Struck, course
 from manyhands_bench.chaos.fork_server import ForkServer, wait_gone
 from manyhands_bench.chaos.place import place_for
 from manyhands_bench.chaos.reference import MICRO_BATCHES, Reference
 from manyhands_bench.chaos.summary import FaultOutcome, ScenarioOutcome
-from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, Stuck, Trial
+from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, ScenarioProcesses, Stuck
+from manyhands_bench.figures import Progress
 
 RECOVERY_LIMIT_SECONDS = 60.0
 """Longer than that, and it hangs: six times what is aimed at."""
@@ -32,7 +32,7 @@ LEAVE_SECONDS = 15.0
 
 
 def run_scenario(
-    scenario: Scenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
+    scenario: ChaosScenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
 ) -> ScenarioOutcome:
     """What came of it. Its folder is kept where something went wrong."""
     began = time.monotonic()
@@ -40,7 +40,7 @@ def run_scenario(
     folder = base / lab
     found = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
     with place_for(folder, lab, scenario.devices) as place:
-        trial = Trial(scenario, place, forks)
+        trial = ScenarioProcesses(scenario, place, forks)
         try:
             _start(trial)
             for fault in scenario.faults:
@@ -60,14 +60,14 @@ def run_scenario(
     return found
 
 
-def _start(trial: Trial) -> None:
+def _start(trial: ScenarioProcesses) -> None:
     trial.start_coordinator()
     for name in trial.scenario.devices:
         trial.start_worker(name)
     trial.until(lambda: len(trial.watched.steps) > 1, START_SECONDS, "starting")
 
 
-def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
+def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutcome:
     """One fault, from waiting for its moment to everything being repaired."""
     trial.until_calm(fault.after_steps, START_SECONDS, f"before {fault.kind}")
     trial.pause(fault.delay_seconds)
@@ -96,7 +96,7 @@ def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
 
 
 def _outcome(
-    trial: Trial, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
+    trial: ScenarioProcesses, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
 ) -> FaultOutcome:  # fmt: skip
     recovered = trial.watched.recovered_at(struck.at, struck.life, expected)
     seconds = recovered - struck.at if recovered is not None else None
@@ -106,7 +106,7 @@ def _outcome(
     return FaultOutcome(fault.kind, trial.scenario.share, struck.has_fired, seconds, names)
 
 
-def _stop(trial: Trial) -> None:
+def _stop(trial: ScenarioProcesses) -> None:
     """End the job as Ctrl-C does: a checkpoint is left of its last round."""
     trial.until_calm(LAST_STEPS, START_SECONDS, "at the end")
     trial.is_ending = True
@@ -116,7 +116,7 @@ def _stop(trial: Trial) -> None:
     trial.look()
 
 
-def _judge(trial: Trial, reference: Reference, found: ScenarioOutcome) -> None:
+def _judge(trial: ScenarioProcesses, reference: Reference, found: ScenarioOutcome) -> None:
     """Weights and rounds against those of one device."""
     folder = trial.place.disk / "run"
     newest = checkpoint.latest(folder)

@@ -11,8 +11,8 @@ import msgspec
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadValue
 from manyhands.files.documents import read_document, write_document
-from manyhands_bench.capture.measure import Figures
 from manyhands_bench.chaos.draw import KINDS
+from manyhands_bench.figures import Figures
 
 
 class FaultOutcome(msgspec.Struct):

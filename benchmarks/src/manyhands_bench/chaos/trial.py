@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from manyhands.lab.spaces import DESK
 from manyhands_bench.chaos.coordinator import CoordinatorConfig
-from manyhands_bench.chaos.draw import COORDINATOR, SPLIT_DEVICES, Fault, Scenario
+from manyhands_bench.chaos.draw import COORDINATOR, SPLIT_DEVICES, ChaosScenario, Fault
 from manyhands_bench.chaos.fork_server import ForkServer, is_alive, wait_gone
 from manyhands_bench.chaos.place import Place
 from manyhands_bench.chaos.reports import Watched
@@ -38,10 +38,10 @@ class Stuck(Exception):
 
 
 @dataclass
-class Trial:
+class ScenarioProcesses:
     """The processes of one scenario."""
 
-    scenario: Scenario
+    scenario: ChaosScenario
     place: Place
     forks: ForkServer
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))

@@ -10,14 +10,12 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
-from torch.utils.data import Dataset
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
@@ -26,7 +24,7 @@ from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.nursery import close_nurseries
 from manyhands.runtime.order import Order, RunState
@@ -37,9 +35,9 @@ from manyhands.session.session import Session, usable_cores
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.core.ddp import Rival
 from manyhands_bench.core.transports import bench_engine
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.same_batch import SameBatch
 
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
 WARM_UP_STEPS = 2
 MEASURED_EVERY = 4
 """Blocks between two measurements from which a step is predicted: the machine's speed drifts."""
@@ -49,7 +47,7 @@ OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
-class Setting:
+class CoreSetting:
     """A model at an input size and batch size."""
 
     model: str
@@ -60,27 +58,13 @@ class Setting:
         return f"{self.model} {'x'.join(map(str, self.shape))} batch {self.samples}"
 
 
-DATA_PARALLEL = Setting("resnet18", (3, 64, 64), 32)
-OVERHEAD = (Setting("yolov2-16", (3, 608, 608), 1), Setting("resnet50", (3, 224, 224), 4),
-            Setting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
-QUICK_OVERHEAD = (Setting("resnet18", (3, 64, 64), 8),)
+DATA_PARALLEL = CoreSetting("resnet18", (3, 64, 64), 32)
+OVERHEAD = (CoreSetting("yolov2-16", (3, 608, 608), 1), CoreSetting("resnet50", (3, 224, 224), 4),
+            CoreSetting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
+QUICK_OVERHEAD = (CoreSetting("resnet18", (3, 64, 64), 8),)
 
 
-class SameBatch(Dataset[Any]):
-    """The same batch over and over: what is measured is training, not loading."""
-
-    def __init__(self, model: str, shape: tuple[int, ...], samples: int) -> None:
-        self.inputs: Any = example_batch(model, samples, input_shape=shape)
-        self.targets = example_target(model, samples, input_shape=shape)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inputs[index], self.targets[index]
-
-
-def _captured(setting: Setting, data: SameBatch) -> Graph:
+def _captured(setting: CoreSetting, data: SameBatch) -> Graph:
     torch.manual_seed(0)
     return captured(
         build(setting.model), data, loss_function(ZOO[setting.model].loss), granularity="blocks", name=setting.model
@@ -95,7 +79,7 @@ def _ours(session: Session, graph: Graph, plan: Plan, data: SameBatch, steps: in
     return run.run((step, data.inputs, data.targets) for step in range(steps)).step_seconds
 
 
-def _even(setting: Setting, graph: Graph, names: tuple[str, ...]) -> Plan:
+def _even(setting: CoreSetting, graph: Graph, names: tuple[str, ...]) -> Plan:
     share = BySamples(tuple(setting.samples // len(names) for _ in names))
     stage = Stage((0, len(graph.network.layers)), names, share)
     return resolve(Plan(graph.name, setting.samples, (stage,), batch_norm="local", optimizer_slots=1), graph.network)
@@ -119,7 +103,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _ddp_calls(setting: Setting, workers: int, bucket: int) -> list[str]:
+def _ddp_calls(setting: CoreSetting, workers: int, bucket: int) -> list[str]:
     port = _free_port()
     own = setting.samples // workers
     return [

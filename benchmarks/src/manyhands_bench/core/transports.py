@@ -18,16 +18,8 @@ import time
 from collections.abc import Callable
 
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands_bench.core.links import (
-    BURST_MESSAGE_BYTES,
-    BURST_MESSAGES,
-    GLOO_LIMIT_SECONDS,
-    LIMIT_SECONDS,
-    LINKS,
-    PINGS_AT_ONCE,
-    SIZES,
-    messages_of,
-)
+from manyhands_bench.core.link_protocol import BURST_MESSAGE_BYTES, BURST_MESSAGES, GLOO_LIMIT_SECONDS, LIMIT_SECONDS
+from manyhands_bench.core.links import LINKS, PINGS_AT_ONCE, SIZES, messages_of
 
 _KILL_AFTER_SECONDS = 0.03
 _KILL_ATTEMPTS = 3

@@ -6,11 +6,21 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from manyhands_bench.infer.accuracy import Accuracy, Rows, Way
-from manyhands_bench.infer.lab import Measured
+from manyhands_bench.infer.accuracy import Accuracy, DecoupledVariant, Rows
+from manyhands_bench.infer.lab import MeasuredMethod
 from manyhands_bench.infer.networks import GROUPS
 from manyhands_bench.infer.plots import Bars, draw_accuracy, draw_bars, draw_scaling
-from manyhands_bench.infer.simulated import ALL, ALONE, METHODS, ONE, SCALING, Simulated, Table, Timed, pair_text
+from manyhands_bench.infer.simulated import (
+    ALL,
+    ALONE,
+    METHODS,
+    ONE,
+    SCALING,
+    MethodSeconds,
+    Simulated,
+    Table,
+    pair_text,
+)
 
 
 def draw_simulated(found: Simulated, out: Path) -> list[Path]:
@@ -42,7 +52,9 @@ def _draw_table(rows: Table, path: Path, title: str) -> Path:
     )  # fmt: skip
 
 
-def _speedups(two: Mapping[str, Timed], four: Mapping[str, Timed]) -> dict[str, list[tuple[int, float]]]:
+def _speedups(
+    two: Mapping[str, MethodSeconds], four: Mapping[str, MethodSeconds]
+) -> dict[str, list[tuple[int, float]]]:
     """Method -> devices and throughput over the original on one device."""
     one = four[ONE].interval
     begin = {name: one / four[ALONE if "scheme" in name else ONE].interval for name in METHODS}
@@ -62,7 +74,7 @@ def draw_memory(found: Mapping[str, int], network: str, out: Path) -> Path:
     )
 
 
-def draw_lab(found: Mapping[str, Mapping[str, Measured]], network: str, out: Path) -> Path:
+def draw_lab(found: Mapping[str, Mapping[str, MeasuredMethod]], network: str, out: Path) -> Path:
     """Measured, with what was predicted as a mark on each bar; in the lab's time."""
     pairs = list(found)
     places = [pair_text(pair) for pair in pairs]
@@ -93,4 +105,6 @@ def draw_scores(rows: Rows, setting: Accuracy, out: Path) -> Path:
     for way in setting.ways:
         if way.widen:
             lines.setdefault(f"x{way.widen:g}", {})[str(way.shuffles)] = rows[str(way)]
-    return draw_accuracy(lines, rows[str(Way())], out / "accuracy.png", f"CIFAR-10 (JPEG copy), {setting.text}")
+    return draw_accuracy(
+        lines, rows[str(DecoupledVariant())], out / "accuracy.png", f"CIFAR-10 (JPEG copy), {setting.text}"
+    )

@@ -26,8 +26,8 @@ from manyhands.session.lab_session import play_here
 from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import GROUPS, Known, Library, Subject
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import GROUPS, DecnnNetwork, Library, ProfiledNetwork
 from manyhands_bench.infer.simulated import (
     ALL,
     BOTH,
@@ -37,7 +37,7 @@ from manyhands_bench.infer.simulated import (
     MODNN_DECOUPLED,
     PAIRS,
     TILED,
-    Timed,
+    MethodSeconds,
     pair_text,
     streamed,
 )
@@ -57,7 +57,7 @@ STRATEGIES = {
 
 
 @dataclass(frozen=True)
-class Extent:
+class InferLabExtent:
     """How much is measured."""
 
     pairs: tuple[str, ...]
@@ -67,10 +67,10 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMethod:
     """One method at one pair."""
 
-    predicted: Timed
+    predicted: MethodSeconds
     latency: float
     """From the first computing to the last, as simulated; of schemes 1+2+3 nothing is said."""
     asked_latency: float
@@ -83,7 +83,7 @@ class Measured:
         return found if math.isnan(self.latency) else [abs(self.latency / self.predicted.latency - 1), *found]
 
 
-def lab_of(pair: str, seconds: float, subject: Subject, name: str) -> LabCluster:
+def lab_of(pair: str, seconds: float, subject: DecnnNetwork, name: str) -> LabCluster:
     """Four devices on which a network that takes so many seconds on a core of this machine takes as long as in the
     paper."""
     core = this_machine(threads=1).gflops
@@ -102,11 +102,11 @@ def lab_of(pair: str, seconds: float, subject: Subject, name: str) -> LabCluster
     )
 
 
-Found = dict[str, dict[str, Measured]]
+Found = dict[str, dict[str, MeasuredMethod]]
 """Pair of rate and round trip -> method -> seconds."""
 
 
-def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress) -> tuple[Figures, Found]:
+def bench_lab(library: Library, subject: DecnnNetwork, extent: InferLabExtent, say: Progress) -> tuple[Figures, Found]:
     """Every method over some pairs; where there can be no lab, why."""
     if why := missing():
         return {"lab_skipped": why}, {}
@@ -136,9 +136,9 @@ def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress)
 
 
 def _methods(
-    session: Session, graphs: Mapping[bool, Graph], kernels: Mapping[bool, dict[str, Kernel]], extent: Extent,
+    session: Session, graphs: Mapping[bool, Graph], kernels: Mapping[bool, dict[str, Kernel]], extent: InferLabExtent,
     say: Progress,
-) -> dict[str, Measured]:  # fmt: skip
+) -> dict[str, MeasuredMethod]:  # fmt: skip
     known = {}
     for decoupled, graph in graphs.items():
         say(f"measuring {graph.name}")
@@ -151,14 +151,14 @@ def _methods(
         say(name)
         graph, (cluster, profile) = graphs[decoupled], known[decoupled]
         plan = plan_for(graph.network, cluster, profile, strategy=strategy).plan
-        own = Known(graph.network, profile.of(cluster.names[0]))
+        own = ProfiledNetwork(graph.network, profile.of(cluster.names[0]))
         latency = sample_seconds(plan, graph.network, cluster, profile)
         if name == ALL:
             plan = interleaved(plan, ROUND)
         stream = streamed(plan, own, cluster, profile)
-        predicted = Timed(stream.latency if name == ALL else latency, stream.interval)
+        predicted = MethodSeconds(stream.latency if name == ALL else latency, stream.interval)
         ran = Stand(session, graph, kernels[decoupled]).run(plan, extent.turns, extent.at_once)
-        found[name] = Measured(predicted, _inside(ran), ran.latency, ran.interval)
+        found[name] = MeasuredMethod(predicted, _inside(ran), ran.latency, ran.interval)
     return found
 
 
@@ -170,7 +170,7 @@ def _inside(ran: Ran) -> float:
     return ran.inside if any(log.spans for log in ran.logs.values()) else math.nan
 
 
-def lab_figures(found: Mapping[str, Mapping[str, Measured]]) -> Figures:
+def lab_figures(found: Mapping[str, Mapping[str, MeasuredMethod]]) -> Figures:
     """What we are ahead of, as measured, and how far off the simulation was."""
     figures: Figures = {}
     latencies, asked, throughputs = [], [], []
@@ -192,7 +192,7 @@ def lab_figures(found: Mapping[str, Mapping[str, Measured]]) -> Figures:
     }
 
 
-def _text(found: Mapping[str, Mapping[str, Measured]], scale: float) -> str:
+def _text(found: Mapping[str, Mapping[str, MeasuredMethod]], scale: float) -> str:
     lines: Sequence[str] = [
         f"{pair_text(pair)}: "
         + ", ".join(

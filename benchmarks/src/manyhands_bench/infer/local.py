@@ -16,8 +16,8 @@ from manyhands.facts.profile import Kernel
 from manyhands.plans.inference import plan_for
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.session.opening import open_session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import GROUPS, Library, Subject, half_graph, one_core
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import GROUPS, DecnnNetwork, Library, half_graph, one_core
 from manyhands_bench.infer.simulated import ALL, ALONE, BOTH, COATES, COATES_DECOUPLED, MODNN, MODNN_DECOUPLED, ONE
 from manyhands_bench.infer.site import WARM_UPS, Ran, Stand, interleaved, listed
 from manyhands_bench.papers import HEADLINES
@@ -33,7 +33,7 @@ TRIAL_STREAM = 32
 DEFAULT_KERNELS = "PyTorch's default"
 
 
-def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Figures, dict[str, int]]:
+def bench_memory(library: Library, subject: DecnnNetwork, say: Progress) -> tuple[Figures, dict[str, int]]:
     """Most tensor bytes alive at once on the fullest device, counted in one inference of real workers."""
     original = library.graph(subject, decoupled=False)
     decoupled = library.graph(subject, decoupled=True)
@@ -67,7 +67,7 @@ def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Fig
     }, found
 
 
-def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int, say: Progress) -> Figures:
+def bench_speedup(library: Library, subject: DecnnNetwork, blocks: int, samples: int, say: Progress) -> Figures:
     """Channels on two workers of one thread against the same decoupled network on one of them, and beside two halves
     that exchange nothing: a stream, each side in the batches that suit it best, and one sample at a time."""
     whole, half = library.graph(subject, decoupled=True), half_graph(subject)

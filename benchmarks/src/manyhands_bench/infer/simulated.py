@@ -21,8 +21,8 @@ from manyhands.planner.task import Candidate
 from manyhands.plans.inference import plan_for
 from manyhands.plans.planning import simulate
 from manyhands.schedule.actions import Forward
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import Known, Library, Subject
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import DecnnNetwork, Library, ProfiledNetwork
 from manyhands_bench.papers import DECNN_SPEEDUPS
 from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
 
@@ -45,7 +45,7 @@ STREAM, SETTLED = 10, 4
 
 
 @dataclass(frozen=True)
-class Timed:
+class MethodSeconds:
     """Seconds of a sample by a method."""
 
     latency: float
@@ -54,7 +54,7 @@ class Timed:
     """From one answer to the next in a stream."""
 
 
-def streamed(plan: Plan, known: Known, cluster: Cluster, profile: Profile) -> Timed:
+def streamed(plan: Plan, known: ProfiledNetwork, cluster: Cluster, profile: Profile) -> MethodSeconds:
     """A stream of samples: how long each is under way, and how long after the one before it ends."""
     long = msgspec.structs.replace(plan, micro_batches=STREAM, batch_size=STREAM * plan.micro_batch_size)
     found = simulate(long, known.network, cluster, profile)
@@ -67,7 +67,7 @@ def streamed(plan: Plan, known: Known, cluster: Cluster, profile: Profile) -> Ti
             ends[number] = max(span.end, ends.get(number, 0.0))
     under_way = [ends[number] - starts[number] for number in range(SETTLED, STREAM)]
     last, settled = STREAM - 1, SETTLED - 1
-    return Timed(statistics.fmean(under_way), (ends[last] - ends[settled]) / (last - settled))
+    return MethodSeconds(statistics.fmean(under_way), (ends[last] - ends[settled]) / (last - settled))
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Case:
     """A cluster, and both networks as its devices run them."""
 
     cluster: Cluster
-    original: Known
-    decoupled: Known
+    original: ProfiledNetwork
+    decoupled: ProfiledNetwork
     streams: int
     """Plans of a strategy, the fastest of one sample first, that are looked at as streams."""
 
-    def plans(self, known: Known, strategy: str) -> list[Candidate]:
+    def plans(self, known: ProfiledNetwork, strategy: str) -> list[Candidate]:
         return plan_for(known.network, self.cluster, known.on(self.cluster), strategy=strategy).candidates
 
-    def _timed(self, known: Known, candidates: Sequence[Candidate], order: str = "") -> Timed:
+    def _timed(self, known: ProfiledNetwork, candidates: Sequence[Candidate], order: str = "") -> MethodSeconds:
         """The best latency of any plan, and the best throughput of any, as if both were asked for."""
         profile = known.on(self.cluster)
         plans = [one.plan for one in candidates[: self.streams] if one.plan is not None]
@@ -91,9 +91,9 @@ class Case:
             plans = [msgspec.structs.replace(plan, order="interleave") for plan in plans]
         streams = [streamed(plan, known, self.cluster, profile) for plan in plans]
         latency = min(one.latency for one in streams) if order else candidates[0].seconds
-        return Timed(latency, min(one.interval for one in streams))
+        return MethodSeconds(latency, min(one.interval for one in streams))
 
-    def methods(self) -> dict[str, Timed]:
+    def methods(self) -> dict[str, MethodSeconds]:
         channels = self.plans(self.decoupled, "channels")
         return {
             ONE: self._timed(self.original, self.plans(self.original, "single")),
@@ -107,11 +107,11 @@ class Case:
         }
 
 
-Table = Mapping[str, Mapping[str, Timed]]
+Table = Mapping[str, Mapping[str, MethodSeconds]]
 """Pair of rate and round trip -> method -> seconds."""
 
 
-def ahead_of(methods: Mapping[str, Timed], others: Sequence[str] = TILED) -> tuple[float, float]:
+def ahead_of(methods: Mapping[str, MethodSeconds], others: Sequence[str] = TILED) -> tuple[float, float]:
     """How many times as fast as the best of others: latency with schemes 1+2, throughput with 1+2+3."""
     latency = min(methods[name].latency for name in others) / methods[BOTH].latency
     interval = min(methods[name].interval for name in others) / methods[ALL].interval
@@ -124,8 +124,8 @@ def devices_of(pair: str, count: int = 0) -> Cluster:
 
 
 def table(
-    original: Known, decoupled: Known, pairs: Iterable[str], streams: int, say: Progress
-) -> dict[str, dict[str, Timed]]:
+    original: ProfiledNetwork, decoupled: ProfiledNetwork, pairs: Iterable[str], streams: int, say: Progress
+) -> dict[str, dict[str, MethodSeconds]]:
     found = {}
     for pair in pairs:
         say(f"simulating {original.network.name} at {pair_text(pair)}")
@@ -144,20 +144,25 @@ class Simulated:
 
     tables: dict[str, Table]
     """Model -> its table, four devices."""
-    two: dict[str, Mapping[str, Timed]]
+    two: dict[str, Mapping[str, MethodSeconds]]
     """Model -> two devices, at the pair for scaling."""
     unscaled: dict[str, Table]
     factor: float
 
 
 def bench_simulated(
-    library: Library, subjects: Sequence[Subject], reference: Subject, pairs: Sequence[str], streams: int, say: Progress
+    library: Library,
+    subjects: Sequence[DecnnNetwork],
+    reference: DecnnNetwork,
+    pairs: Sequence[str],
+    streams: int,
+    say: Progress,
 ) -> tuple[Figures, Simulated]:
     """Networks over links, and what we are ahead of."""
     measured = {one: (library.known(one, decoupled=False), library.known(one, decoupled=True)) for one in subjects}
     factor = reference.paper_seconds / library.known(reference, decoupled=False).seconds
     tables: dict[str, Table] = {}
-    two: dict[str, Mapping[str, Timed]] = {}
+    two: dict[str, Mapping[str, MethodSeconds]] = {}
     for subject, (original, decoupled) in measured.items():
         slow = (original.scaled(factor), decoupled.scaled(factor))
         tables[subject.model] = table(*slow, pairs, streams, say)
@@ -170,7 +175,9 @@ def bench_simulated(
     return _figures(found, measured, reference), found
 
 
-def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], reference: Subject) -> Figures:
+def _figures(
+    found: Simulated, measured: Mapping[DecnnNetwork, tuple[ProfiledNetwork, ProfiledNetwork]], reference: DecnnNetwork
+) -> Figures:
     rows_of_all = [own for rows in found.tables.values() for own in rows.values()]
     latency, throughput = (min(ahead_of(own)[place] for own in rows_of_all) for place in range(2))
     figures: Figures = {
@@ -216,11 +223,11 @@ def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], 
     }  # fmt: skip
 
 
-def _gain(methods: Mapping[str, Timed]) -> float:
+def _gain(methods: Mapping[str, MethodSeconds]) -> float:
     return methods[BOTH].interval / methods[ALL].interval
 
 
-def _speedups(name: str, methods: Mapping[str, Timed]) -> Figures:
+def _speedups(name: str, methods: Mapping[str, MethodSeconds]) -> Figures:
     """Over one device with the original network."""
     one = methods[ONE]
     return {

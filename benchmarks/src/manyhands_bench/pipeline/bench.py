@@ -24,13 +24,14 @@ from manyhands.planner.steps import Steps
 from manyhands.plans.networks import load_network
 from manyhands.profiler.this_machine import identify
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.pipeline import measured
 from manyhands_bench.pipeline.exhaustive import Exhaustive
 from manyhands_bench.pipeline.offloading import offloaded
+from manyhands_bench.pipeline.overhead import executor_overhead
 from manyhands_bench.pipeline.studies import draw_pipeline_studies
 
 REPEATS = 5
@@ -40,7 +41,7 @@ LOCAL_NORM = Batch(1, 1, is_synchronised=False)
 
 
 @dataclass(frozen=True)
-class Subject:
+class Table4Network:
     """A network of the paper's Table 4, with its input and mini-batch."""
 
     model: str
@@ -49,16 +50,16 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("efficientnet-b1", (3, 32, 32), 2048),
-    Subject("mobilenetv2", (3, 32, 32), 2048),
-    Subject("resnet50", (3, 224, 224), 256),
-    Subject("bert-small", None, 2048),
+    Table4Network("efficientnet-b1", (3, 32, 32), 2048),
+    Table4Network("mobilenetv2", (3, 32, 32), 2048),
+    Table4Network("resnet50", (3, 224, 224), 256),
+    Table4Network("bert-small", None, 2048),
 )
 ENVIRONMENTS = ("env-a", "env-b", "env-b-1000", "env-c")
 
 
 @cache
-def network_of(subject: Subject, granularity: str = "blocks") -> Network:
+def network_of(subject: Table4Network, granularity: str = "blocks") -> Network:
     return load_network(subject.model, subject.shape, granularity)
 
 
@@ -111,7 +112,7 @@ def bench_optimality(quick: bool, say: Progress) -> Figures:
     say("drawn instances against exhaustive search")
     gaps, missed, losses = [], 0, []
     algorithm_1: dict[int, list[float]] = {1: [], 2: [], 4: []}
-    network = network_of(Subject("tiny", None, 8))
+    network = network_of(Table4Network("tiny", None, 8))
     for cluster, profile, batch in _drawn(network, 40 if quick else DRAWN):
         best = min((seconds for seconds, _ in Exhaustive(network, cluster, profile, batch).all()), default=None)
         steps = Steps(Ground(network, cluster, profile, batch.samples, batch.optimizer_slots), batch)
@@ -257,7 +258,7 @@ def bench_pipeline(
     """Every figure of `manyhands bench pipeline`, flat; `full` draws the paper's studies into `out` too."""
     say = on_progress or (lambda text: None)
     figures: Figures = {"machine": identify(1).text, "quick": int(quick), PROFILE_MACHINE: ESTIMATED}
-    figures |= measured.executor_overhead(say, quick)
+    figures |= executor_overhead(say, quick)
     figures |= measured.bench_local(say, quick)
     figures |= measured.bench_lab(say, quick)
     figures |= measured.summary(figures)

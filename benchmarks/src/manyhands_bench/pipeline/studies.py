@@ -28,7 +28,7 @@ from manyhands.plans.networks import load_network
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.plans.planning import simulate
 from manyhands.simulator.result import Simulation
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies
 
 SMALL_INPUT = (3, 32, 32)

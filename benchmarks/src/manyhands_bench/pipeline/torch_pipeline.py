@@ -10,200 +10,33 @@ stages cut by hand. One thread each; glibc keeps memory as in our workers.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut
-from manyhands_bench.core.ddp import end_all
+from manyhands.facts.errors import BadValue
+from manyhands_bench.pipeline.torch_setting import (
+    LEARNING_RATE,
+    LIMIT_SECONDS,
+    MOMENTUM,
+    BareRound,
+    TorchSetting,
+    TorchVariant,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
-START_SECONDS = 120.0
-LIMIT_SECONDS = 120.0
-"""For any answer, and for any message between the processes."""
-LEARNING_RATE, MOMENTUM = 1e-4, 0.9
-_TAIL_BYTES = 600
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model at an input size, and the samples of a mini-batch."""
-
-    model: str
-    shape: tuple[int, ...]
-    samples: int
-    micro_batches: int
-
-    def __str__(self) -> str:
-        size = "x".join(map(str, self.shape))
-        return f"{self.model} {size}, batch {self.samples} in {self.micro_batches} micro-batches"
-
-
-@dataclass(frozen=True)
-class Way:
-    """One of PyTorch's ways, with all that a person would choose by hand."""
-
-    kind: str
-    """'1f1b', 'gpipe' or 'ddp'."""
-    ranks: tuple[int, ...]
-    bounds: tuple[int, ...] = ()
-    """Of a pipeline: stage i has units [bounds[i], bounds[i + 1])."""
-    micro_batches: int = 1
-    shares: tuple[int, ...] = ()
-    """Of 'ddp': samples of each rank."""
-    channels_last: bool = False
-    """The memory format of weights and inputs, and so of all in between."""
-
-    def __str__(self) -> str:
-        form = ", channels_last" if self.channels_last else ""
-        if self.kind == "ddp":
-            return f"DDP with {'+'.join(map(str, self.shares))} samples, default buckets{form}"
-        name = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}[self.kind]
-        cuts = ", ".join(map(str, self.bounds[1:-1]))
-        return f"{name} with {len(self.ranks)} stages cut at {cuts}, {self.micro_batches} micro-batches{form}"
-
 
 # The side that asks
-
-
-class BareRound(NamedTuple):
-    """Seconds of a stage's computing in a round: each micro-batch's forward pass (on the last stage with the loss), its
-    backward pass, and the optimiser's step."""
-
-    forward: list[float]
-    backward: list[float]
-    step: float
-
-
-class TorchGroup:
-    """The processes, for as long as they are asked; whichever dies or is silent is named."""
-
-    def __init__(
-        self, setting: Setting, places: Sequence[Sequence[str]], *, host: str = "127.0.0.1", interface: str = "lo",
-        cores: Sequence[int | None] = (),
-    ) -> None:  # fmt: skip
-        """`places`: for each process the words before its command, such as those that bring it into a lab.
-        `host`: where the first of them is found. `cores`: the core that each is kept on."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.processes: list[subprocess.Popen[str]] = []
-        self._said = [tempfile.TemporaryFile() for _ in places]  # noqa: SIM115
-        try:
-            for rank, before in enumerate(places):
-                core = cores[rank] if cores else None
-                words = [
-                    *before, sys.executable, "-m", "manyhands_bench.pipeline.torch_pipeline", str(rank),
-                    str(len(places)), host, interface, str(-1 if core is None else core), json.dumps(asdict(setting)),
-                ]  # fmt: skip
-                self.processes.append(
-                    subprocess.Popen(
-                        words, text=True, bufsize=1, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                        stderr=self._said[rank],
-                    )
-                )  # fmt: skip
-            everyone = range(len(places))
-            port = self._answers([0], "begin", START_SECONDS)[0]
-            for rank in everyone[1:]:
-                self._tell(rank, port)
-            self._answers(everyone, "join the others", START_SECONDS)
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, way: Way, steps: int) -> list[float]:
-        """Seconds of each of so many training steps."""
-        found = self._ask({"do": "train", "way": asdict(way), "steps": steps}, f"run {way}")
-        return [float(seconds) for seconds in found[way.ranks[0]]]
-
-    def units(self, samples: int) -> list[tuple[float, int]]:
-        """For every unit that a pipeline can be cut before: its seconds for some samples on the first device, forward
-        and backward, and the bytes it hands on."""
-        found = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
-        return [(seconds, size) for seconds, size in found]
-
-    def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[list[BareRound]]:
-        """For every stage, one on each process at once: round after round of computing; nothing is exchanged."""
-        request = {"do": "bare", "bounds": list(bounds), "samples": samples, "seconds": seconds}
-        found = self._ask(request, "compute their stages alone")
-        return [[BareRound(*one) for one in rounds] for rounds in found.values()]
-
-    def _ask(self, request: dict[str, Any], what: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        asked = range(len(self.processes)) if ranks is None else ranks
-        for rank in asked:
-            self._tell(rank, request)
-        return self._answers(asked, what, LIMIT_SECONDS)
-
-    def _tell(self, rank: int, message: object) -> None:
-        pipe = self.processes[rank].stdin
-        assert pipe is not None
-        try:
-            pipe.write(json.dumps(message) + "\n")
-            pipe.flush()
-        except OSError as error:
-            raise self._died(rank, "take a request") from error
-
-    def _answers(self, ranks: Sequence[int], what: str, limit_seconds: float) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        end = time.monotonic() + limit_seconds
-        with selectors.DefaultSelector() as selector:
-            for rank in ranks:
-                output = self.processes[rank].stdout
-                assert output is not None
-                selector.register(output, selectors.EVENT_READ, rank)
-            while len(found) < len(ranks):
-                ready = selector.select(max(0.0, end - time.monotonic()))
-                if not ready:
-                    silent = ", ".join(str(rank) for rank in ranks if rank not in found)
-                    raise TimedOut(f"Torch rank {silent} did not {what} within {limit_seconds:g} s.")
-                for key, _ in ready:
-                    line = key.fileobj.readline()  # type: ignore[union-attr]
-                    if not line:
-                        raise self._died(key.data, what)
-                    answer = json.loads(line)
-                    if "error" in answer:
-                        raise ManyhandsError(f"Torch rank {key.data} could not {what}: {answer['error']}")
-                    found[key.data] = answer["found"]
-                    selector.unregister(key.fileobj)
-        return {rank: found[rank] for rank in ranks}
-
-    def _died(self, rank: int, what: str) -> ManyhandsError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[rank].wait(5)
-        file = self._said[rank]
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _TAIL_BYTES))
-        words = file.read().decode(errors="replace").strip()
-        return ManyhandsError(
-            f"Torch rank {rank} ended (exit code {self.processes[rank].poll()}) when it was to {what}: {words}"
-        )
-
-    def close(self) -> None:
-        end_all(self.processes)
-        for file in self._said:
-            file.close()
-
-    def __enter__(self) -> TorchGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # The side that answers
@@ -237,7 +70,7 @@ def _packed_for_sending(stage: nn.Module) -> nn.Module:
     import torch
     from torch import nn
 
-    class Format(torch.autograd.Function):
+    class _Format(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: Tensor, there: torch.memory_format, back: torch.memory_format) -> Tensor:
             ctx.back = back
@@ -248,23 +81,23 @@ def _packed_for_sending(stage: nn.Module) -> nn.Module:
             (own,) = gradients
             return own.contiguous(memory_format=ctx.back) if own.dim() == 4 else own, None, None
 
-    class Packed(nn.Module):
+    class _Packed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.stage = stage
 
         def forward(self, value: Tensor) -> Tensor:
             plain, last = torch.contiguous_format, torch.channels_last
-            apply: Callable[..., Tensor] = Format.apply
+            apply: Callable[..., Tensor] = _Format.apply
             return apply(self.stage(apply(value, last, plain)), plain, last)
 
-    return Packed()
+    return _Packed()
 
 
 class Rank:
     """One of the processes."""
 
-    def __init__(self, setting: Setting, rank: int) -> None:
+    def __init__(self, setting: TorchSetting, rank: int) -> None:
         from manyhands.models.registry import ZOO, example_batch, example_target, loss_function
 
         self.setting, self.rank = setting, rank
@@ -276,7 +109,7 @@ class Rank:
 
     def answer(self, request: dict[str, Any]) -> Any:
         if request["do"] == "train":
-            way = msgspec.convert(request["way"], Way)
+            way = msgspec.convert(request["way"], TorchVariant)
             return self.train(way, request["steps"])
         if request["do"] == "units":
             return self.units(request["samples"])
@@ -292,14 +125,14 @@ class Rank:
         module = build(self.setting.model)
         return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload]
 
-    def inputs(self, way: Way) -> Any:
+    def inputs(self, way: TorchVariant) -> Any:
         import torch
 
         return self.batch.contiguous(memory_format=torch.channels_last) if way.channels_last else self.batch
 
     # Training
 
-    def train(self, way: Way, steps: int) -> list[float]:
+    def train(self, way: TorchVariant, steps: int) -> list[float]:
         import torch.distributed as dist
 
         group = self._groups.get(way.ranks)
@@ -319,7 +152,7 @@ class Rank:
             seconds.append(time.perf_counter() - start)
         return seconds
 
-    def _distributed(self, way: Way, group: ProcessGroup) -> Callable[[], None]:
+    def _distributed(self, way: TorchVariant, group: ProcessGroup) -> Callable[[], None]:
         """Gradients are averaged over ranks, so that a rank's loss is weighted by its samples."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
@@ -340,7 +173,7 @@ class Rank:
 
         return step
 
-    def _pipelined(self, way: Way, group: ProcessGroup) -> Callable[[], None]:
+    def _pipelined(self, way: TorchVariant, group: ProcessGroup) -> Callable[[], None]:
         import torch
         from torch import nn
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -444,7 +277,7 @@ def main() -> None:
     if is_first:
         _say({"found": store.port})
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=limit)
-    here = Rank(msgspec.convert(json.loads(setting), Setting), int(rank))
+    here = Rank(msgspec.convert(json.loads(setting), TorchSetting), int(rank))
     _say({"found": None})
     for line in sys.stdin:
         try:

@@ -19,6 +19,7 @@ import torch
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job.evaluation import captured
 from manyhands.lab.lab import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
@@ -26,16 +27,16 @@ from manyhands.runtime.watch import SILENCE_SECONDS
 from manyhands.session.lab_session import lab_cluster
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.pipeline.measured import plan_text
-from manyhands_bench.pipeline.torch_pipeline import Setting
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.pipeline.ours import plan_text
+from manyhands_bench.pipeline.torch_setting import TorchSetting
 from manyhands_bench.recovery.plots import Passage, draw_passages
 from manyhands_bench.recovery.site import DrawnPictures, Groups, Site, Strike, Trip
 from manyhands_bench.recovery.soak import loss_difference, soak, soak_site
 from manyhands_bench.recovery.torchrun import NODES, TUNED, seconds_after_kill
 
-SETTING = Setting("mobilenetv2", (3, 32, 32), 32, 4)
-QUICK = Setting("tiny", (1, 16, 16), 32, 2)
+SETTING = TorchSetting("mobilenetv2", (3, 32, 32), 32, 4)
+QUICK = TorchSetting("tiny", (1, 16, 16), 32, 2)
 OPTIMIZER = Optimizer("SGD", lr=1e-5, momentum=0.9)
 """Small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and faster ones blow up the last bit a hundred-fold
 in every step, in whichever order sums are taken."""
@@ -49,10 +50,10 @@ SEED = 7
 
 
 @dataclass(frozen=True)
-class Extent:
+class RecoveryExtent:
     """How much is measured."""
 
-    setting: Setting
+    setting: TorchSetting
     workers: int
     struck: int | None
     """So many of the workers, from the first on; None: all."""
@@ -66,12 +67,12 @@ class Extent:
     """0: estimated."""
 
 
-FULL = Extent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
-QUICK_EXTENT = Extent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds=0.0)
+FULL = RecoveryExtent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
+QUICK_EXTENT = RecoveryExtent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds=0.0)
 
 
 @dataclass
-class Found:
+class Recoveries:
     """Trips by device, for each way."""
 
     light: dict[str, Trip] = field(default_factory=dict)
@@ -89,13 +90,16 @@ def shape_of(names: Sequence[str]) -> Groups:
     return ((first,), tuple(others[:-1]), (others[-1],)) if len(others) > 2 else ((first,), tuple(others))
 
 
-def site_for(session: Session, setting: Setting, measure_seconds: float, dtype: torch.dtype = torch.float32) -> Site:
+def site_for(
+    session: Session, setting: TorchSetting, measure_seconds: float, dtype: torch.dtype = torch.float32
+) -> Site:
     torch.manual_seed(0)
+    data = DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype)
+    module, loss = build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss)
+    graph = captured(module, data, loss, granularity="blocks", name=setting.model)
     return Site.of(
-        session, build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss),
-        DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype), OPTIMIZER, name=setting.model,
-        samples=setting.samples, micro_batches=setting.micro_batches, groups=shape_of(session.cluster.names),
-        measure_seconds=measure_seconds,
+        session, graph, data, OPTIMIZER, samples=setting.samples, micro_batches=setting.micro_batches,
+        groups=shape_of(session.cluster.names), measure_seconds=measure_seconds,
     )  # fmt: skip
 
 
@@ -105,7 +109,7 @@ def site_for(session: Session, setting: Setting, measure_seconds: float, dtype: 
 class Failures:
     """Runs through failures of one site's workers."""
 
-    def __init__(self, site: Site, extent: Extent, say: Progress) -> None:
+    def __init__(self, site: Site, extent: RecoveryExtent, say: Progress) -> None:
         self.site, self.extent, self.say = site, extent, say
         self.drawing = random.Random(SEED)
         self.steps = STEPS_BEFORE + extent.steps_after
@@ -125,7 +129,7 @@ class Failures:
         return sum(trip.rounds_lost(self.steps) for trip in trips)
 
 
-def bench_exactness(session: Session, extent: Extent, backup_every: int, say: Progress) -> Figures:
+def bench_exactness(session: Session, extent: RecoveryExtent, backup_every: int, say: Progress) -> Figures:
     """In float64, where rounding does not hide anything: losses through a failure are those of a calm run."""
     site = replace(site_for(session, extent.setting, 0.0, torch.float64), backup_every=backup_every)
     failures = Failures(site, extent, lambda text: say(f"float64: {text}"))
@@ -137,10 +141,10 @@ def bench_exactness(session: Session, extent: Extent, backup_every: int, say: Pr
     return {"losses_differ": loss_difference(trip, failures.calm), "rounds_lost": lost}
 
 
-def bench_failures(site: Site, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_failures(site: Site, extent: RecoveryExtent, out: Path | None, say: Progress) -> Figures:
     """Every device in turn: killed, with light and heavy re-planning; stopped; and how fast the rest is afterwards."""
     failures = Failures(site, extent, say)
-    found, after = Found(), {}
+    found, after = Recoveries(), {}
     names = site.session.cluster.names[: extent.struck]
     for place, name in enumerate(names):
         ways = ("light", "heavy") if place % 2 == 0 else ("heavy", "light")
@@ -165,7 +169,7 @@ class After:
     predicted: float
 
 
-def _speed_after(site: Site, light: Trip, heavy: Trip, extent: Extent) -> After:
+def _speed_after(site: Site, light: Trip, heavy: Trip, extent: RecoveryExtent) -> After:
     """In blocks by turns."""
     plans = [trip.outcome.plan for trip in (light, heavy)]
     ours, other = (plan for plan in plans if plan is not None)
@@ -184,7 +188,9 @@ def _median(trips: dict[str, Trip], what: Callable[[Trip], float]) -> float:
     return float(statistics.median(what(trip) for trip in trips.values()))
 
 
-def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[str, After], extent: Extent) -> Figures:
+def _failure_figures(
+    site: Site, failures: Failures, found: Recoveries, after: dict[str, After], extent: RecoveryExtent
+) -> Figures:
     light, heavy = (
         _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
     )  # fmt: skip
@@ -234,7 +240,7 @@ def _plan_after(trip: Trip) -> str:
     return plan_text(trip.outcome.plan).partition(";")[0] if trip.outcome.plan is not None else ""
 
 
-def _draw(found: Found, name: str, setting: Setting, out: Path) -> None:
+def _draw(found: Recoveries, name: str, setting: TorchSetting, out: Path) -> None:
     """Fig. 17: when B is gone."""
     passages = []
     for how, trips in (("light", found.light), ("heavy", found.heavy)):
@@ -248,7 +254,7 @@ def _draw(found: Found, name: str, setting: Setting, out: Path) -> None:
 # What being ready costs
 
 
-def bench_backups(site: Site, extent: Extent, say: Progress) -> Figures:
+def bench_backups(site: Site, extent: RecoveryExtent, say: Progress) -> Figures:
     """Rounds with copies travelling over rounds without, in blocks by turns."""
     ratios, pairs = [], []
     for block in range(extent.blocks):
@@ -267,7 +273,7 @@ def bench_backups(site: Site, extent: Extent, say: Progress) -> Figures:
 # The rival
 
 
-def bench_torchrun(setting: Setting, say: Progress) -> Figures:
+def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
     """As torchrun does out of the box, and with a rendezvous that waits as little as ours does."""
     found: Figures = {}
     try:
@@ -286,11 +292,11 @@ def bench_torchrun(setting: Setting, say: Progress) -> Figures:
 # The lab
 
 
-def bench_lab(extent: Extent, say: Progress) -> Figures:
+def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
     """The same kills at 100 Mbit/s, light and heavy; all seconds are the lab's own."""
     if why := missing():
         return {"lab_skipped": why}
-    found = Found()
+    found = Recoveries()
     with open_session(lab_cluster(LAB)) as session:
         names = session.cluster.names[: extent.struck]
         rate = min(device.down_bytes_per_second for device in session.cluster.devices)
@@ -319,7 +325,7 @@ def bench_lab(extent: Extent, say: Progress) -> Figures:
     }
 
 
-def _lab_text(found: Found, name: str, rate: float) -> str:
+def _lab_text(found: Recoveries, name: str, rate: float) -> str:
     """Both ways, beside what moving the bytes alone takes."""
     return ", ".join(
         f"{how} {trip.recovery_seconds:.2f} s ({trip.facts['bytes_moved'] / 1e6:.2f} MB: "

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import Prefetcher, length
@@ -25,7 +24,6 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.graph.graph import Graph
-from manyhands.job.evaluation import captured
 from manyhands.job.replanning import Replanner, chosen_backups
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.runtime.coordinator import JOIN_SECONDS
@@ -149,12 +147,13 @@ class Site:
 
     @classmethod
     def of(
-        cls, session: Session, module: nn.Module, loss: Any, data: Dataset[Any], optimizer: Optimizer, *,
-        name: str, samples: int, micro_batches: int, groups: Groups, measure_seconds: float,
+        cls, session: Session, graph: Graph, data: Dataset[Any], optimizer: Optimizer, *, samples: int,
+        micro_batches: int, groups: Groups, measure_seconds: float,
     ) -> Site:  # fmt: skip
-        """In the shape that is asked for: balanced cuts, shares by speed. Measured as things are now, or, in no time,
-        estimated."""
-        graph = captured(module, data, loss, granularity="blocks", name=name)
+        """Return a job whose stages are `groups`, with balanced cuts and shares by speed.
+
+        measure_seconds   how long the devices are measured first; 0: their times are estimated from the catalogue
+        """
         size = samples // micro_batches
         cluster = session.cluster
         if measure_seconds:

@@ -21,11 +21,12 @@ from manyhands.data.digits import load_digits
 from manyhands.data.loader import length
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job.evaluation import captured
 from manyhands.models.tiny import tiny
 from manyhands.runtime.journey import Journey
 from manyhands.runtime.order import RunState, snapshot_steps
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.recovery.site import Site, Trip
 
 OPTIMIZER = Optimizer("SGD", lr=0.02, momentum=0.9)
@@ -55,9 +56,10 @@ def soak_site(session: Session) -> Site:
     stage on one device each, the others share the one between."""
     torch.manual_seed(0)
     first, *others, last = session.cluster.names
+    data = digits_in_float64()
+    graph = captured(tiny(width=8).double(), data, cross_entropy, granularity="blocks", name="tiny-float64")
     return Site.of(
-        session, tiny(width=8).double(), cross_entropy, digits_in_float64(), OPTIMIZER, name="tiny-float64",
-        samples=SAMPLES, micro_batches=MICRO_BATCHES, measure_seconds=0.0,
+        session, graph, data, OPTIMIZER, samples=SAMPLES, micro_batches=MICRO_BATCHES, measure_seconds=0.0,
         groups=((first,), tuple(others), (last,)) if others else ((first,), (last,)),
     )  # fmt: skip
 

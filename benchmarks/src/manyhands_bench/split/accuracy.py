@@ -27,7 +27,7 @@ from manyhands.models.registry import build
 from manyhands.planner.split_profile import candidate_cuts
 from manyhands.profiler.threads import with_threads
 from manyhands.split.calibration import CalibrationSet
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.split.plots import Study, draw_lines, draw_studies
 from manyhands_bench.split.site import MODE, K
 from manyhands_bench.split.weight_changes import weight_change_rates
@@ -44,7 +44,7 @@ MODES: dict[str, ReplayMode] = {"window": "window", "grouped": "grouped"}
 
 
 @dataclass(frozen=True)
-class Extent:
+class SplitAccuracyExtent:
     """How much is trained."""
 
     samples: int
@@ -61,7 +61,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Way:
+class SplitVariant:
     """How a training is cut, how late, how packed."""
 
     k: int = 0
@@ -73,12 +73,12 @@ class Way:
 
 OTHER_MODE = next(mode for mode in MODES if mode != MODE)
 WAYS = {
-    "normal": Way(cut=0),
-    "pipeline": Way(K),
-    f"pipeline_{OTHER_MODE}": Way(K, mode=OTHER_MODE),
-    "8bit": Way(K, 8),
-    f"8bit_{OTHER_MODE}": Way(K, 8, mode=OTHER_MODE),
-    "8bit_no_feedback": Way(K, 8, feeds_back=False),
+    "normal": SplitVariant(cut=0),
+    "pipeline": SplitVariant(K),
+    f"pipeline_{OTHER_MODE}": SplitVariant(K, mode=OTHER_MODE),
+    "8bit": SplitVariant(K, 8),
+    f"8bit_{OTHER_MODE}": SplitVariant(K, 8, mode=OTHER_MODE),
+    "8bit_no_feedback": SplitVariant(K, 8, feeds_back=False),
 }
 
 
@@ -96,7 +96,7 @@ class Trainings:
     """Of the last training: the mean over its last tenth, on what it trained on."""
 
     @classmethod
-    def of(cls, path: Path, extent: Extent) -> Trainings:
+    def of(cls, path: Path, extent: SplitAccuracyExtent) -> Trainings:
         sets = load(path, input_shape=SHAPE)
         graphs = {seed: _graph(seed, sets.num_classes, sets.input_shape) for seed in range(extent.seeds)}
         train = CalibrationSet.of(graphs[0], sets.train, extent.samples)
@@ -106,7 +106,7 @@ class Trainings:
     def optimizer(self, steps: int) -> Optimizer:
         return Optimizer("SGD", lr=LEARNING_RATE, momentum=0.9, schedule=("CosineAnnealingLR", {"T_max": steps}))
 
-    def score(self, way: Way, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
+    def score(self, way: SplitVariant, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
         """Accuracy on pictures that were held out."""
         order = BatchOrder(self.train.count, BATCH, shuffle=True, seed=seed)
         rehearsal = Rehearsal(
@@ -132,7 +132,7 @@ def _graph(seed: int, classes: int, shape: tuple[int, ...]) -> Graph:
     return capture(module, torch.zeros(BATCH, *shape), loss=cross_entropy, target=torch.zeros(BATCH, dtype=torch.long))
 
 
-def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_accuracy(path: Path, extent: SplitAccuracyExtent, out: Path | None, say: Progress) -> Figures:
     """Normal training beside pipelines, packed and not; and the studies as pictures."""
     try:
         trainings = Trainings.of(path, extent)
@@ -155,7 +155,7 @@ def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) 
     return figures
 
 
-def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: Extent) -> Figures:
+def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: SplitAccuracyExtent) -> Figures:
     mean = {name: statistics.mean(own) for name, own in scores.items()}
     return {
         **{f"accuracy_{name}": value for name, value in mean.items()},
@@ -186,23 +186,23 @@ def _draw_changes(norms: Sequence[float], out: Path) -> None:
     )  # fmt: skip
 
 
-def _studies(trainings: Trainings, extent: Extent, out: Path, say: Progress) -> Figures:
+def _studies(trainings: Trainings, extent: SplitAccuracyExtent, out: Path, say: Progress) -> Figures:
     """Fig. 6-8: accuracy against K, the cut, and bits."""
     steps, seeds = extent.study_steps, extent.seeds if extent.study_steps >= extent.steps else 1
     figures: Figures = {}
 
-    def score(name: str, way: Way) -> float:
+    def score(name: str, way: SplitVariant) -> float:
         say(f"study, {name}")
         found = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
         figures[f"study_{name}"] = found
         return found
 
     normal = score("normal", WAYS["normal"])
-    by_k = [score(f"k_{k}", Way(k)) for k in extent.ks]
+    by_k = [score(f"k_{k}", SplitVariant(k)) for k in extent.ks]
     cuts = trainings.cuts
-    by_cut = [score(f"cut_{cut}", Way(K, cut=cut)) for cut in cuts]
-    fed = [score(f"bits_{bits}", Way(K, bits)) for bits in extent.bits]
-    not_fed = [score(f"bits_{bits}_no_feedback", Way(K, bits, feeds_back=False)) for bits in extent.bits]
+    by_cut = [score(f"cut_{cut}", SplitVariant(K, cut=cut)) for cut in cuts]
+    fed = [score(f"bits_{bits}", SplitVariant(K, bits)) for bits in extent.bits]
+    not_fed = [score(f"bits_{bits}_no_feedback", SplitVariant(K, bits, feeds_back=False)) for bits in extent.bits]
     draw_studies(
         [
             Study("K", [str(k) for k in extent.ks], {"32 bits": by_k}),

@@ -45,7 +45,7 @@ MODE = "grouped"
 
 
 @dataclass(frozen=True)
-class Setting:
+class SplitSetting:
     """What is trained, and how much slower the edge is than the server."""
 
     model: str
@@ -76,7 +76,7 @@ class Round:
 
 
 @dataclass
-class Timed:
+class TimedSplit:
     """One run, and when each of its rounds ended."""
 
     steps: int
@@ -172,14 +172,14 @@ class SplitSite:
     """Two ends, and what they train."""
 
     two: Two
-    setting: Setting
+    setting: SplitSetting
     graph: Graph
     module: nn.Module
     data: Dataset[Any]
     folder: Path
 
     @classmethod
-    def of(cls, two: Two, setting: Setting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
+    def of(cls, two: Two, setting: SplitSetting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
         """Captured and measured as things are now; later runs find the measurements where these are kept."""
         data = DrawnPictures(setting.shape, 32 * setting.batch_size, CLASSES, torch.float32)
         module = setting.module()
@@ -194,7 +194,7 @@ class SplitSite:
     def run(
         self, steps: int, *, trace: LinkTrace | None = None, rival: str = "", mode: str = MODE, k: int = K,
         cut: int | str = "auto", bits: int | str = "auto",
-    ) -> Timed:  # fmt: skip
+    ) -> TimedSplit:  # fmt: skip
         """So many batches from the beginning, over a link that follows a trace from its beginning."""
         asked = Asked(cut, bits, k, mode, rival)
         size = self.setting.batch_size
@@ -215,7 +215,7 @@ class SplitSite:
             planned = job.prepared()
             began = time.monotonic()
             result = job.train(planned, stepped)
-        return Timed(steps, list(rounds_of(seen)), result, mode)
+        return TimedSplit(steps, list(rounds_of(seen)), result, mode)
 
 
 def rounds_of(seen: list[tuple[float, int, float]]) -> Iterator[Round]:

@@ -21,9 +21,9 @@ from manyhands.files.traces import read_link_trace
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile, memory_of, modules, seconds_of
 from manyhands.planner.split_choice import RIVALS, choose
 from manyhands.split.controller import FIRST_TAU
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.split.plots import Course, draw_course, draw_lines
-from manyhands_bench.split.site import MODE, K, Setting, SplitSite, Timed, mean_rates
+from manyhands_bench.split.site import MODE, K, SplitSetting, SplitSite, TimedSplit, mean_rates
 
 TRACES: dict[str, str] = {
     "foot": "ghent-4g/foot_0006.txt",
@@ -63,7 +63,7 @@ EDGE_KIND = "jetson-tx2"
 
 
 @dataclass(frozen=True)
-class Extent:
+class TraceExtent:
     """How much is measured."""
 
     traces: Mapping[str, str]
@@ -127,7 +127,7 @@ class Contest:
     name: str
     trace: LinkTrace
     begin: float
-    timed: dict[str, Timed] = field(default_factory=dict)
+    timed: dict[str, TimedSplit] = field(default_factory=dict)
     alone: float = 0.0
     """Edge only, seconds of 100 batches."""
 
@@ -162,7 +162,7 @@ class Contest:
         )
 
 
-def _deployed(timed: Timed) -> str:
+def _deployed(timed: TimedSplit) -> str:
     return " -> ".join(
         f"cut {one.cut} K={one.k} {one.bits} bits" if one.cut != timed.profile.edge_only else "edge only"
         for _, one in timed.deployments()
@@ -191,7 +191,7 @@ def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float
 
 
 def contest(
-    site: SplitSite, contest: Contest, who: Sequence[str], extent: Extent, profile: SplitProfile, say: Progress
+    site: SplitSite, contest: Contest, who: Sequence[str], extent: TraceExtent, profile: SplitProfile, say: Progress
 ) -> Contest:  # fmt: skip
     """One after another, in the order given."""
     for one in who:
@@ -202,12 +202,12 @@ def contest(
     return contest
 
 
-def run_alone(site: SplitSite, batches: int, say: Progress) -> Timed:
+def run_alone(site: SplitSite, batches: int, say: Progress) -> TimedSplit:
     say(f"{ALONE}, {batches} batches")
     return site.run(batches, trace=LinkTrace.constant(MBIT, MBIT), rival=ALONE)
 
 
-def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_traces(site: SplitSite, folder: Path, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
     """Every trace, and what follows from the same runs."""
     alone = run_alone(site, extent.alone_batches, say)
     contests = []
@@ -225,7 +225,7 @@ def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None
     return figures
 
 
-def trace_figures(contests: Sequence[Contest], alone: Timed, setting: Setting) -> Figures:
+def trace_figures(contests: Sequence[Contest], alone: TimedSplit, setting: SplitSetting) -> Figures:
     gains = [one.gain() for one in contests]
     figures: Figures = {
         "worst_vs_best_rival": min(gains),
@@ -265,7 +265,7 @@ def sim_error(contests: Sequence[Contest], who: str) -> float:
 # ---- Memory and energy, modelled
 
 
-def _resources(contests: Sequence[Contest], alone: Timed) -> Figures:
+def _resources(contests: Sequence[Contest], alone: TimedSplit) -> Figures:
     memory: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
     energy: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
     for one in contests:
@@ -287,11 +287,11 @@ def _resources(contests: Sequence[Contest], alone: Timed) -> Figures:
     }
 
 
-def _most_memory(timed: Timed) -> float:
+def _most_memory(timed: TimedSplit) -> float:
     return max(memory_of(timed.profile, deployment) for _, deployment in timed.deployments())
 
 
-def joules(timed: Timed, trace: LinkTrace) -> float:
+def joules(timed: TimedSplit, trace: LinkTrace) -> float:
     """Of a batch at the edge: idle all the time, computing and moving bytes for parts of it."""
     kind = CATALOGUE[EDGE_KIND]
     total = 0.0
@@ -304,7 +304,7 @@ def joules(timed: Timed, trace: LinkTrace) -> float:
     return total / timed.steps
 
 
-def _busy(timed: Timed, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
+def _busy(timed: TimedSplit, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
     """Seconds of a batch that the edge computes, and that its link is busy."""
     profile = timed.profile
     if deployment.cut == profile.edge_only:
@@ -318,7 +318,7 @@ def _busy(timed: Timed, deployment: Deployment, rates: LinkRates) -> tuple[float
 
 
 def bench_course(
-    site: SplitSite, folder: Path, extent: Extent, profile: SplitProfile, out: Path, say: Progress
+    site: SplitSite, folder: Path, extent: TraceExtent, profile: SplitProfile, out: Path, say: Progress
 ) -> Figures:  # fmt: skip
     """Fig. 18: a longer run, its link and its cuts."""
     whole = read_traces(folder, {"long": LONG_TRACE})["long"]
@@ -350,7 +350,7 @@ def bench_course(
     }
 
 
-def bench_rates(site: SplitSite, alone: Timed, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_rates(site: SplitSite, alone: TimedSplit, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
     """Fig. 16: samples per second at fixed rates."""
     figures: Figures = {}
     size = site.setting.batch_size

@@ -19,6 +19,7 @@ from manyhands.profiler.this_machine import identify
 from manyhands.runtime.processes import pin_process
 from manyhands.session.session import Session
 from manyhands_bench.core.ddp import Rival
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
 from manyhands_bench.tile.groups import bench_bytes, bench_groups
 from manyhands_bench.tile.memory import bench_memory, bench_resident
@@ -27,11 +28,9 @@ from manyhands_bench.tile.setup import (
     QUICK_SHAPE,
     SHAPE,
     WARM_UP_STEPS,
-    Figures,
-    Parts,
-    Progress,
-    Subject,
-    Way,
+    BareParts,
+    TiledNetwork,
+    TileVariant,
     chosen_kernels,
     kernels_text,
     square_grid,
@@ -47,7 +46,7 @@ SPEED_BLOCKS, SPEED_STEPS = 12, 3
 KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
 
 
-def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
+def bench_speed(subject: TiledNetwork, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
     """One device, bare parts and tiles in turns; PyTorch's default and the paper's other two plans beside them."""
     names = session.cluster.names
     count = len(names)
@@ -55,7 +54,7 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     single = subject.single(names[0])
     in_turn = subject.in_turn(names)
     with contextlib.ExitStack() as stack:
-        parts = stack.enter_context(Parts.of(subject, ways[0].grid))
+        parts = stack.enter_context(BareParts.of(subject, ways[0].grid))
         rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
         stack.callback(rival.close)
         pin_process(rival.processes[0].pid, usable()[0])
@@ -114,11 +113,11 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     }
 
 
-def _ways(count: int) -> list[Way]:
+def _ways(count: int) -> list[TileVariant]:
     """What is tried: grids as square as can be, either way round, and both places to exchange."""
     rows, columns = square_grid(count)
     grids = dict.fromkeys([(rows, columns), (columns, rows)])
-    return [Way(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
+    return [TileVariant(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
 
 
 def _listed(numbers: list[float]) -> str:
@@ -141,7 +140,7 @@ def bench_tile(
             hint=f"Use --workers {len(cores)} or fewer.",
         )
     say("choosing kernels")
-    subject = Subject.of(QUICK_SHAPE if quick else SHAPE)
+    subject = TiledNetwork.of(QUICK_SHAPE if quick else SHAPE)
     choice = chosen_kernels(subject, cores[0], QUICK_KERNEL_SECONDS if quick else KERNEL_SECONDS)
     subject.kernels = choice.kernels
     figures: Figures = {
@@ -150,7 +149,9 @@ def bench_tile(
     }  # fmt: skip
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)
-        figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
+        figures |= bench_bytes(
+            subject, session, [TileVariant(square_grid(count), beside) for beside in (False, True)], say
+        )
         figures |= bench_groups(subject, session, square_grid(count), *((1, 1, 1) if quick else (TUNING, 5, 3)), say)
     figures |= bench_memory(subject, quick, say)
     figures |= bench_resident(subject, *((1, 2) if quick else (5, 3)), say)

@@ -25,7 +25,8 @@ from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.tile.setup import WARM_UP_STEPS, Figures, Grid, Progress, Subject, Way, grid_text
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.tile.setup import WARM_UP_STEPS, Grid, TiledNetwork, TileVariant, grid_text
 
 SLOW = Link(2e6 / 8, 0.3e-3)
 """2 Mbit/s, and a delay as of a switch and two network stacks."""
@@ -36,7 +37,7 @@ BYTES_STEPS = 2
 # Bytes
 
 
-def bench_bytes(subject: Subject, session: Session, ways: Sequence[Way], say: Progress) -> Figures:
+def bench_bytes(subject: TiledNetwork, session: Session, ways: Sequence[TileVariant], say: Progress) -> Figures:
     """Bytes of every pair in a run's logs against those that the plan says, and what they carry (Fig. 5.2c); the first
     way's, and whether those of all match."""
     say("bytes sent")
@@ -67,7 +68,7 @@ def bench_bytes(subject: Subject, session: Session, ways: Sequence[Way], say: Pr
     }
 
 
-def step_bytes(subject: Subject, schedule: Schedule) -> dict[str, int]:
+def step_bytes(subject: TiledNetwork, schedule: Schedule) -> dict[str, int]:
     """Bytes of one step by what they are: samples and outputs, boundary data, sums of batch norm, weights."""
     network = subject.graph.network
     found: Counter[str] = Counter(input_output=0, boundary=0, statistics=0, weights=0)
@@ -163,7 +164,7 @@ def gains(seconds: Mapping[str, float], best: str) -> tuple[float, float]:
     return one / seconds[best], every / seconds[best]
 
 
-def measured_profile(subject: Subject, session: Session) -> Profile:
+def measured_profile(subject: TiledNetwork, session: Session) -> Profile:
     """Seconds of every layer by the chosen kernels, all workers at once."""
     found = measure_on(
         session.coordinator, subject.graph, session.cluster.names, ladder=(1,), seconds=PROFILE_SECONDS,
@@ -183,11 +184,11 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
 
 
 def bench_groups(
-    subject: Subject, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
+    subject: TiledNetwork, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
 ) -> Figures:
     """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
-    network, plan = subject.graph.network, subject.tiles(session.cluster.names, Way(grid))
+    network, plan = subject.graph.network, subject.tiles(session.cluster.names, TileVariant(grid))
     profile = measured_profile(subject, session)
     probed = probe_links(session.coordinator, session.cluster.names).values()
     rate, delay = (
@@ -225,7 +226,7 @@ def bench_groups(
     }  # fmt: skip
 
 
-def bare_step_seconds(subject: Subject, session: Session, plan: Plan, steps: int) -> float:
+def bare_step_seconds(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> float:
     """A step from its first action to the end of its last backward: without waiting for the weights' sums."""
     logs = subject.run(session, plan, steps + WARM_UP_STEPS, trace=True).logs
     spans = [span for log in logs.values() for span in log.spans]

@@ -12,7 +12,8 @@ from pathlib import Path
 from manyhands.executor.log import DeviceLog
 from manyhands.facts.plan import Plan
 from manyhands.session.session import Session
-from manyhands_bench.tile.setup import Figures, Grid, Progress, Subject, Way, grid_text, workers
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.tile.setup import Grid, TiledNetwork, TileVariant, grid_text, workers
 
 TWO: Grid = (2, 1)
 MANY: Grid = (6, 4)
@@ -22,7 +23,7 @@ _RESET_PEAK = "5"
 """What /proc/PID/clear_refs takes to count the most resident bytes anew."""
 
 
-def bench_memory(subject: Subject, quick: bool, say: Progress) -> Figures:
+def bench_memory(subject: TiledNetwork, quick: bool, say: Progress) -> Figures:
     """Peak tensor bytes of one device over those of the largest tile, of two and of many."""
     many = QUICK_MANY if quick else MANY
     count = many[0] * many[1]
@@ -31,8 +32,8 @@ def bench_memory(subject: Subject, quick: bool, say: Progress) -> Figures:
         names = session.cluster.names
         plans = {
             1: subject.single(names[0]),
-            2: subject.tiles(names[:2], Way(TWO)),
-            count: subject.tiles(names, Way(many)),
+            2: subject.tiles(names[:2], TileVariant(TWO)),
+            count: subject.tiles(names, TileVariant(many)),
         }
         for tiles, plan in plans.items():
             say(f"memory of {tiles} tile(s)")
@@ -61,7 +62,7 @@ def _maps(log: DeviceLog) -> int:
     return log.peak_bytes - log.peak_parts.get("weights", 0)
 
 
-def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) -> Figures:
+def bench_resident(subject: TiledNetwork, repeats: int, steps: int, say: Progress) -> Figures:
     """Resident memory of a worker at its most, above a bare import of torch: one device against a tile of two."""
     bare = bare_import_bytes()
     found: dict[str, list[int]] = {"one": [], "tile": []}
@@ -72,7 +73,7 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
             with workers(count, apart=True) as session:  # a process that has done nothing before
                 names = session.cluster.names
                 idle.append(max(_resident(session, "VmRSS").values()))
-                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, Way(TWO))
+                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, TileVariant(TWO))
                 found[name].append(max(resident_peaks(subject, session, plan, steps).values()))
     one, tile = (statistics.median(found[name]) for name in ("one", "tile"))
     return {
@@ -87,7 +88,7 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
     }
 
 
-def resident_peaks(subject: Subject, session: Session, plan: Plan, steps: int) -> dict[str, int]:
+def resident_peaks(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> dict[str, int]:
     """Worker -> the most bytes that its process had resident during a run."""
     for process in _processes(session).values():
         with contextlib.suppress(OSError):

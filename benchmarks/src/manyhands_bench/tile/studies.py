@@ -27,6 +27,7 @@ from manyhands.planner.grouping import Costs, group_tiles, kernel_layers
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.tile.groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
 from manyhands_bench.tile.plots import (
@@ -39,7 +40,7 @@ from manyhands_bench.tile.plots import (
     draw_rivals,
     draw_speedups,
 )
-from manyhands_bench.tile.setup import Figures, Progress, Subject, Way, square_grid
+from manyhands_bench.tile.setup import TiledNetwork, TileVariant, square_grid
 from manyhands_bench.tile.tile_costs import communication_components, cost_sweep
 
 CLUSTER = "pi3x6"
@@ -60,7 +61,7 @@ GROUPINGS = {"1 group": ONE_GROUP[1], "every layer": EVERY_LAYER[1], "optimal": 
 class Pis:
     """Some tiles on each of some Raspberry Pis."""
 
-    subject: Subject
+    subject: TiledNetwork
     devices: int
     tiles: int
     of: str = CLUSTER
@@ -84,7 +85,7 @@ class Pis:
         return (
             self.subject.single(names[0])
             if len(names) == 1
-            else self.subject.tiles(names, Way(square_grid(len(names))))
+            else self.subject.tiles(names, TileVariant(square_grid(len(names))))
         )
 
     def priced(self, batch_size: int = 1, link: Link | None = None) -> Priced:
@@ -113,7 +114,7 @@ class Pis:
         return StepSplit(self.devices, self.tiles, computing, bare.seconds - computing, whole - bare.seconds)
 
 
-def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Figures:
+def draw_studies(subject: TiledNetwork, out: Path, quick: bool, say: Progress) -> Figures:
     """Every study as a picture in `out`, and the numbers that its claims rest on."""
     out.mkdir(parents=True, exist_ok=True)
     figures = _chapter_5(subject, out, say)
@@ -134,7 +135,7 @@ def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Fig
     }
 
 
-def _chapter_5(subject: Subject, out: Path, say: Progress) -> Figures:
+def _chapter_5(subject: TiledNetwork, out: Path, say: Progress) -> Figures:
     say("studies of chapter 5")
     network = subject.graph.network
     parts = communication_components(network, GRID_OF_CHAPTER_5, BATCHES)
@@ -163,7 +164,7 @@ def _chapter_5(subject: Subject, out: Path, say: Progress) -> Figures:
     }
 
 
-def _speedups(subject: Subject, out: Path, quick: bool, say: Progress) -> Figures:
+def _speedups(subject: TiledNetwork, out: Path, quick: bool, say: Progress) -> Figures:
     splits = []
     for devices in (1, 2) if quick else range(1, 7):
         for tiles in (1, 2) if quick else range(1, SLOTS + 1):
