@@ -94,8 +94,8 @@ def site_for(
     session: Session, setting: TorchSetting, measure_seconds: float, dtype: torch.dtype = torch.float32
 ) -> Site:
     torch.manual_seed(0)
-    data = DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype)
     module, loss = build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss)
+    data = DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype)
     graph = captured(module, data, loss, granularity="blocks", name=setting.model)
     return Site.of(
         session, graph, data, OPTIMIZER, samples=setting.samples, micro_batches=setting.micro_batches,

@@ -56,8 +56,8 @@ def soak_site(session: Session) -> Site:
     stage on one device each, the others share the one between."""
     torch.manual_seed(0)
     first, *others, last = session.cluster.names
-    data = digits_in_float64()
-    graph = captured(tiny(width=8).double(), data, cross_entropy, granularity="blocks", name="tiny-float64")
+    module, data = tiny(width=8).double(), digits_in_float64()
+    graph = captured(module, data, cross_entropy, granularity="blocks", name="tiny-float64")
     return Site.of(
         session, graph, data, OPTIMIZER, samples=SAMPLES, micro_batches=MICRO_BATCHES, measure_seconds=0.0,
         groups=((first,), tuple(others), (last,)) if others else ((first,), (last,)),
