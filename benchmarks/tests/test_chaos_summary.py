@@ -35,14 +35,14 @@ def kill(seconds: float | None, *, has_fired: bool = True) -> FaultOutcome:
 
 def watched(tmp_path: Path, *lines: dict[str, Any]) -> Watched:
     path = tmp_path / "reports.jsonl"
-    path.write_text("".join(json.dumps({"life": 0, **line}) + "\n" for line in lines))
+    path.write_text("".join(json.dumps({"incarnation": 0, **line}) + "\n" for line in lines))
     found = Watched(path)
     found.poll()
     return found
 
 
-def step(at: float, number: int, life: int = 0) -> dict[str, Any]:
-    return {"what": "step", "at": at, "step": number, "life": life}
+def step(at: float, number: int, incarnation: int = 0) -> dict[str, Any]:
+    return {"what": "step", "at": at, "step": number, "incarnation": incarnation}
 
 
 def alive(at: float, **serials: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_where_nobody_is_lost_the_second_round_counts(tmp_path: Path) -> None:
 
 
 def test_after_a_restart_the_first_round_of_the_new_coordinator_counts(tmp_path: Path) -> None:
-    found = watched(tmp_path, step(1.0, 5), step(2.1, 6), step(9.0, 4, life=1), step(9.5, 5, life=1))
+    found = watched(tmp_path, step(1.0, 5), step(2.1, 6), step(9.0, 4, incarnation=1), step(9.5, 5, incarnation=1))
     assert found.recovered_at(2.0, 0, ()) == 9.0
 
 
@@ -87,7 +87,7 @@ def test_a_loss_that_is_told_and_seen_counts_once(tmp_path: Path) -> None:
 
 
 def test_members_of_the_next_coordinator_were_not_given_up(tmp_path: Path) -> None:
-    found = watched(tmp_path, alive(0.0, w1=0, w2=1), {**alive(5.0, w1=0), "life": 1})
+    found = watched(tmp_path, alive(0.0, w1=0, w2=1), {**alive(5.0, w1=0), "incarnation": 1})
     assert found.gone == []
 
 

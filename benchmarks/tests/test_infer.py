@@ -159,7 +159,7 @@ def test_devices_of_the_lab_are_as_fast_as_the_papers(monkeypatch: pytest.Monkey
 
 
 def test_a_network_on_a_slower_machine(library: Library) -> None:
-    known = library.known(TINY, decoupled=False)
+    known = library.profiled(TINY, decoupled=False)
     assert known.scaled(3.0).seconds == pytest.approx(3 * known.seconds)
     cluster = devices_of(SCALING)
     profile = known.scaled(3.0).on(cluster)
@@ -168,7 +168,7 @@ def test_a_network_on_a_slower_machine(library: Library) -> None:
 
 
 def test_methods_over_a_weak_link(library: Library) -> None:
-    original, decoupled = (library.known(TINY, decoupled=one) for one in (False, True))
+    original, decoupled = (library.profiled(TINY, decoupled=one) for one in (False, True))
     cluster = devices_of(WEAK)
     found = Case(cluster, original, decoupled, streams=1).methods()
     assert set(found) == set(METHODS)
@@ -184,7 +184,7 @@ def test_methods_over_a_weak_link(library: Library) -> None:
 def test_figures_of_what_was_simulated(library: Library, tmp_path: Path) -> None:
     figures, found = bench_simulated(library, [TINY], TINY, (WEAK,), 1, lambda text: None)
     assert figures["profile_machine"] == this_host().slug
-    assert figures["slower_factor"] == pytest.approx(0.3 / library.known(TINY, decoupled=False).seconds)
+    assert figures["slower_factor"] == pytest.approx(0.3 / library.profiled(TINY, decoupled=False).seconds)
     rows = found.tables["tiny"]
     assert rows[WEAK][ONE].latency == pytest.approx(0.3)
     worst = min(min(ahead_of(own)) for own in rows.values())

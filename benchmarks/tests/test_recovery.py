@@ -38,7 +38,7 @@ def test_a_trip_tells_moments_from_the_signal() -> None:
         Travelled(began_at=[11.0], recoveries=[{"seconds": 0.5}]),
         struck_at=10.0,
         steps=[(9.0, 0, 1.0), (10.2, 1, 0.9), (12.5, 2, 0.8)],
-        told=[(10.4, "lost", {}), (10.6, "replanned", {}), (12.0, "recovered", {"seconds": 0.5})],
+        events=[(10.4, "lost", {}), (10.6, "replanned", {}), (12.0, "recovered", {"seconds": 0.5})],
     )
     found = [
         trip.recovery_seconds, trip.detect_seconds, trip.replan_seconds, trip.first_round_seconds,

@@ -137,7 +137,7 @@ def pipeline(
     out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("pipeline-studies"),
     json: Json = False,
 ) -> None:
-    """Pipelines: planning time and optimality, plans beside the rivals', and measured beside PyTorch's own.
+    """Pipelines: planning time and optimality, plans beside the baselines', and measured beside PyTorch's own.
 
     Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
     """
@@ -190,7 +190,7 @@ def split(
     out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),
     json: Json = False,
 ) -> None:
-    """Split training over recorded links: seconds of 100 batches beside rivals, accuracy, bytes, memory, energy.
+    """Split training over recorded links: seconds of 100 batches beside baselines, accuracy, bytes, memory, energy.
 
     Figures go to standard output, settings to standard error. About fourteen minutes on two cores.
     """
@@ -299,7 +299,7 @@ def chaos(
 
     options = ChaosOptions(
         seed, QUICK_FAULTS if quick and faults is None else faults, hours,
-        tuple(filter(None, (one.strip() for one in only.split(",")))), scenario, tuple(add or ()), out,
+        tuple(filter(None, (kind.strip() for kind in only.split(",")))), scenario, tuple(add or ()), out,
     )  # fmt: skip
     _measure(
         "chaos", lambda say: bench_chaos(options, _lines(say)), quick, json,
@@ -341,7 +341,7 @@ def _lines(say: Progress) -> Progress:
     """Without a terminal, what is being done now and then as a line on standard error."""
     begin = last = time.monotonic()
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal last
         say(text)
         now = time.monotonic()
@@ -349,7 +349,7 @@ def _lines(say: Progress) -> Progress:
             last = now
             typer.echo(f"{now - begin:5.0f} s  {text}", err=True)
 
-    return told
+    return report
 
 
 def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:

@@ -59,7 +59,7 @@ def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Progress) -> li
     """Measure, keep, go on; the names of those that failed, or of which a part did."""
     check_names(only)
     host, failed = this_host(), []
-    for name in (one for one in WORDS if not only or one in only):
+    for name in (bench for bench in WORDS if not only or bench in only):
         if why := _impossible(name, host, quick):
             say(f"{name}: left out: {why}")
             result = Result(name, _words(name, quick), host, "skipped", reason=why, quick=quick, date=_now())
@@ -99,28 +99,28 @@ def measured(name: str, host: Host, *, quick: bool, say: Progress, limit_seconds
     with tempfile.TemporaryDirectory() as folder:
         if name in DRAWS:
             command += ["--out", folder]
-        ended = _ran(command, lambda text: say(f"{name}: {text}"), limit_seconds)
-    figures, reason = _figures(ended)
+        outcome = _ran(command, lambda text: say(f"{name}: {text}"), limit_seconds)
+    figures, reason = _figures(outcome)
     return Result(
         name, _words(name, quick), host, "failed" if figures is None else "measured", figures=figures or {},
         reason=reason[:_LONGEST_REASON], versions=_versions(), date=date, commit=_commit(),
         seconds=round(time.monotonic() - begin, 1), load_before=load, load_after=os.getloadavg()[0], quick=quick,
-        said=ended.said,
+        said=outcome.logged,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """What a process printed, and how it ended; None: not within its limit."""
+    """What a process printed, and the code it ended with; None: it did not end within its limit."""
 
     printed: str
-    said: str
+    logged: str
     code: int | None
     limit_seconds: float
 
 
 def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> ProcessOutcome:
-    """Run it to its end or its limit; what it says of its progress is told, the rest is kept."""
+    """Run it to its end or its limit; its progress is passed on, the rest is kept."""
     kept: list[str] = []
     with _process(command) as process:
         assert process.stderr is not None
@@ -139,7 +139,7 @@ def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> Process
 
 @contextlib.contextmanager
 def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process with a group of its own, all of which is gone afterwards: asked to end first, then ended."""
+    """A process with a group of its own, all of which is gone afterwards: asked to end first, then killed."""
     parent = os.getpid()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
@@ -165,19 +165,19 @@ def _listen(stream: IO[str], kept: list[str], say: Progress) -> None:
             kept.append(line)
 
 
-def _figures(ended: ProcessOutcome) -> tuple[dict[str, float | int | None] | None, str]:
+def _figures(outcome: ProcessOutcome) -> tuple[dict[str, float | int | None] | None, str]:
     """The figures, if it printed them, and what went wrong."""
-    if ended.code is None:
-        return None, f"It had not ended after {ended.limit_seconds:g} s."
+    if outcome.code is None:
+        return None, f"It had not ended after {outcome.limit_seconds:g} s."
     try:
-        raw = json.loads(ended.printed)
+        raw = json.loads(outcome.printed)
     except ValueError:
         raw = None
     if not isinstance(raw, dict):
-        last = [line for line in ended.said.splitlines() if line.strip()][-3:]
-        return None, " ".join(last) or f"It ended with code {ended.code} and said nothing."
-    parts = "; ".join(f"{key}: {text}" for key, text in _FAILED.findall(ended.said))
-    code = f"It ended with code {ended.code}." if ended.code and not parts else ""
+        last = [line for line in outcome.logged.splitlines() if line.strip()][-3:]
+        return None, " ".join(last) or f"It ended with code {outcome.code} and printed nothing."
+    parts = "; ".join(f"{key}: {text}" for key, text in _FAILED.findall(outcome.logged))
+    code = f"It ended with code {outcome.code}." if outcome.code and not parts else ""
     return {str(key): value for key, value in raw.items() if not isinstance(value, (str, bool))}, parts or code
 
 
@@ -203,8 +203,8 @@ def _gpu() -> str:
     """As the driver names them; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
         return ""
-    said = _told(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    return ", ".join(dict.fromkeys(line.strip() for line in said.splitlines() if line.strip()))
+    names = _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return ", ".join(dict.fromkeys(line.strip() for line in names.splitlines() if line.strip()))
 
 
 def _versions() -> dict[str, str]:
@@ -216,15 +216,17 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout this package lies in; empty where it was installed."""
+    """Return the commit of the checkout that holds this package; empty if it was installed."""
     here = Path(__file__).resolve().parent
-    if not _told(["git", "-C", str(here), "ls-files", Path(__file__).name]):
+    if not _output_of(["git", "-C", str(here), "ls-files", Path(__file__).name]):
         return ""
-    changed = _told(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", str(here.parent)])
-    return _told(["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
+    changed = _output_of(
+        ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", str(here.parent)]
+    )
+    return _output_of(["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
 
 
-def _told(command: Sequence[str]) -> str:
+def _output_of(command: Sequence[str]) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     return ""

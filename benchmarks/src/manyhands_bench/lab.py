@@ -68,7 +68,8 @@ def bench_lab(quick: bool, say: Progress) -> Figures:
 
 
 def _rates(rates: tuple[float, ...], say: Progress) -> Figures:
-    """Both ways between two devices, at 0 ms (through the bridge) and at 1 ms (through the switch, without netem)."""
+    """Measure both directions between two devices, at 0 ms (through the bridge) and at 1 ms (through the switch,
+    without netem)."""
     figures: Figures = {}
     worst = 0.0
     for delay_ms in (0, 1):
@@ -82,7 +83,7 @@ def _rates(rates: tuple[float, ...], say: Progress) -> Figures:
                     statistics.median(measure.rate(lab, *ends, rate * _MBIT) / _MBIT for _ in range(repeats))
                     for ends in (("a", "b"), ("b", "a"))
                 ]
-                error = max(abs(one - rate) / rate for one in got)
+                error = max(abs(rate_got - rate) / rate for rate_got in got)
                 figures[f"rate_got_mbit_{rate:g}_delay_{delay_ms}ms"] = min(got)
                 worst = max(worst, error)
     return {"rate_error": worst, **figures}
@@ -178,17 +179,17 @@ def _leftovers(say: Progress) -> Figures:
 
 def _remains() -> list[str]:
     """Namespaces, groups, records and processes that bear the lab's name."""
-    found = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
-    found += [f"group {device}" for device in groups.find().devices(_NAME)]
-    found += [f"record {name}" for name in record.names() if name == _NAME]
-    found += [f"lab {name}" for name in labs() if name == _NAME]
-    return found + [f"process {pid}" for pid in _keepers()]
+    remains = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
+    remains += [f"group {device}" for device in groups.find().devices(_NAME)]
+    remains += [f"record {name}" for name in record.names() if name == _NAME]
+    remains += [f"lab {name}" for name in labs() if name == _NAME]
+    return remains + [f"process {pid}" for pid in _supervisors()]
 
 
-def _keepers() -> list[int]:
-    found = []
+def _supervisors() -> list[int]:
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "manyhands.lab.keeper" in words and _NAME in words:
-            found.append(process.pid)
-    return found
+            pids.append(process.pid)
+    return pids

@@ -19,7 +19,7 @@ PAPER_COLOUR = "#999999"
 MEASURED_COLOURS = ("#1F5FA8", "#12866B", "#8A4FB0")
 SIMULATED_COLOURS = ("#F2A541", "#E0704C", "#C44E6B")
 OTHER_COLOURS = (PAPER_COLOUR, "#C9C2B0", "#6E6E6E")
-"""The papers', and rivals."""
+"""The papers', and baselines."""
 _ROW_INCHES = 0.42
 _LONGEST = 52
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -89,14 +89,14 @@ def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
     axes = figure.subplots()
     for number, name in enumerate(machines):
         for is_simulated, colours, marker in ((False, MEASURED_COLOURS, "o"), (True, SIMULATED_COLOURS, "D")):
-            own = [
+            bars = [
                 (row.parts[name], place)
                 for place, row in enumerate(rows)
                 if row.is_simulated == is_simulated and name in row.parts
             ]
-            if own:
+            if bars:
                 label = f"{name}, {'simulated' if is_simulated else 'measured'}"
-                axes.plot(*zip(*own), marker, color=colours[number % len(colours)], label=label, markersize=6)
+                axes.plot(*zip(*bars), marker, color=colours[number % len(colours)], label=label, markersize=6)
     axes.axvline(1.0, color="black", linewidth=1.0)
     axes.set_xscale("log")
     axes.set_xlim(LEAST_PART / 1.2, MOST_PART * 1.2)
@@ -113,23 +113,23 @@ def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
 
 def draw_groups(panels: Sequence[LinePlot], path: Path) -> Path:
     """Bars side by side at every place, a panel below the other."""
-    figure = new_figure(max(10.0, 0.9 * max(len(one.places) for one in panels) + 2), 0.6 + 3.6 * len(panels))
-    for axes, found in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
-        _draw_panel(axes, found)
+    figure = new_figure(max(10.0, 0.9 * max(len(panel.places) for panel in panels) + 2), 0.6 + 3.6 * len(panels))
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
+        _draw_panel(axes, panel)
     return write_figure(figure, path)
 
 
-def _draw_panel(axes: Axes, found: LinePlot) -> None:
-    width = 0.8 / len(found.lines)
-    own, others = iter(SIMULATED_COLOURS if found.is_simulated else MEASURED_COLOURS), iter(OTHER_COLOURS)
-    for number, (name, values) in enumerate(found.lines.items()):
+def _draw_panel(axes: Axes, panel: LinePlot) -> None:
+    width = 0.8 / len(panel.lines)
+    our_colours, others = iter(SIMULATED_COLOURS if panel.is_simulated else MEASURED_COLOURS), iter(OTHER_COLOURS)
+    for number, (name, values) in enumerate(panel.lines.items()):
         places = [place - 0.4 + width * (number + 0.5) for place, value in enumerate(values) if value is not None]
         heights = [value for value in values if value is not None]
-        axes.bar(places, heights, width, color=next(own if name.startswith("ours") else others), label=name)
-    axes.set_xticks(range(len(found.places)), [wrapped(place) for place in found.places], fontsize=8)
-    axes.set_ylim(0, 1.22 * max(value for values in found.lines.values() for value in values if value is not None))
-    finish_axes(axes, "", found.up, found.title)
-    axes.legend(fontsize=8, loc="upper center", ncols=len(found.lines))
+        axes.bar(places, heights, width, color=next(our_colours if name.startswith("ours") else others), label=name)
+    axes.set_xticks(range(len(panel.places)), [wrapped(place) for place in panel.places], fontsize=8)
+    axes.set_ylim(0, 1.22 * max(value for values in panel.lines.values() for value in values if value is not None))
+    finish_axes(axes, "", panel.up, panel.title)
+    axes.legend(fontsize=8, loc="upper center", ncols=len(panel.lines))
 
 
 def _bar(axes: Axes, place: float, value: float, height: float, colour: str) -> None:

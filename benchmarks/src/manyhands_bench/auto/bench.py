@@ -56,24 +56,24 @@ class AutoBench:
     say: Progress
 
     def simulated(self) -> Figures:
-        figures, found = bench_simulated(drawn_scenarios(self.scope.scenarios), self.say)
+        figures, results = bench_simulated(drawn_scenarios(self.scope.scenarios), self.say)
         if self.out is not None:
-            title = f"auto beside the best corner, {len(found)} scenarios drawn with seed {SEED}, simulated"
-            draw_gains([_gain(one) for one in found if one.fits], self.out / "gains.png", title)
+            title = f"auto beside the best corner, {len(results)} scenarios drawn with seed {SEED}, simulated"
+            draw_gains([_gain(result) for result in results if result.fits], self.out / "gains.png", title)
         return figures
 
     def scale(self) -> Figures:
         return bench_auto_scale.bench_scale(self.scope.scale, self.say)
 
     def lab(self) -> Figures:
-        figures, found = bench_auto_lab.bench_lab(self.scope.lab, self.say)
-        if self.out is not None and found:
+        figures, comparisons = bench_auto_lab.bench_lab(self.scope.lab, self.say)
+        if self.out is not None and comparisons:
             sides = [
                 Sides(
-                    str(one.trial), {name: one.measured(name) for name in one.blocks},
-                    {name: one.predicted[name] for name in one.blocks},
+                    str(comparison.trial), {name: comparison.measured(name) for name in comparison.blocks},
+                    {name: comparison.predicted[name] for name in comparison.blocks},
                 )
-                for one in found
+                for comparison in comparisons
             ]  # fmt: skip
             draw_sides(sides, self.out / "lab.png", "Mixed plans and the best corners, measured in the lab")
         return figures

@@ -54,10 +54,10 @@ def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
         taken = []
         for _ in range(extent.repeats):
             begin = time.perf_counter()
-            found = public.plan(network, cluster, batch_size=BATCH, strategy="auto", profile=profile)
+            planned = public.plan(network, cluster, batch_size=BATCH, strategy="auto", profile=profile)
             taken.append(time.perf_counter() - begin)
         figures[f"plan_seconds_{count}"] = statistics.median(taken)
-        plans.append(f"{count} devices: {stages_text(found.plan)}")
+        plans.append(f"{count} devices: {stages_text(planned.plan)}")
     figures["plan_setting"] = (
         f"{FINE}, {len(fine.layers)} operators joined to {len(network.layers)} layers, batch {BATCH}, strategy auto; "
         f"unequal devices in turn of {', '.join(KINDS)} with {', '.join(f'{part:.0%}' for part in MEMORIES)} of their "
@@ -119,7 +119,7 @@ def _joined(network: Network, layers: Sequence[Layer]) -> Layer:
     later = {name for op in network.ops[last:] for name in op.inputs} | set(network.outputs)
     outputs = tuple(name for layer in layers for name in layer.outputs if name in later)
     sums = ("macs", "parameter_bytes", "buffer_bytes", "activation_bytes", "saved_bytes", "saved_fixed_bytes")
-    added = {name: sum(getattr(one, name) for one in layers) for name in sums}
+    added = {name: sum(getattr(layer, name) for layer in layers) for name in sums}
     return msgspec.structs.replace(
         layers[0], last=last, **added, outputs=outputs,
         output_bytes=sum(network.tensors[name].bytes_per_sample for name in outputs),

@@ -78,7 +78,7 @@ class Fault:
     seconds: float = 0.0
     """How long it lasts, where it lasts."""
     amount: float = 0.0
-    """Of a clock: the seconds it jumps; of a link: its bytes per second."""
+    """For a clock, the seconds it jumps; for a link, its bytes per second."""
 
     @property
     def is_fatal(self) -> bool:
@@ -137,11 +137,11 @@ def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[C
 def _dealt(seed: int, share: str, kinds: Sequence[str], first: int, count: int) -> list[str]:
     """Cards `first` to `first + count` of a way's pack, shuffled anew whenever it is used up."""
     pack = [kind for kind in kinds for _ in range(KINDS[kind].cards)]
-    found = []
+    dealt = []
     for place in range(first, first + count):
         shuffle, card = divmod(place, len(pack))
-        found.append(random.Random(f"{seed} {share} pack {shuffle}").sample(pack, len(pack))[card])
-    return found
+        dealt.append(random.Random(f"{seed} {share} pack {shuffle}").sample(pack, len(pack))[card])
+    return dealt
 
 
 def _fault(kind: str, devices: int, drawing: random.Random) -> Fault:

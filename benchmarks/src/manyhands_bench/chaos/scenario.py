@@ -38,26 +38,26 @@ def run_scenario(
     began = time.monotonic()
     lab = f"c{secrets.token_hex(3)}"
     folder = base / lab
-    found = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
+    outcome = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
     with place_for(folder, lab, scenario.devices) as place:
         trial = ScenarioProcesses(scenario, place, forks)
         try:
             _start(trial)
             for fault in scenario.faults:
-                found.faults.append(_strike(trial, fault, say))
+                outcome.faults.append(_strike(trial, fault, say))
             _stop(trial)
-            _judge(trial, references[MICRO_BATCHES[scenario.share]], found)
+            _judge(trial, references[MICRO_BATCHES[scenario.share]], outcome)
         except Stuck as stuck:
-            found.failure, found.hangs = str(stuck), int(stuck.is_hang)
-        found.false_evictions = list(trial.false_evictions)
-        found.processes_left = 0 if found.failure else _count_left(forks)
+            outcome.failure, outcome.hangs = str(stuck), int(stuck.is_hang)
+        outcome.false_evictions = list(trial.false_evictions)
+        outcome.processes_left = 0 if outcome.failure else _count_left(forks)
         forks.end_children()
-    found.seconds = time.monotonic() - began
-    if found.is_good:
+    outcome.seconds = time.monotonic() - began
+    if outcome.is_good:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        found.folder = str(folder)
-    return found
+        outcome.folder = str(folder)
+    return outcome
 
 
 def _start(trial: ScenarioProcesses) -> None:
@@ -80,10 +80,10 @@ def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutco
         expected = struck.victims if fault.is_fatal else ()
 
         def has_recovered() -> bool:
-            return trial.watched.recovered_at(struck.at, struck.life, expected) is not None
+            return trial.watched.recovered_at(struck.at, struck.incarnation, expected) is not None
 
         what = f"{fault.kind} of {', '.join(struck.victims) or 'the job'}"
-        is_resumed = trial.life > struck.life
+        is_resumed = trial.incarnation > struck.incarnation
         may_end = trial.may_end_with(struck.victims)
         if not trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, what, may_end=may_end, restarts=is_resumed):
             next(happens, None)
@@ -98,7 +98,7 @@ def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutco
 def _outcome(
     trial: ScenarioProcesses, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
 ) -> FaultOutcome:  # fmt: skip
-    recovered = trial.watched.recovered_at(struck.at, struck.life, expected)
+    recovered = trial.watched.recovered_at(struck.at, struck.incarnation, expected)
     seconds = recovered - struck.at if recovered is not None else None
     names = ", ".join(struck.victims)
     text = f"{seconds:.2f} s" if seconds is not None else "not recovered"
@@ -116,16 +116,16 @@ def _stop(trial: ScenarioProcesses) -> None:
     trial.look()
 
 
-def _judge(trial: ScenarioProcesses, reference: Reference, found: ScenarioOutcome) -> None:
+def _judge(trial: ScenarioProcesses, reference: Reference, outcome: ScenarioOutcome) -> None:
     """Weights and rounds against those of one device."""
     folder = trial.place.disk / "run"
     newest = checkpoint.latest(folder)
     if newest is None:
         raise Stuck("at the end: no checkpoint is left", is_hang=False)
     steps = int(newest.name.rpartition("-")[2])
-    found.rounds = steps
-    found.weights_differ = reference.differs(load_file(newest / "model.safetensors"), steps)
-    found.rounds_lost = rounds_lost(_metric_steps(folder), steps)
+    outcome.rounds = steps
+    outcome.weights_differ = reference.differs(load_file(newest / "model.safetensors"), steps)
+    outcome.rounds_lost = rounds_lost(_metric_steps(folder), steps)
 
 
 def rounds_lost(recorded: list[int], steps: int) -> int:

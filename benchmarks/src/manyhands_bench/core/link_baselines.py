@@ -132,9 +132,9 @@ class ZeroMqLink:
         poller = self.zmq.Poller()
         poller.register(self.socket, self.zmq.POLLIN)
         poller.register(self.monitor, self.zmq.POLLIN)
-        found = dict(poller.poll(LIMIT_SECONDS * 1000))
-        if self.socket not in found:
-            raise ConnectionResetError("its monitor says disconnected" if found else "its time-out passed")
+        ready = dict(poller.poll(LIMIT_SECONDS * 1000))
+        if self.socket not in ready:
+            raise ConnectionResetError("its monitor says disconnected" if ready else "its time-out passed")
         self.socket.recv(copy=False)
 
 

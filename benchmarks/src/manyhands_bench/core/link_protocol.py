@@ -29,7 +29,7 @@ class LinkEnd(Protocol):
     """One end: `a` begins, `b` answers."""
 
     def start(self) -> str:
-        """Of `b`: where it listens."""
+        """Return where `b` listens."""
 
     def connect(self, address: str) -> None: ...
 

@@ -108,16 +108,16 @@ class EndpointLink:
         tensors = self._of_size(size)
         self._next_step()
         seconds = []
-        for number, one in enumerate(tensors):
+        for number, tensor in enumerate(tensors):
             start = time.perf_counter()
             if self.is_a:
-                self.endpoint.send(self.peer, self.step, f"{size} {number}", one)
-            self.endpoint.mailbox.receive(self.peer, self.step, f"{size} {number}", one)
+                self.endpoint.send(self.peer, self.step, f"{size} {number}", tensor)
+            self.endpoint.mailbox.receive(self.peer, self.step, f"{size} {number}", tensor)
             if not self.is_a:
-                self.endpoint.send(self.peer, self.step, f"{size} {number}", one)
+                self.endpoint.send(self.peer, self.step, f"{size} {number}", tensor)
             seconds.append(time.perf_counter() - start)
         start = time.perf_counter()
-        self._stream({f"{size} {number}": one for number, one in enumerate(tensors)})
+        self._stream({f"{size} {number}": tensor for number, tensor in enumerate(tensors)})
         return [statistics.median(seconds), time.perf_counter() - start]
 
     def _of_size(self, size: int) -> list[Any]:

@@ -102,23 +102,25 @@ def bench_accuracy(setting: Accuracy, pictures: Path, out: Path | None, say: Pro
     if not pictures.exists():
         return {"accuracy_setting": f"left out: there is no {pictures} (--pictures)"}, {}
     jobs = [(way, seed) for seed in range(setting.seeds) for way in setting.ways]
-    found = dict(_kept(setting, out))
-    missing = [job for job in jobs if _key(*job) not in found]
+    scores_by_training = dict(_kept(setting, out))
+    missing = [job for job in jobs if _key(*job) not in scores_by_training]
     for (way, seed), score in _trained(setting, pictures, missing, say):
-        found[_key(way, seed)] = score
-        say(f"accuracy of {way}, seed {seed}: {score:.4f} ({len(found)} of {len(jobs)})")
+        scores_by_training[_key(way, seed)] = score
+        say(f"accuracy of {way}, seed {seed}: {score:.4f} ({len(scores_by_training)} of {len(jobs)})")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             with (out / KEPT).open("a") as file:
                 file.write(json.dumps({"setting": _facts(setting), "way": _key(way, seed), "accuracy": score}) + "\n")
-    rows: Rows = {str(way): [found[_key(way, seed)] for seed in range(setting.seeds)] for way in setting.ways}
+    rows: Rows = {
+        str(way): [scores_by_training[_key(way, seed)] for seed in range(setting.seeds)] for way in setting.ways
+    }
     figures: Figures = {f"accuracy_{name}": statistics.fmean(scores) for name, scores in rows.items()}
     for name, scores in rows.items():
         if len(scores) > 1:
             figures[f"accuracy_{name}_deviation"] = statistics.stdev(scores)
         if name != "original":
             figures[f"accuracy_change_{name}"] = statistics.fmean(
-                one - other for one, other in zip(scores, rows["original"], strict=True)
+                score - plain for score, plain in zip(scores, rows["original"], strict=True)
             )
     return figures | {
         "accuracy_setting": f"CIFAR-10, JPEG copy; {setting.text}; seeds: {setting.seeds}, means",
@@ -139,9 +141,9 @@ def _kept(setting: Accuracy, out: Path | None) -> Iterator[tuple[str, float]]:
     if out is None or not (out / KEPT).exists():
         return
     for line in (out / KEPT).read_text().splitlines():
-        known = json.loads(line)
-        if known["setting"] == _facts(setting):
-            yield known["way"], known["accuracy"]
+        record = json.loads(line)
+        if record["setting"] == _facts(setting):
+            yield record["way"], record["accuracy"]
 
 
 Job = tuple[DecoupledVariant, int]

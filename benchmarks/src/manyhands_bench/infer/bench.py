@@ -40,10 +40,10 @@ class InferScope:
     streams: int = 2
     """Plans of a method that are looked at as streams."""
     measure_seconds: float = 8.0
-    """Of a network, the first time."""
+    """Seconds for which a network is measured the first time."""
     blocks: int = 5
     samples: int = 12
-    """Of a block, two cores against one."""
+    """Samples of a block, two cores against one."""
     lab: InferLabExtent = LAB
     accuracy: Accuracy = TRAINED
 
@@ -60,7 +60,7 @@ FULL = InferScope(
     lab=InferLabExtent(tuple(PAIRS), turns=14, at_once=24, measure_seconds=20.0), accuracy=Accuracy(),
 )  # fmt: skip
 TRAINED_FULL = replace(TRAINED, samples=12_000, epochs=6, seeds=3, ways=WAYS)
-"""Of --full without a GPU: an hour or two."""
+"""What --full trains without a GPU: an hour or two."""
 _AT_ONCE_ON_GPU = 4
 
 
@@ -81,10 +81,12 @@ class InferBench:
         return bench_sync(self.library, self.scope.reference, self.say)
 
     def simulated(self) -> Figures:
-        own = self.scope
-        figures, found = bench_simulated(self.library, own.subjects, own.reference, own.pairs, own.streams, self.say)
+        scope = self.scope
+        figures, simulated = bench_simulated(
+            self.library, scope.subjects, scope.reference, scope.pairs, scope.streams, self.say
+        )
         if self.out is not None:
-            draw_simulated(found, self.out)
+            draw_simulated(simulated, self.out)
         return figures
 
     def speedup(self) -> Figures:
@@ -93,15 +95,15 @@ class InferBench:
         return bench_speedup(self.library, self.scope.reference, self.scope.blocks, self.scope.samples, self.say)
 
     def memory(self) -> Figures:
-        figures, found = bench_memory(self.library, self.scope.reference, self.say)
+        figures, peaks = bench_memory(self.library, self.scope.reference, self.say)
         if self.out is not None:
-            draw_memory(found, str(self.scope.reference), self.out)
+            draw_memory(peaks, str(self.scope.reference), self.out)
         return figures
 
     def lab(self) -> Figures:
-        figures, found = bench_lab(self.library, self.scope.reference, self.scope.lab, self.say)
-        if self.out is not None and found:
-            draw_lab(found, str(self.scope.reference), self.out)
+        figures, measured = bench_lab(self.library, self.scope.reference, self.scope.lab, self.say)
+        if self.out is not None and measured:
+            draw_lab(measured, str(self.scope.reference), self.out)
         return figures
 
     def accuracy(self) -> Figures:

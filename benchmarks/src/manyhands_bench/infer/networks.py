@@ -62,7 +62,7 @@ class ProfiledNetwork:
 
     @property
     def seconds(self) -> float:
-        """Of a sample."""
+        """Return the seconds of one sample."""
         return sum(layer.ladder[0].forward_seconds for layer in self.profile.layers)
 
     def scaled(self, factor: float) -> ProfiledNetwork:
@@ -123,25 +123,25 @@ def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dic
 
     What the thread computes counts, not what passes: networks are compared, and whatever else goes on while one of them
     is measured must not favour the other."""
-    found: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
+    profiles: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
     with one_core():
         for number in range(TURNS):
             for key, graph in graphs.items():
                 say(f"measuring {graph.name}, {number + 1} of {TURNS}")
-                own = found[key]
-                own.append(
+                repeats = profiles[key]
+                repeats.append(
                     measure_network(
-                        graph, ladder=(1,), threads=1, seconds=seconds / LATER_TURNS if own else seconds,
-                        kernels=own[0].kernels if own else None, training=False, alone=True,
+                        graph, ladder=(1,), threads=1, seconds=seconds / LATER_TURNS if repeats else seconds,
+                        kernels=repeats[0].kernels if repeats else None, training=False, alone=True,
                     )
                 )  # fmt: skip
-    return {key: ProfiledNetwork(graphs[key].network, _fastest(own)) for key, own in found.items()}
+    return {key: ProfiledNetwork(graphs[key].network, _fastest(repeats)) for key, repeats in profiles.items()}
 
 
 def _fastest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Of each layer's medians the least: caches that others fill and a clock that is turned down only add to them."""
+    """Return the least median of each layer: other processes and a reduced clock only add to it."""
     layers = []
-    for same in zip(*(one.layers for one in profiles), strict=True):
+    for same in zip(*(profile.layers for profile in profiles), strict=True):
         seconds = min(layer.ladder[0].forward_seconds for layer in same)
         timing = msgspec.structs.replace(same[0].ladder[0], forward_seconds=seconds)
         layers.append(LayerTiming(same[0].layer, (timing,)))
@@ -175,13 +175,15 @@ class Library:
             self._graphs[key] = network_graph(subject, decoupled=decoupled)
         return self._graphs[key]
 
-    def known(self, subject: DecnnNetwork, *, decoupled: bool) -> ProfiledNetwork:
+    def profiled(self, subject: DecnnNetwork, *, decoupled: bool) -> ProfiledNetwork:
         if (subject, decoupled) not in self._known:
             graphs = {
-                one: self._graphs.get((subject, one)) or network_graph(subject, decoupled=one) for one in (False, True)
+                is_decoupled: self._graphs.get((subject, is_decoupled))
+                or network_graph(subject, decoupled=is_decoupled)
+                for is_decoupled in (False, True)
             }
-            for one, known in measured(graphs, self.seconds, self.say).items():
-                self._known[subject, one] = known
+            for is_decoupled, profiled in measured(graphs, self.seconds, self.say).items():
+                self._known[subject, is_decoupled] = profiled
         return self._known[subject, decoupled]
 
     def forget(self) -> None:

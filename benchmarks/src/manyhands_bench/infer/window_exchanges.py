@@ -41,5 +41,5 @@ def _reach(rules: tuple[object, ...]) -> tuple[int, int] | None:
     if len(rules) != 4:
         return None
     windows = [rule for rule in rules[2:] if isinstance(rule, Window)]
-    found = tuple(rule.reach // 2 for rule in windows)
-    return (found[0], found[1]) if len(found) == 2 and any(found) else None
+    reaches = tuple(rule.reach // 2 for rule in windows)
+    return (reaches[0], reaches[1]) if len(reaches) == 2 and any(reaches) else None

@@ -34,9 +34,9 @@ from manyhands_bench.tile.setup import kernels_text
 SETTING = TorchSetting("mobilenetv2", (3, 96, 96), 16, 8)
 QUICK = TorchSetting("mobilenetv2", (3, 64, 64), 8, 4)
 TUNED_PLANS = 6
-"""Of our planner's best, so many are tried: PyTorch's settings are tried too."""
+"""How many of our planner's best plans are tried, as PyTorch's settings are."""
 WORTH_TIMING = 1.5
-"""A rival that took so many times as long as the best in trials is timed with fewer steps."""
+"""A baseline that took so many times as long as the best in trials is timed with fewer steps."""
 LAB_SHARES = (0.6, 0.4, 0.25)
 LAB_BYTES_PER_SECOND = 12.5e6
 LAB_DELAY_SECONDS = 0.002
@@ -78,7 +78,7 @@ class TorchComparison:
 
     plan: Plan
     trials: Trials
-    """Of ours: the plan is the first of them."""
+    """Trials of our plans; `plan` is the fastest of them."""
     pipeline: Plan
     """Ours with two stages or more and the setting's micro-batches: what is like PyTorch's pipelines."""
     tuned: Tuned
@@ -103,10 +103,10 @@ class TorchComparison:
     def figures(self, place: str, setting: str) -> Figures:
         ours, predicted = statistics.median(self.ours), statistics.median(self.predictions.values())
         best, best_pipeline = self.best_of(self.theirs), self.best_of(("1f1b", "gpipe"))
-        found: Figures = {
+        figures: Figures = {
             f"measured_vs_best_torch_{place}": _ratio(self.theirs[best], self.ours),
             f"ours_{place}_seconds": ours,
-            **{f"torch_{kind}_{place}_seconds": statistics.median(one) for kind, one in self.theirs.items()},
+            **{f"torch_{kind}_{place}_seconds": statistics.median(seconds) for kind, seconds in self.theirs.items()},
             f"best_torch_{place}": best,
             f"pipeline_sim_error_{place}": self.prediction_error,
             f"predicted_{place}_seconds": predicted,
@@ -121,13 +121,13 @@ class TorchComparison:
         }
         predictions = list(self.predictions.values())
         rows = {"ours": self.ours, "pipelined": self.pipelined, "predicted": predictions, **self.theirs}
-        found[f"blocks_{place}"] = "; ".join(f"{name} {listed(row)} s" for name, row in rows.items())
-        return found
+        figures[f"blocks_{place}"] = "; ".join(f"{name} {listed(row)} s" for name, row in rows.items())
+        return figures
 
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
     """How many times as fast ours is."""
-    return statistics.median(their / own for their, own in zip(theirs, ours, strict=True))
+    return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
 def listed(numbers: Sequence[float]) -> str:
@@ -153,8 +153,10 @@ def compare(
     plan = trials[0][0]
     pipeline = _pipelined(ours, cluster, profile, plan)
     say(f"ours: {plan_text(plan)}")
-    found = tuned(group, ours.setting, speeds, bytes_per_second, extent.splits, plan, cluster.names, say)
-    compared = TorchComparison(plan, trials, pipeline, found, ours.choice, theirs={kind: [] for kind in found.best})
+    baselines = tuned(group, ours.setting, speeds, bytes_per_second, extent.splits, plan, cluster.names, say)
+    compared = TorchComparison(
+        plan, trials, pipeline, baselines, ours.choice, theirs={kind: [] for kind in baselines.best}
+    )
     every = max(1, extent.blocks // extent.measures)
     for block in range(extent.blocks):
         say(f"block {block + 1} of {extent.blocks}")
@@ -162,8 +164,8 @@ def compare(
             compared.predictions[block] = ours.predicted(plan, *ours.measure(extent.measure_seconds))
         compared.ours.append(ours.seconds(plan, extent.steps))
         compared.pipelined.append(ours.seconds(pipeline, extent.steps) if pipeline != plan else compared.ours[-1])
-        for kind, way in found.best.items():
-            steps = extent.steps if found.trials[way] <= WORTH_TIMING * min(found.trials.values()) else 2
+        for kind, way in baselines.best.items():
+            steps = extent.steps if baselines.trials[way] <= WORTH_TIMING * min(baselines.trials.values()) else 2
             compared.theirs[kind].append(steady(group.run(way, steps + WARM_UP_STEPS)))
     return compared
 
@@ -171,11 +173,11 @@ def compare(
 def _pipelined(ours: Ours, cluster: Cluster, profile: Profile, plan: Plan) -> Plan:
     """Our planner's best with the setting's micro-batches; where that is one stage, the best cut into two."""
     count = ours.setting.micro_batches
-    found = plan if plan.micro_batches == count else ours.plans(cluster, profile, count)[0]
-    if len(found.stages) > 1:
-        return found
+    best = plan if plan.micro_batches == count else ours.plans(cluster, profile, count)[0]
+    if len(best.stages) > 1:
+        return best
     cuts = range(1, len(ours.graph.network.layers))
-    return min(map(ours.two_stages, cuts), key=lambda one: ours.predicted(one, cluster, profile))
+    return min(map(ours.two_stages, cuts), key=lambda candidate: ours.predicted(candidate, cluster, profile))
 
 
 def usable() -> list[int]:
@@ -226,11 +228,11 @@ def _lab_text() -> str:
 
 
 @contextlib.contextmanager
-def _in_lab(asked: LabCluster, setting: TorchSetting) -> Iterator[tuple[Ours, TorchGroup]]:
+def _in_lab(cluster: LabCluster, setting: TorchSetting) -> Iterator[tuple[Ours, TorchGroup]]:
     """A worker of ours and a process of PyTorch on every device: within its share, in its network."""
-    with open_session(asked) as session:
-        lab = Lab.find(asked.cluster.name)
-        names = asked.cluster.names
+    with open_session(cluster) as session:
+        lab = Lab.find(cluster.cluster.name)
+        names = cluster.cluster.names
         for name in names:  # importing torch is not to take minutes
             lab.groups.set_cpu(lab.name, name, None)
         places = [lab.words(name) for name in names]
@@ -245,12 +247,12 @@ def bench_lab(say: Progress, quick: bool) -> Figures:
     extent = QUICK_EXTENT if quick else LAB
     if why := missing():
         return {"lab_skipped": why}
-    asked = lab_cluster(f"pipeline{os.getpid()}")
+    cluster = lab_cluster(f"pipeline{os.getpid()}")
     try:
-        play_here(asked)
+        play_here(cluster)
     except LabError as error:
         return {"lab_skipped": error.message}
-    with _in_lab(asked, extent.setting) as (ours, group):
+    with _in_lab(cluster, extent.setting) as (ours, group):
         compared = compare(ours, group, extent, LAB_SHARES, LAB_BYTES_PER_SECOND, lambda text: say(f"lab: {text}"))
     return compared.figures("lab", f"{extent.setting}, {_lab_text()}, SGD with momentum")
 
@@ -259,8 +261,8 @@ def summary(figures: Figures) -> Figures:
     """The worse of what was found over local workers and in the lab."""
 
     def numbers(stem: str) -> list[float]:
-        found = [figures.get(f"{stem}_{place}") for place in ("local", "lab")]
-        return [number for number in found if isinstance(number, (int, float))]
+        values = [figures.get(f"{stem}_{place}") for place in ("local", "lab")]
+        return [number for number in values if isinstance(number, (int, float))]
 
     result: Figures = {}
     if ratios := numbers("measured_vs_best_torch"):

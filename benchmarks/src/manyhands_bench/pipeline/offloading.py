@@ -11,9 +11,9 @@ def offloaded(
     """Algorithm 1: shares by capacity within memory, then blocks move off the slowest device. None: no room."""
     if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
         return None
-    shares = _balanced([1.0 / one(batch) if one(batch) else 1.0 for one in seconds], list(caps), batch)
+    shares = _balanced([1.0 / second(batch) if second(batch) else 1.0 for second in seconds], list(caps), batch)
     while True:
-        taken = [one(share) for one, share in zip(seconds, shares)]
+        taken = [device_seconds(share) for device_seconds, share in zip(seconds, shares)]
         slowest = max(range(len(shares)), key=taken.__getitem__)
         moved = min(block, shares[slowest] - 1)
         room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
@@ -23,7 +23,7 @@ def offloaded(
         tried = list(shares)
         tried[slowest] -= moved
         tried[fastest] += moved
-        if max(one(share) for one, share in zip(seconds, tried)) >= taken[slowest]:
+        if max(device_seconds(share) for device_seconds, share in zip(seconds, tried)) >= taken[slowest]:
             return shares
         shares = tried
 

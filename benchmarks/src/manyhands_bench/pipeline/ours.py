@@ -79,11 +79,11 @@ class Ours:
 
     def plans(self, cluster: Cluster, profile: Profile, micro_batches: int | None = None) -> list[Plan]:
         """As our planner ranks them; each device normalises over its own samples, as PyTorch's ways do."""
-        found = public.plan(
+        planned = public.plan(
             self.graph.network, cluster, batch_size=self.setting.samples, strategy="pipeline",
             micro_batches=micro_batches, batch_norm="local", optimizer_slots=1, profile=profile,
         )  # fmt: skip
-        return [found.plan, *found.runners_up]
+        return [planned.plan, *planned.runners_up]
 
     def tuned(self, plans: Sequence[Plan]) -> Trials:
         """The fastest of some in a trial first, as `train(tune=...)` does."""
@@ -106,7 +106,7 @@ class Ours:
         return simulate(plan, self.graph.network, cluster, profile, keep_spans=False).seconds
 
     def seconds(self, plan: Plan, steps: int) -> float:
-        """Of a round, as the coordinator sees it end."""
+        """Return the seconds of a round, as the coordinator sees it end."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps + WARM_UP_STEPS,
             optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), laying=self.laying,

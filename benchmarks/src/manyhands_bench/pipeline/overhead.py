@@ -55,18 +55,20 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
         for block in range(blocks):
             say(f"executor overhead, block {block + 1} of {blocks}")
             rounds.append(ours.seconds(plan, steps))
-            found = group.bare(bounds, micro_batch, seconds)
-            paths.append(statistics.median(critical_path(plan, both) for both in zip(*found)))
-            for own, new in zip(bare, found, strict=True):
-                own += new
+            bare_rounds = group.bare(bounds, micro_batch, seconds)
+            paths.append(statistics.median(critical_path(plan, both) for both in zip(*bare_rounds)))
+            for rounds_of_stage, new in zip(bare, bare_rounds, strict=True):
+                rounds_of_stage += new
     stages = "; ".join(
-        f"stage {number}: forward {_usual(one for own in stage for one in own.forward)}, backward "
-        f"{_usual(one for own in stage for one in own.backward)} a micro-batch, optimiser "
-        f"{_usual(own.step for own in stage)}"
+        f"stage {number}: forward {_usual(seconds for bare_round in stage for seconds in bare_round.forward)}, "
+        f"backward {_usual(seconds for bare_round in stage for seconds in bare_round.backward)} a micro-batch, "
+        f"optimiser {_usual(bare_round.step for bare_round in stage)}"
         for number, stage in enumerate(bare)
     )
     return {
-        "executor_overhead": statistics.median(own / path for own, path in zip(rounds, paths, strict=True)),
+        "executor_overhead": statistics.median(
+            rounds_of_stage / path for rounds_of_stage, path in zip(rounds, paths, strict=True)
+        ),
         "executor_round_seconds": statistics.median(rounds),
         "executor_bare_seconds": statistics.median(paths),
         "executor_setting": f"{setting}, {plan_text(plan)}, a core each; {stages}; rounds {listed(rounds)} s, bare "

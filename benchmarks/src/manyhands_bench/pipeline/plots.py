@@ -18,10 +18,10 @@ def draw_bars(
     figure = new_figure(max(7.0, 1.1 * len(groups) * len(values) * 0.6), 4.5)
     axes = figure.subplots()
     width = 0.8 / len(values)
-    for number, (name, own) in enumerate(values.items()):
+    for number, (name, heights) in enumerate(values.items()):
         places = [place + (number - (len(values) - 1) / 2) * width for place in range(len(groups))]
-        axes.bar(places, own, width * 0.92, label=name, color=_COLOURS[number % len(_COLOURS)])
-        missing = [place for place, value in zip(places, own) if not value]
+        axes.bar(places, heights, width * 0.92, label=name, color=_COLOURS[number % len(_COLOURS)])
+        missing = [place for place, value in zip(places, heights) if not value]
         axes.plot(missing, [0.0] * len(missing), "x", color=_COLOURS[number % len(_COLOURS)], clip_on=False)
     axes.set_xticks(range(len(groups)), list(groups))
     finish_axes(axes, across, up, title)
@@ -34,7 +34,7 @@ def draw_policies(
     """Fig. 15b, right: peak memory as bars and throughput as a line, by warm-up policy."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    axes.bar(range(len(names)), [one / 1e6 for one in memory], 0.55, color="#4C78A8", label="peak memory")
+    axes.bar(range(len(names)), [peak / 1e6 for peak in memory], 0.55, color="#4C78A8", label="peak memory")
     other = axes.twinx()
     other.plot(range(len(names)), speed, marker="o", color="#F58518", label="throughput")
     other.set_ylim(0, 1.15 * max(speed))

@@ -65,26 +65,26 @@ class TorchGroup:
 
     def run(self, way: TorchVariant, steps: int) -> list[float]:
         """Seconds of each of so many training steps."""
-        found = self._ask({"do": "train", "way": asdict(way), "steps": steps}, f"run {way}")
-        return [float(seconds) for seconds in found[way.ranks[0]]]
+        answers = self._ask({"do": "train", "way": asdict(way), "steps": steps}, f"run {way}")
+        return [float(seconds) for seconds in answers[way.ranks[0]]]
 
     def units(self, samples: int) -> list[tuple[float, int]]:
         """For every unit that a pipeline can be cut before: its seconds for some samples on the first device, forward
         and backward, and the bytes it hands on."""
-        found = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
-        return [(seconds, size) for seconds, size in found]
+        timed = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
+        return [(seconds, size) for seconds, size in timed]
 
     def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[list[BareRound]]:
         """For every stage, one on each process at once: round after round of computing; nothing is exchanged."""
         request = {"do": "bare", "bounds": list(bounds), "samples": samples, "seconds": seconds}
-        found = self._ask(request, "compute their stages alone")
-        return [[BareRound(*one) for one in rounds] for rounds in found.values()]
+        answers = self._ask(request, "compute their stages alone")
+        return [[BareRound(*round) for round in rounds] for rounds in answers.values()]
 
     def _ask(self, request: dict[str, Any], what: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        asked = range(len(self.processes)) if ranks is None else ranks
-        for rank in asked:
+        receivers = range(len(self.processes)) if ranks is None else ranks
+        for rank in receivers:
             self._tell(rank, request)
-        return self._answers(asked, what, LIMIT_SECONDS)
+        return self._answers(receivers, what, LIMIT_SECONDS)
 
     def _tell(self, rank: int, message: object) -> None:
         pipe = self.processes[rank].stdin
@@ -96,17 +96,17 @@ class TorchGroup:
             raise self._died(rank, "take a request") from error
 
     def _answers(self, ranks: Sequence[int], what: str, limit_seconds: float) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         end = time.monotonic() + limit_seconds
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 output = self.processes[rank].stdout
                 assert output is not None
                 selector.register(output, selectors.EVENT_READ, rank)
-            while len(found) < len(ranks):
+            while len(answers) < len(ranks):
                 ready = selector.select(max(0.0, end - time.monotonic()))
                 if not ready:
-                    silent = ", ".join(str(rank) for rank in ranks if rank not in found)
+                    silent = ", ".join(str(rank) for rank in ranks if rank not in answers)
                     raise TimedOut(f"Torch rank {silent} did not {what} within {limit_seconds:g} s.")
                 for key, _ in ready:
                     line = key.fileobj.readline()  # type: ignore[union-attr]
@@ -115,9 +115,9 @@ class TorchGroup:
                     answer = json.loads(line)
                     if "error" in answer:
                         raise ManyhandsError(f"Torch rank {key.data} could not {what}: {answer['error']}")
-                    found[key.data] = answer["found"]
+                    answers[key.data] = answer["found"]
                     selector.unregister(key.fileobj)
-        return {rank: found[rank] for rank in ranks}
+        return {rank: answers[rank] for rank in ranks}
 
     def _died(self, rank: int, what: str) -> ManyhandsError:
         with contextlib.suppress(subprocess.TimeoutExpired):

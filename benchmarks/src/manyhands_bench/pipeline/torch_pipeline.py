@@ -51,18 +51,18 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
     if not isinstance(module, ConvClassifier):
         raise BadValue(f"{type(module).__name__} cannot be cut by hand here; a MobileNet can.")
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for block in module.blocks:
         if isinstance(block, InvertedResidual) and block.adds_input:
-            found.append(block)
+            units.append(block)
             continue
         for part in block.residual if isinstance(block, InvertedResidual) else [block]:
-            last = found[-1] if found else None
+            last = units[-1] if units else None
             if isinstance(part, nn.Conv2d) or not isinstance(last, nn.Sequential):
-                found.append(nn.Sequential(part))
+                units.append(nn.Sequential(part))
             else:
                 last.append(part)
-    return [*found, nn.Sequential(module.pool, nn.Flatten(1)), module.head]
+    return [*units, nn.Sequential(module.pool, nn.Flatten(1)), module.head]
 
 
 def _packed_for_sending(stage: nn.Module) -> nn.Module:
@@ -78,8 +78,8 @@ def _packed_for_sending(stage: nn.Module) -> nn.Module:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-            (own,) = gradients
-            return own.contiguous(memory_format=ctx.back) if own.dim() == 4 else own, None, None
+            (gradient,) = gradients
+            return gradient.contiguous(memory_format=ctx.back) if gradient.dim() == 4 else gradient, None, None
 
     class _Packed(nn.Module):
         def __init__(self) -> None:
@@ -158,9 +158,9 @@ class Rank:
         from torch.nn.parallel import DistributedDataParallel
 
         place = way.ranks.index(self.rank)
-        first, own = sum(way.shares[:place]), way.shares[place]
-        batch, target = self.inputs(way)[first : first + own], self.target[first : first + own]
-        weight = own * len(way.shares) / sum(way.shares)
+        first, share = sum(way.shares[:place]), way.shares[place]
+        batch, target = self.inputs(way)[first : first + share], self.target[first : first + share]
+        weight = share * len(way.shares) / sum(way.shares)
         wrapped = DistributedDataParallel(
             self.module(way.channels_last), process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False
         )
@@ -180,13 +180,13 @@ class Rank:
 
         place, count = way.ranks.index(self.rank), len(way.ranks)
         units = units_of(self.module(way.channels_last))
-        own = nn.Sequential(*units[way.bounds[place] : way.bounds[place + 1]])
+        layers = nn.Sequential(*units[way.bounds[place] : way.bounds[place + 1]])
         stage = PipelineStage(
-            _packed_for_sending(own) if way.channels_last else own, place, count, torch.device("cpu"), group=group
+            _packed_for_sending(layers) if way.channels_last else layers, place, count, torch.device("cpu"), group=group
         )
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[way.kind]
         schedule = kind(stage, way.micro_batches, loss_fn=self.loss)
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
         given = (self.inputs(way),) if place == 0 else ()
         target = self.target if place == count - 1 else None
 
@@ -203,10 +203,10 @@ class Rank:
         import torch
 
         units = units_of(self.module())
-        found: list[tuple[float, int]] = []
+        timed: list[tuple[float, int]] = []
         value = self.batch[:samples]
         for unit in units:
-            entered = value.detach().requires_grad_(bool(found))
+            entered = value.detach().requires_grad_(bool(timed))
             seconds = []
             for _ in range(6):
                 start = time.perf_counter()
@@ -214,8 +214,8 @@ class Rank:
                 made.backward(torch.ones_like(made))
                 seconds.append(time.perf_counter() - start)
             value = made.detach()
-            found.append((statistics.median(seconds[1:]), value.numel() * value.element_size()))
-        return found
+            timed.append((statistics.median(seconds[1:]), value.numel() * value.element_size()))
+        return timed
 
     def bare(self, first: int, last: int, samples: int, seconds: float) -> list[BareRound]:
         import torch
@@ -225,11 +225,11 @@ class Rank:
         units = units_of(self.module())
         with torch.no_grad():
             entered = nn.Sequential(*units[:first])(self.batch[:samples])
-        own, is_last = nn.Sequential(*units[first:last]), last == len(units)
+        layers, is_last = nn.Sequential(*units[first:last]), last == len(units)
         entered = entered.detach().requires_grad_(first > 0)
-        optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
         target = self.target[:samples]
-        handed_back = torch.ones_like(own(entered)) if not is_last else None
+        handed_back = torch.ones_like(layers(entered)) if not is_last else None
         rounds: list[BareRound] = []
         dist.barrier()
         end = time.perf_counter() + seconds
@@ -238,7 +238,7 @@ class Rank:
             backward: list[float] = []
             for _ in range(self.setting.micro_batches):
                 start = time.perf_counter()
-                made = own(entered)
+                made = layers(entered)
                 if is_last:
                     made = self.loss(made, target) / self.setting.micro_batches
                 between = time.perf_counter()
@@ -281,11 +281,11 @@ def main() -> None:
     _say({"found": None})
     for line in sys.stdin:
         try:
-            found = here.answer(json.loads(line))
+            answer = here.answer(json.loads(line))
         except Exception as error:
             _say({"error": f"{type(error).__name__}: {error}"})
             os._exit(1)  # the others may be waiting for it
-        _say({"found": found})
+        _say({"found": answer})
     os._exit(0)
 
 

@@ -38,10 +38,10 @@ class TorchVariant:
     """'1f1b', 'gpipe' or 'ddp'."""
     ranks: tuple[int, ...]
     bounds: tuple[int, ...] = ()
-    """Of a pipeline: stage i has units [bounds[i], bounds[i + 1])."""
+    """For a pipeline: stage i has units [bounds[i], bounds[i + 1])."""
     micro_batches: int = 1
     shares: tuple[int, ...] = ()
-    """Of 'ddp': samples of each rank."""
+    """For 'ddp': samples of each rank."""
     channels_last: bool = False
     """The memory format of weights and inputs, and so of all in between."""
 

@@ -56,13 +56,13 @@ class RecoveryExtent:
     setting: TorchSetting
     workers: int
     struck: int | None
-    """So many of the workers, from the first on; None: all."""
+    """How many of the workers are struck, from the first on; None: all."""
     steps_after: int
-    """That a run goes on after the failure."""
+    """Steps that a run makes after the failure."""
     blocks: int
-    """Of turns, with light and heavy plans and with and without copies."""
+    """Blocks of turns: incremental and full plans, with and without backups."""
     steps: int
-    """Of a block."""
+    """Steps of a block."""
     measure_seconds: float
     """0: estimated."""
 
@@ -144,21 +144,21 @@ def bench_exactness(session: Session, extent: RecoveryExtent, backup_every: int,
 def bench_failures(site: Site, extent: RecoveryExtent, out: Path | None, say: Progress) -> Figures:
     """Every device in turn: killed, with light and heavy re-planning; stopped; and how fast the rest is afterwards."""
     failures = Failures(site, extent, say)
-    found, after = Recoveries(), {}
+    recoveries, after = Recoveries(), {}
     names = site.session.cluster.names[: extent.struck]
     for place, name in enumerate(names):
         ways = ("light", "heavy") if place % 2 == 0 else ("heavy", "light")
         for how in ways:
-            getattr(found, how)[name] = failures.trip(name, how)
+            getattr(recoveries, how)[name] = failures.trip(name, how)
             if how == ways[-1]:
                 say(f"without {name}, light and heavy in turns")
-                after[name] = _speed_after(site, found.light[name], found.heavy[name], extent)
+                after[name] = _speed_after(site, recoveries.light[name], recoveries.heavy[name], extent)
             site.bring_back([name])
-        found.silent[name] = failures.trip(name, "light", signal.SIGSTOP)
+        recoveries.silent[name] = failures.trip(name, "light", signal.SIGSTOP)
         site.bring_back([name])
     if out is not None:
-        _draw(found, names[min(1, len(names) - 1)], extent.setting, out)
-    return _failure_figures(site, failures, found, after, extent)
+        _draw(recoveries, names[min(1, len(names) - 1)], extent.setting, out)
+    return _failure_figures(site, failures, recoveries, after, extent)
 
 
 @dataclass(frozen=True)
@@ -189,49 +189,53 @@ def _median(trips: dict[str, Trip], what: Callable[[Trip], float]) -> float:
 
 
 def _failure_figures(
-    site: Site, failures: Failures, found: Recoveries, after: dict[str, After], extent: RecoveryExtent
+    site: Site, failures: Failures, recoveries: Recoveries, after: dict[str, After], extent: RecoveryExtent
 ) -> Figures:
     light, heavy = (
-        _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
+        _median(trips, lambda trip: trip.recovery_seconds) for trips in (recoveries.light, recoveries.heavy)
     )  # fmt: skip
-    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+    ratios = [
+        recoveries.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in recoveries.light.items()
+    ]
     silence_seconds = site.session.coordinator.silence_seconds
     return {
         "recovery_seconds": light,
-        "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),
+        "recovery_seconds_worst": max(trip.recovery_seconds for trip in recoveries.light.values()),
         "recovery_seconds_heavy": heavy,
         "light_vs_heavy": statistics.median(ratios),
-        "recovery_seconds_silent": _median(found.silent, lambda trip: trip.recovery_seconds),
+        "recovery_seconds_silent": _median(recoveries.silent, lambda trip: trip.recovery_seconds),
         "silence_seconds": silence_seconds,
-        "detect_seconds": _median(found.light, lambda trip: trip.detect_seconds),
-        "replan_seconds": _median(found.light, lambda trip: trip.replan_seconds),
-        "replan_seconds_heavy": _median(found.heavy, lambda trip: trip.replan_seconds),
-        "first_round_seconds": _median(found.light, lambda trip: trip.first_round_seconds),
-        "caught_up_seconds": _median(found.light, lambda trip: trip.caught_up_seconds),
-        "rounds_replayed": _median(found.light, lambda trip: trip.facts["replayed"]),
-        "bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
-        "bytes_moved_heavy": _median(found.heavy, lambda trip: trip.facts["bytes_moved"]),
-        "throughput_after": statistics.median(one.measured for one in after.values()),
-        "throughput_after_least": min(one.measured for one in after.values()),
-        "throughput_after_predicted": statistics.median(one.predicted for one in after.values()),
-        "rounds_lost": failures.rounds_lost(found.every),
-        "losses_differ_float32": max(loss_difference(trip, failures.calm) for trip in found.every),
+        "detect_seconds": _median(recoveries.light, lambda trip: trip.detect_seconds),
+        "replan_seconds": _median(recoveries.light, lambda trip: trip.replan_seconds),
+        "replan_seconds_heavy": _median(recoveries.heavy, lambda trip: trip.replan_seconds),
+        "first_round_seconds": _median(recoveries.light, lambda trip: trip.first_round_seconds),
+        "caught_up_seconds": _median(recoveries.light, lambda trip: trip.caught_up_seconds),
+        "rounds_replayed": _median(recoveries.light, lambda trip: trip.facts["replayed"]),
+        "bytes_moved": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"]),
+        "bytes_moved_heavy": _median(recoveries.heavy, lambda trip: trip.facts["bytes_moved"]),
+        "throughput_after": statistics.median(trips.measured for trips in after.values()),
+        "throughput_after_least": min(trips.measured for trips in after.values()),
+        "throughput_after_predicted": statistics.median(trips.predicted for trips in after.values()),
+        "rounds_lost": failures.rounds_lost(recoveries.every),
+        "losses_differ_float32": max(loss_difference(trip, failures.calm) for trip in recoveries.every),
         "round_seconds": failures.round_seconds,
         "backup_every": site.backup_every,
-        "failures": len(found.every),
+        "failures": len(recoveries.every),
         "recovery_setting": f"{extent.setting}, float32, batch norm synchronised, SGD with momentum; "
         f"{len(site.session.cluster.names)} workers of {site.session.threads} thread(s) as "
         f"{plan_text(site.plan)}; struck at a random moment of round {STEPS_BEFORE}, seconds from the signal to the "
         f"start of the next round that was completed",
         "recovery_each": "; ".join(
-            f"{name}: light {found.light[name].recovery_seconds:.2f} s, heavy {found.heavy[name].recovery_seconds:.2f} "
-            f"s, silent {found.silent[name].recovery_seconds:.2f} s (limit {silence_seconds:g} s)"
-            for name in found.light
+            f"{name}: light {recoveries.light[name].recovery_seconds:.2f} s, "
+            f"heavy {recoveries.heavy[name].recovery_seconds:.2f} s, "
+            f"silent {recoveries.silent[name].recovery_seconds:.2f} s (limit {silence_seconds:g} s)"
+            for name in recoveries.light
         ),
         "plans_after": "; ".join(
-            f"without {name}: light {_plan_after(found.light[name])}, heavy {_plan_after(found.heavy[name])}, light's "
-            f"throughput over heavy's {one.measured:.2f}, predicted {one.predicted:.2f}"
-            for name, one in after.items()
+            f"without {name}: light {_plan_after(recoveries.light[name])}, "
+            f"heavy {_plan_after(recoveries.heavy[name])}, light's throughput over heavy's {ratio.measured:.2f}, "
+            f"predicted {ratio.predicted:.2f}"
+            for name, ratio in after.items()
         ),
     }
 
@@ -240,10 +244,10 @@ def _plan_after(trip: Trip) -> str:
     return plan_text(trip.outcome.plan).partition(";")[0] if trip.outcome.plan is not None else ""
 
 
-def _draw(found: Recoveries, name: str, setting: TorchSetting, out: Path) -> None:
+def _draw(recoveries: Recoveries, name: str, setting: TorchSetting, out: Path) -> None:
     """Fig. 17: when B is gone."""
     passages = []
-    for how, trips in (("light", found.light), ("heavy", found.heavy)):
+    for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
         trip = trips[name]
         rounds = tuple(moment - trip.struck_at for moment, _, _ in trip.steps)
         passages.append(Passage(how, rounds, trip.recovery_seconds, setting.samples))
@@ -270,19 +274,19 @@ def bench_backups(site: Site, extent: RecoveryExtent, say: Progress) -> Figures:
     }
 
 
-# The rival
+# The baseline: torchrun
 
 
 def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
     """As torchrun does out of the box, and with a rendezvous that waits as little as ours does."""
-    found: Figures = {}
+    figures: Figures = {}
     try:
         for key, rendezvous in (("torchrun_seconds", ""), ("torchrun_tuned_seconds", TUNED)):
             say(f"torchrun, {rendezvous or 'as it is'}")
-            found[key] = seconds_after_kill(setting.model, setting.shape, setting.samples, rendezvous)
+            figures[key] = seconds_after_kill(setting.model, setting.shape, setting.samples, rendezvous)
     except ManyhandsError as error:
-        found["torchrun_skipped"] = error.message
-    return found | {
+        figures["torchrun_skipped"] = error.message
+    return figures | {
         "torchrun_setting": f"{setting.model}, batch {setting.samples // NODES} each, DistributedDataParallel over "
         f"gloo, {NODES} nodes of 1 process (--nnodes={NODES - 1}:{NODES} --max-restarts=3, c10d), the last node killed "
         f"(agent and worker), from the kill to the next step's start; tuned: --rdzv-conf={TUNED}",
@@ -296,7 +300,7 @@ def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
     """The same kills at 100 Mbit/s, light and heavy; all seconds are the lab's own."""
     if why := missing():
         return {"lab_skipped": why}
-    found = Recoveries()
+    recoveries = Recoveries()
     with open_session(lab_cluster(LAB)) as session:
         names = session.cluster.names[: extent.struck]
         rate = min(device.down_bytes_per_second for device in session.cluster.devices)
@@ -304,33 +308,35 @@ def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
         site = site_for(session, extent.setting, extent.measure_seconds)
         failures = Failures(site, extent, lambda text: say(f"lab: {text}"))
         for name in names:
-            for how, trips in (("light", found.light), ("heavy", found.heavy)):
+            for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
                 trips[name] = failures.trip(name, how)
                 site.bring_back([name])
-        shape, lost = plan_text(site.plan), failures.rounds_lost(found.every)
-    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+        shape, lost = plan_text(site.plan), failures.rounds_lost(recoveries.every)
+    ratios = [
+        recoveries.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in recoveries.light.items()
+    ]
     return {
-        "lab_recovery_seconds": _median(found.light, lambda trip: trip.recovery_seconds),
-        "lab_recovery_seconds_heavy": _median(found.heavy, lambda trip: trip.recovery_seconds),
+        "lab_recovery_seconds": _median(recoveries.light, lambda trip: trip.recovery_seconds),
+        "lab_recovery_seconds_heavy": _median(recoveries.heavy, lambda trip: trip.recovery_seconds),
         "lab_light_vs_heavy": statistics.median(ratios),
-        "lab_bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
-        "lab_bytes_seconds": _median(found.light, lambda trip: trip.facts["bytes_moved"] / rate),
+        "lab_bytes_moved": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"]),
+        "lab_bytes_seconds": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"] / rate),
         "lab_round_seconds": failures.round_seconds,
         "lab_backup_every": site.backup_every,
         "lab_rounds_lost": lost,
         "lab_scale": scale,
-        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in life, so at "
+        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in real time, so at "
         f"{rate * 8 / 1e6:.3g} Mbit/s; {shape}; "
-        + "; ".join(f"{name}: {_lab_text(found, name, rate)}" for name in names),
+        + "; ".join(f"{name}: {_lab_text(recoveries, name, rate)}" for name in names),
     }
 
 
-def _lab_text(found: Recoveries, name: str, rate: float) -> str:
-    """Both ways, beside what moving the bytes alone takes."""
+def _lab_text(recoveries: Recoveries, name: str, rate: float) -> str:
+    """Describe both ways of re-planning, beside the seconds that moving the bytes alone takes."""
     return ", ".join(
         f"{how} {trip.recovery_seconds:.2f} s ({trip.facts['bytes_moved'] / 1e6:.2f} MB: "
         f"{trip.facts['bytes_moved'] / rate:.2f} s)"
-        for how, trip in (("light", found.light[name]), ("heavy", found.heavy[name]))
+        for how, trip in (("light", recoveries.light[name]), ("heavy", recoveries.heavy[name]))
     )
 
 

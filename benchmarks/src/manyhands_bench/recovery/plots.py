@@ -24,7 +24,7 @@ class Passage:
     began: float
     """When the next round began that was completed."""
     samples: int
-    """Of a round."""
+    """Samples of a round."""
 
 
 def throughput(passage: Passage) -> tuple[list[float], list[float]]:

@@ -52,10 +52,10 @@ class SplitAccuracyExtent:
     scored: int
     """Pictures to score on."""
     steps: int
-    """Of a training that counts."""
+    """Steps of a training that counts."""
     seeds: int
     study_steps: int
-    """Of a training of the studies; 0: no studies."""
+    """Steps of a training of the studies; 0: no studies."""
     ks: Sequence[int] = (1, 3, 5, 8, 12)
     bits: Sequence[int] = (2, 4, 8, 16)
 
@@ -93,7 +93,7 @@ class Trainings:
     cuts: tuple[int, ...]
     norms: list[float] = field(default_factory=list)
     last_loss: float = math.nan
-    """Of the last training: the mean over its last tenth, on what it trained on."""
+    """Training loss of the last training: the mean over its last tenth."""
 
     @classmethod
     def of(cls, path: Path, extent: SplitAccuracyExtent) -> Trainings:
@@ -147,7 +147,7 @@ def bench_accuracy(path: Path, extent: SplitAccuracyExtent, out: Path | None, sa
                 scores[name].append(trainings.score(way, seed, extent.steps, keeps_norms=name == "normal" and not seed))
                 losses[name].append(trainings.last_loss)
         figures = _accuracy_figures(scores, trainings, extent)
-        figures |= {f"training_loss_{name}": statistics.mean(own) for name, own in losses.items()}
+        figures |= {f"training_loss_{name}": statistics.mean(by_seed) for name, by_seed in losses.items()}
         if out is not None:
             _draw_changes(trainings.norms, out)
             if extent.study_steps:
@@ -156,7 +156,7 @@ def bench_accuracy(path: Path, extent: SplitAccuracyExtent, out: Path | None, sa
 
 
 def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: SplitAccuracyExtent) -> Figures:
-    mean = {name: statistics.mean(own) for name, own in scores.items()}
+    mean = {name: statistics.mean(by_seed) for name, by_seed in scores.items()}
     return {
         **{f"accuracy_{name}": value for name, value in mean.items()},
         **{f"accuracy_drop_{name}": mean["normal"] - value for name, value in mean.items() if name != "normal"},
@@ -167,7 +167,7 @@ def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, exte
         "order of its own; rehearsed in one process as edge and server compute it, gradients as late as K allows; the "
         "drop depends on how far training has come: see training_loss, which running ahead raises",
         "accuracy_each": "; ".join(
-            f"{name} {', '.join(f'{one:.4f}' for one in own)}" for name, own in scores.items()
+            f"{name} {', '.join(f'{score:.4f}' for score in by_seed)}" for name, by_seed in scores.items()
         ),
     }  # fmt: skip
 
@@ -177,8 +177,8 @@ def _draw_changes(norms: Sequence[float], out: Path) -> None:
     third = max(1, len(norms) // 3)
     parts = {"first third": norms[:third], "second third": norms[third : 2 * third], "last third": norms[2 * third :]}
     lines = {
-        name: [(float(k), statistics.fmean(weight_change_rates([*own], k))) for k in CHANGES_OF if len(own) > k]
-        for name, own in parts.items()
+        name: [(float(k), statistics.fmean(weight_change_rates([*part], k))) for k in CHANGES_OF if len(part) > k]
+        for name, part in parts.items()
     }
     draw_lines(
         {name: line for name, line in lines.items() if line}, out / "eq_6.png", across="K", up="change of ‖w‖₁, %",
@@ -193,9 +193,9 @@ def _studies(trainings: Trainings, extent: SplitAccuracyExtent, out: Path, say: 
 
     def score(name: str, way: SplitVariant) -> float:
         say(f"study, {name}")
-        found = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
-        figures[f"study_{name}"] = found
-        return found
+        mean = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
+        figures[f"study_{name}"] = mean
+        return mean
 
     normal = score("normal", WAYS["normal"])
     by_k = [score(f"k_{k}", SplitVariant(k)) for k in extent.ks]

@@ -1,4 +1,4 @@
-"""Figures of `manyhands bench split`: split training over recorded links beside its rivals, and what accuracy it costs.
+"""Figures of `manyhands bench split`: split training over recorded links beside its baselines, and its accuracy.
 
 An edge that is slowed down and a server are two processes of this machine; the link between them follows recordings.
 """

@@ -58,8 +58,8 @@ def draw_course(course: Course, path: Path, title: str) -> Path:
         ({"cut": cuts}, "layers at the edge"),
         ({"speed": course.speeds}, "samples/s"),
     ]
-    for axes, (own, up) in zip(panels, lines):
-        for place, (name, line) in enumerate(own.items()):
+    for axes, (curves, up) in zip(panels, lines):
+        for place, (name, line) in enumerate(curves.items()):
             moments, values = _held(_thinned(line), course.end)
             axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.4, label=name)
         for moment, _ in course.cuts[1:]:

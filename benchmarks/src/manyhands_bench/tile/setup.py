@@ -175,8 +175,8 @@ def kernels_text(choice: Choice) -> str:
     counts: dict[str, int] = {}
     for kernel in choice.kernels.values():
         counts[str(kernel)] = counts.get(str(kernel), 0) + 1
-    found = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "PyTorch's default"
-    return f"{choice.name}: {found}; {choice.gain:.3g} times as fast as the default"
+    text = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "PyTorch's default"
+    return f"{choice.name}: {text}; {choice.gain:.3g} times as fast as the default"
 
 
 @contextlib.contextmanager

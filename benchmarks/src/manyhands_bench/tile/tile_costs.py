@@ -72,7 +72,9 @@ def communication_components(network: Network, grid: Size, batch_sizes: Sequence
     samples = rows * columns * tile.channels[0] + 2 * last_rows * last_columns * tile.channels[-1]
     directions: tuple[Direction, Direction] = ("forward", "backward")
     least = sum(tile.boundary(way, tile.best(way, Costs(0.0, 1.0)).starts) for way in directions)
-    one, every = (sum(tile.boundary(way, starts) for way in directions) for starts in ((0,), range(len(layers))))
+    one_group, every = (sum(tile.boundary(way, starts) for way in directions) for starts in ((0,), range(len(layers))))
     specs = [network.weights[name] for name in network.weights_of(0, layers[-1].operators[1])]
     weights = 2 * sum(spec.elements for spec in specs if spec.trainable)
-    return [Components(size, samples * size, least * size, one * size, every * size, weights) for size in batch_sizes]
+    return [
+        Components(size, samples * size, least * size, one_group * size, every * size, weights) for size in batch_sizes
+    ]
