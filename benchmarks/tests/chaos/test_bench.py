@@ -1,4 +1,4 @@
-"""The chaos benchmark itself, short: real processes, real faults, and what they must not change."""
+"""`manyhands bench chaos` in small: faults fire, and no round is lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from manyhands_bench.figures import Figures
 
 SEED = 0
 """Three devices that share samples."""
+
+
 PATIENT_SECONDS = 30.0
 """What the benchmark aims at is for a machine of its own; tests share theirs."""
+
+
 NOTHING = {"network": "not in this test", "groups": "not in this test", "disk": "not in this test"}
 
 
@@ -35,6 +39,7 @@ def numbered(share: str, seed: int) -> int:
     return next(number for number in range(len(SHARES)) if scenario(seed, number, tuple(KINDS)).share == share)
 
 
+@pytest.mark.slow
 def test_kill_stop_and_junk_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One job with three faults; what it stores can be added up."""
     monkeypatch.setattr(place, "missing", lambda: NOTHING)

@@ -1,4 +1,4 @@
-"""`manyhands bench recovery --quick`: workers are really killed, and every figure is measured."""
+"""`manyhands bench recovery` in small: every figure is measured, and no round is lost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.runtime.journey import Travelled
 from manyhands_bench.command import app
 from manyhands_bench.recovery.bench import shape_of
-from manyhands_bench.recovery.plots import Passage, draw_passages, throughput
-from manyhands_bench.recovery.site import Trip
 
 pytestmark = pytest.mark.xdist_group("bench_recovery")
+
 
 MEASURED = (
     "recovery_seconds", "recovery_seconds_worst", "recovery_seconds_heavy", "light_vs_heavy",
@@ -22,51 +20,14 @@ MEASURED = (
     "caught_up_seconds", "throughput_after", "throughput_after_least", "round_seconds", "backup_overhead",
     "soak_seconds", "soak_seconds_undisturbed", "soak_recovery_seconds",
 )  # fmt: skip
+
+
 COUNTED = ("rounds_lost", "rounds_replayed", "bytes_moved", "bytes_moved_heavy", "backup_every", "failures")
-
-
-# Pure
 
 
 def test_the_shape_is_the_papers() -> None:
     assert shape_of("abcd") == (("a",), ("b", "c"), ("d",))
     assert shape_of("abc") == (("a",), ("b", "c"))
-
-
-def test_a_trip_tells_moments_from_the_signal() -> None:
-    trip = Trip(
-        Travelled(began_at=[11.0], recoveries=[{"seconds": 0.5}]),
-        struck_at=10.0,
-        steps=[(9.0, 0, 1.0), (10.2, 1, 0.9), (12.5, 2, 0.8)],
-        events=[(10.4, "lost", {}), (10.6, "replanned", {}), (12.0, "recovered", {"seconds": 0.5})],
-    )
-    found = [
-        trip.recovery_seconds, trip.detect_seconds, trip.replan_seconds, trip.first_round_seconds,
-        trip.caught_up_seconds,
-    ]  # fmt: skip
-    assert found == pytest.approx([1.0, 0.4, 0.2, 2.0, 2.5])
-    assert trip.recoveries_after("lost") == [0.5]
-    assert trip.recoveries_after("joined") == []
-
-
-@pytest.mark.parametrize(
-    ("steps", "lost"), [((0, 1, 2), 0), ((0, 2), 1), ((0, 1, 1, 2), 1), ((), 3), ((0, 1, 2, 3), 1)]
-)
-def test_a_round_that_is_missing_or_comes_twice_is_lost(steps: tuple[int, ...], lost: int) -> None:
-    trip = Trip(steps=[(float(place), step, 0.0) for place, step in enumerate(steps)])
-    assert trip.rounds_lost(3) == lost
-
-
-def test_throughput_is_nothing_until_rounds_begin_again(tmp_path: Path) -> None:
-    rounds = (-1.5, -1.0, -0.5, 1.0, 1.5)
-    edges, rates = throughput(Passage("light", rounds, 0.5, samples=8))
-    assert edges == [-1.5, -1.0, -0.5, 0.5, 1.0, 1.5]
-    assert rates == [16.0, 16.0, 0.0, 16.0, 16.0]
-    passages = [Passage(name, rounds, 0.5, 8) for name in ("light", "heavy")]
-    assert draw_passages(passages, tmp_path / "17.png", "Fig. 17").read_bytes().startswith(b"\x89PNG")
-
-
-# With workers
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], Pat
 
 @pytest.mark.slow
 def test_every_figure_is_there_and_measured(run: tuple[dict[str, float], Path, str]) -> None:
-    figures, out, said = run
+    figures, out, logged = run
     assert set(figures) >= {*MEASURED, *COUNTED}
     seconds = [figures[key] for key in MEASURED]
     assert min(seconds) > 0
@@ -90,7 +51,7 @@ def test_every_figure_is_there_and_measured(run: tuple[dict[str, float], Path, s
     assert figures["failures"] == 3
     assert (out / "fig_17.png").read_bytes().startswith(b"\x89PNG")
     for key in ("machine", "recovery_setting", "recovery_each", "backup_blocks", "soak_setting"):
-        assert f"{key}: " in said
+        assert f"{key}: " in logged
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The figures exist, are flat, and say where they come from. Their values are not tested: machines differ."""
+"""`manyhands bench capture` in small."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def test_the_figures_are_flat_and_complete(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(bench, "KERNEL_GAIN", tiny)
     monkeypatch.setattr(bench, "KERNELS", (tiny,))
     monkeypatch.setattr(bench, "QUICK", bench.Budget(3, 0.1, 0.2, 0.1, 0.2, 0.1))
-    said: list[str] = []
-    figures = bench.bench_capture(quick=True, on_progress=said.append)
+    progress: list[str] = []
+    figures = bench.bench_capture(quick=True, on_progress=progress.append)
     assert json.loads(json.dumps(figures)) == figures
     assert all(isinstance(value, (int, float, str)) for value in figures.values())
     for key in ("capture_overhead", "kernel_choice_gain", "kernel_choice_gain_min", "capture_seconds_tiny"):
         assert isinstance(figures[key], float)
         assert figures[key] > 0
     assert figures["threads"] == 1
-    assert said
+    assert progress
 
 
 def test_every_setting_is_a_model_of_the_zoo() -> None:

@@ -1,4 +1,4 @@
-"""The micro-benchmark runs and names what it found."""
+"""`manyhands bench core` in small: every transport is measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from manyhands_bench.core.transports import bench_engine
 
 @pytest.mark.slow
 def test_the_benchmark() -> None:
-    told: list[str] = []
-    found = bench_engine(quick=True, on_progress=told.append)
+    progress: list[str] = []
+    found = bench_engine(quick=True, on_progress=progress.append)
     for kind in ("raw", "tcp", "tls", "shm", "gloo"):
         assert float(found[f"{kind}_latency_us"]) > 0
         assert float(found[f"{kind}_throughput_mb_per_s"]) > 0
@@ -22,4 +22,4 @@ def test_the_benchmark() -> None:
         for figure in ("shm_latency_us", "tcp_latency_us", "shm_stream_gb_s", "tcp_stream_gb_s"):
             assert float(found[f"{figure}_{size}"]) > 0
         assert float(found[f"shm_stream_ratio_{size}"]) > 0
-    assert told
+    assert progress
