@@ -13,7 +13,8 @@ from made_results import LARGE, ROOT, SMALL, result, stored
 from manyhands.facts.errors import BadFile
 from manyhands_bench.command import app
 from manyhands_bench.results import StoredResults, write_result
-from manyhands_bench.results_page import BEGIN, END, page_text, short_table, with_table, write_page
+from manyhands_bench.results_page import page_text, short_table, write_page
+from manyhands_bench.tables import BEGIN, END, with_table
 
 
 def test_machines_stand_side_by_side_and_simulated_is_said(tmp_path: Path) -> None:

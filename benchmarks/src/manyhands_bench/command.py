@@ -105,7 +105,7 @@ def lab(quick: Quick = False, json: Json = False) -> None:
 
     Needs Linux and root. Figures go to standard output, settings to standard error. About five minutes.
     """
-    from manyhands_bench.lab import bench_lab
+    from manyhands_bench.lab.bench import bench_lab
 
     _measure("lab", lambda say: bench_lab(quick, say), quick, json)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.facts.errors import BadFile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import read_text, write_text_atomic
+from manyhands_bench.bench_readmes import write_readmes
 from manyhands_bench.claims import CLAIMS, HOWS, Claim, shown
 from manyhands_bench.papers import ASTEROID_TABLE_4, PAPERS
 from manyhands_bench.results import Result, StoredResults
+from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
-BEGIN, END = "<!-- made: results -->", "<!-- end -->"
-"""Where the README has its table: the one under "In short"."""
 README = "README.md"
+BENCHES = Path("src/manyhands_bench")
+"""Where the benches are, from the folder of the results' folder."""
 IN_README = (
     ("tile", "memory_ratio_24"), ("tile", "speedup_2"), ("tile-8", "speedup_8"), ("pipeline", "max vs_best_rival_*"),
     ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"), ("recovery", "light_vs_heavy"),
@@ -27,8 +28,8 @@ _NONE = "–"
 
 
 def write_page(out: Path, page: Path) -> list[Path]:
-    """The page, its pictures beside it, and the table of the README above its folder, where that has a place for it;
-    what was written."""
+    """Write the page, its pictures beside it, the table of the README above its folder, and those of the benches' own
+    READMEs where `out` lies in a checkout; return what was written."""
     from manyhands_bench.result_pictures import draw_results
 
     readme = page.parent.parent / README
@@ -39,7 +40,7 @@ def write_page(out: Path, page: Path) -> list[Path]:
     if readme.is_file() and BEGIN in (text := read_text(readme)):
         write_text_atomic(readme, with_table(text, short_table(stored)))
         written.append(readme)
-    return written
+    return written + write_readmes(stored, out.parent / BENCHES)
 
 
 # The page
@@ -93,7 +94,7 @@ def _machines(stored: StoredResults) -> str:
         ]
         for host in stored.hosts
     ]  # fmt: skip
-    return "## Machines\n\n" + _table(headings, rows)
+    return "## Machines\n\n" + markdown_table(headings, rows)
 
 
 def _headlines(stored: StoredResults, claims: Sequence[Claim]) -> str:
@@ -116,7 +117,7 @@ def _headlines(stored: StoredResults, claims: Sequence[Claim]) -> str:
         ]
         headings = ["", f"{name} reports", *(f"ours, {host.slug}" for host in stored.hosts), "ours is", "by, on"]
         parts.append(f"### {name}\n\n{paper.title}. {paper.source}. Measured by its authors on: {paper.devices}.")
-        parts.append(_table(headings, rows))
+        parts.append(markdown_table(headings, rows))
     return "\n\n".join(parts)
 
 
@@ -145,11 +146,15 @@ def _table_4(stored: StoredResults) -> str:
         return ""
     text = (
         "### ASTEROID, Table 4\n\nSpeed-up over the best device alone / data parallel / pipeline parallel. Ours is "
-        f"**simulated** from the device catalogue (`{pipeline.command}`, {_day(pipeline)}, {pipeline.host.slug}); out "
+        f"**simulated** from the device catalogue (`{pipeline.command}`, {day(pipeline)}, {pipeline.host.slug}); out "
         "of memory: that baseline does not fit. The last column is ours over the best of all baselines, PipeDream and "
         "DAPPLE among them."
     )
-    return text + "\n\n" + _table(["network", "environment", "the paper's", "ours", "over the best baseline"], rows)
+    return (
+        text
+        + "\n\n"
+        + markdown_table(["network", "environment", "the paper's", "ours", "over the best baseline"], rows)
+    )
 
 
 def _aims(stored: StoredResults, claims: Sequence[Claim]) -> str:
@@ -165,7 +170,7 @@ def _aims(stored: StoredResults, claims: Sequence[Claim]) -> str:
     missed = [text for row in rows for text in row[2 : 2 + len(stored.hosts)] if "missed" in text]
     met = [text for row in rows for text in row[2 : 2 + len(stored.hosts)] if "met" in text]
     text = f"## Aims of our own\n\nSet before they were measured; {len(met)} met, {len(missed)} missed."
-    return text + "\n\n" + _table(headings, rows)
+    return text + "\n\n" + markdown_table(headings, rows)
 
 
 def _others(stored: StoredResults, claims: Sequence[Claim]) -> str:
@@ -174,7 +179,7 @@ def _others(stored: StoredResults, claims: Sequence[Claim]) -> str:
         for claim in claims
     ]
     headings = ["figure", *(host.slug for host in stored.hosts), "ours is", "by, on"]
-    return "## Other figures\n\n" + _table(headings, rows) if rows else ""
+    return "## Other figures\n\n" + markdown_table(headings, rows) if rows else ""
 
 
 def _pictures(pictures: Sequence[str]) -> str:
@@ -199,7 +204,7 @@ def _runs(stored: StoredResults) -> str:
                  versions or _NONE, run.commit or _NONE]
             )  # fmt: skip
     headings = ["command", "machine", "begun", "", "took", "load before, after", "versions", "commit"]
-    return "## Runs\n\n" + _table(headings, rows)
+    return "## Runs\n\n" + markdown_table(headings, rows)
 
 
 def _missing(stored: StoredResults, claims: Sequence[Claim]) -> str:
@@ -250,12 +255,8 @@ def _run(stored: StoredResults, claim: Claim) -> str:
         for host, value in zip(stored.hosts, stored.values(claim))
         if value is not None and (result := stored.result(host, claim.bench)) is not None
     ]
-    days = ", ".join(dict.fromkeys(map(_day, runs)))
+    days = ", ".join(dict.fromkeys(map(day, runs)))
     return f"`{runs[0].command.removesuffix(' --json')}`, {days}" if runs else _NONE
-
-
-def _day(result: Result) -> str:
-    return result.date[:10] or "date not known"
 
 
 def _state(result: Result) -> str:
@@ -274,11 +275,6 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 # The README
 
 
@@ -294,13 +290,4 @@ def short_table(stored: StoredResults) -> str:
             machine = host.slug if claim.how != "simulated" else claim.profile_of([host.slug])
             rows.append([claim.text, f"{shown(value, claim.form)}, {claim.how}", beside, machine])
             break
-    return _table(["", "ours", "the paper's", "machine"], rows)
-
-
-def with_table(text: str, table: str) -> str:
-    """The README with the table between its markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise BadFile(f"README.md: has {BEGIN} without {END} after it.", hint=f"Add {END} where the table ends.")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return markdown_table(["", "ours", "the paper's", "machine"], rows)

@@ -150,7 +150,7 @@ def _up_down(repeats: int, say: Progress) -> Figures:
 
 _OWNER = """
 import sys, time
-from manyhands_bench.lab import _pair
+from manyhands_bench.lab.bench import _pair
 from manyhands.lab.lab import Lab
 lab = Lab.up(_pair(0.001), sys.argv[1], owned=sys.argv[2] == "owned")
 print("up", flush=True)
