@@ -26,7 +26,7 @@ from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.channels import ChannelGeometry
 from manyhands.schedule.device_work import DeviceWork
@@ -34,6 +34,7 @@ from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
+from tape import CapturedLoss
 
 Batch = tuple[Any, Any]
 SGD = Optimizer("SGD", lr=0.05, momentum=0.9)

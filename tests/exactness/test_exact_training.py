@@ -26,10 +26,11 @@ from manyhands.graph.capture import capture
 from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 from small_networks import NETWORKS, batches_of, captured, module_of
+from tape import CapturedLoss
 
 STEPS = 20
 DECAY = Optimizer("SGD", lr=0.05, momentum=0.9, weight_decay=0.1)

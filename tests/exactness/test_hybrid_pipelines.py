@@ -32,7 +32,7 @@ from manyhands.facts.profile import estimate_cluster
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
 from manyhands.models.bert import Bert
@@ -40,6 +40,7 @@ from manyhands.models.unet import UNet
 from manyhands.planner import steps as prices
 from manyhands.schedule.actions import Action, Send
 from manyhands.simulator.simulate import simulate
+from tape import CapturedLoss
 
 CLASSES = 3
 SIDE = 4

@@ -30,11 +30,12 @@ from manyhands.facts.plan import ByTiles, Codec, LayerName, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Message, Part, Receive, Send
 from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
 from small_networks import batches_of, captured
+from tape import CapturedLoss
 from tiled_networks import Residual
 
 WIDTHS = (2, 4, 8, 16)

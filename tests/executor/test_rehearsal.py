@@ -12,7 +12,7 @@ from torch import nn
 
 from harness import alone
 from manyhands.executor.codec import pack, unpack
-from manyhands.executor.rehearsal import Rehearsal, weight_change_rates
+from manyhands.executor.rehearsal import Rehearsal
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Replay
 from manyhands.graph.capture import capture
@@ -195,13 +195,6 @@ def test_a_score(graph: Graph) -> None:
     assert after.loss < before.loss
     again = Rehearsal(graph, SGD, 2, state=found.state()).score(batches(graph, 4))
     assert again == after
-
-
-def test_equation_6() -> None:
-    norms = [100.0, 101.0, 103.0, 100.0]
-    assert weight_change_rates(norms, 1) == pytest.approx([1.0, 200 / 101, 300 / 103])
-    assert weight_change_rates(norms, 2) == pytest.approx([3.0, 100 / 101])
-    assert weight_change_rates(norms, 4) == []
 
 
 @pytest.mark.parametrize(

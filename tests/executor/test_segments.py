@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from harness import relative
 from manyhands.executor.segment_micro_batch import SegmentMicroBatch
 from manyhands.executor.segments import Segments, bounds_of, node_input
-from manyhands.executor.statistics import is_batch_norm, merged, own_moments
+from manyhands.executor.statistics import merged, own_moments
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Reduce, Step
 from small_networks import batches_of, captured
+from tape import CapturedLoss
 
 CONTEXT = Context(seed=3, step=2)
 
@@ -109,7 +110,7 @@ def test_bounds_are_where_actions_begin_and_end() -> None:
 
 def test_the_first_tensor_an_operator_reads() -> None:
     graph = captured("small")
-    node = next(node for node in graph.nodes if is_batch_norm(node))
+    node = next(node for node in graph.nodes if node.target == "aten.batch_norm.default")
     assert node_input(node) == graph.network.ops[graph.nodes.index(node)].inputs[0]
 
 

@@ -15,10 +15,11 @@ from manyhands.executor.share_loss import ShareLoss, target_names, trained_weigh
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
-from manyhands.graph.tape import CapturedLoss, bind_inputs
+from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 from small_networks import NETWORKS, Drawn, captured
+from tape import CapturedLoss
 
 
 def plan_of(graph: Graph, samples: int, micro_batches: int, **options: Any) -> Plan:

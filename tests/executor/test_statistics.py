@@ -7,16 +7,16 @@ from functools import cache
 
 import pytest
 import torch
-from harness import relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_networks import captured
 from torch import nn
 
-from manyhands.executor.statistics import SharedBatchNorm, is_batch_norm, merged, own_moments
+from harness import relative
+from manyhands.executor.statistics import SharedBatchNorm, merged, own_moments
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
+from small_networks import captured
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -110,7 +110,7 @@ def graph_of(kind: str) -> Graph:
 def test_forward_and_backward_are_those_of_the_whole_batch(kind: str, counts: list[int], seed: int) -> None:
     norm, shape = NORMS[kind]
     graph = graph_of(kind)
-    (node,) = (node for node in graph.nodes if is_batch_norm(node))
+    (node,) = (node for node in graph.nodes if node.target == "aten.batch_norm.default")
 
     data, gradients = drawn(counts, *shape, seed=seed, offset=2.0), drawn(counts, *shape, seed=seed + 1)
     whole = torch.cat(data).requires_grad_()
@@ -146,7 +146,7 @@ def test_forward_and_backward_are_those_of_the_whole_batch(kind: str, counts: li
 
 def test_gradients_are_added_over_micro_batches() -> None:
     graph = captured("small")
-    op = next(place for place, node in enumerate(graph.nodes) if is_batch_norm(node))
+    op = next(place for place, node in enumerate(graph.nodes) if node.target == "aten.batch_norm.default")
     weights = Weights.copied(graph)
     norm = SharedBatchNorm(graph.nodes[op], weights)
     (data,), (gradient,) = drawn([3], 4, 8, 8), drawn([3], 4, 8, 8, seed=1)
@@ -161,7 +161,7 @@ def test_gradients_are_added_over_micro_batches() -> None:
 
 def test_a_frozen_norm_collects_no_gradient() -> None:
     graph = captured("frozen")
-    op = next(place for place, node in enumerate(graph.nodes) if is_batch_norm(node))
+    op = next(place for place, node in enumerate(graph.nodes) if node.target == "aten.batch_norm.default")
     weights = Weights.copied(graph)
     norm = SharedBatchNorm(graph.nodes[op], weights)
     (data,) = drawn([3], 4, 8, 8)

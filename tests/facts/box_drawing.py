@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from manyhands.facts.boxes import Box, Interval, Layout, cut_points
+from manyhands.facts.moves import Move
 
 few = settings(max_examples=60, deadline=None)
 more = settings(max_examples=150, deadline=None)
@@ -83,3 +84,25 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], partial: bool = False, cove
             own += [piece for piece in [box] if all(piece.intersect(other).is_empty for other in own)]
         held[device] = own
     return Layout.of(held, partial=partial)
+
+
+def volume_between(moves: Iterable[Move]) -> dict[tuple[str, str], int]:
+    """Elements sent over each (source, target) link."""
+    volumes: dict[tuple[str, str], int] = {}
+    for move in moves:
+        if not move.is_local:
+            link = (move.source, move.target)
+            volumes[link] = volumes.get(link, 0) + move.box.volume
+    return volumes
+
+
+def volume(moves: Iterable[Move]) -> int:
+    """Elements sent over all links together."""
+    return sum(move.box.volume for move in moves if not move.is_local)
+
+
+def is_partition(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether every element is held by exactly one device, and nothing else is held."""
+    whole = Box.whole(shape)
+    within = all(whole.contains(box) for _, box in layout.pieces())
+    return within and layout.total_volume == whole.volume and layout.covers(shape)

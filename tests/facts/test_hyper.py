@@ -9,6 +9,7 @@ from manyhands.data.sets import STAND_INS
 from manyhands.executor.optimizers import Stepper
 from manyhands.facts.errors import BadValue, UnknownName
 from manyhands.facts.hyper import HYPERS, Hyper, find_hyper, hyper
+from manyhands.facts.optimizer import parse
 from manyhands.models.registry import ZOO
 
 STEPS = 4
@@ -16,7 +17,7 @@ STEPS = 4
 
 def rates(one: Hyper) -> list[float]:
     """The learning rate of each epoch's first and last step."""
-    stepper = Stepper(one.optimizer_for(STEPS), {"w": torch.zeros(1, requires_grad=True)})
+    stepper = Stepper(parse(one.optimizer_text(STEPS)), {"w": torch.zeros(1, requires_grad=True)})
     found = []
     for _ in range(one.epochs * STEPS):
         found.append(stepper.learning_rate)
@@ -45,7 +46,7 @@ def test_table_2(
     model: str, data: str, pretrained: str, name: str, options: dict[str, float], expected: list[float]
 ) -> None:
     one = hyper(model, data, pretrained=pretrained)
-    optimizer = one.optimizer_for(STEPS)
+    optimizer = parse(one.optimizer_text(STEPS))
     assert (optimizer.name, optimizer.options) == (name, options)
     assert rates(one) == pytest.approx(expected)
     assert model in ZOO

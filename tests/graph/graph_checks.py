@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import CapturedLoss, backward, bind_inputs, forward, outputs_of
+from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
+from tape import CapturedLoss, backward, forward
 
 SMALL_INPUTS = {
     "tiny": (1, 16, 16), "unet": (3, 32, 32), "bert-small": (8,), "bilstm": (8,), "chair": (825,), "din": (6,),

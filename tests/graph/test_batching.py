@@ -15,8 +15,8 @@ from manyhands.graph.batching import answers_of, batch_of, joined, named_sample
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
-from manyhands.graph.tape import forward
 from manyhands.graph.weights import Weights
+from tape import forward
 
 SAMPLES = 7
 

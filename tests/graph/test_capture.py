@@ -16,8 +16,9 @@ from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import backward, bind_inputs, forward, outputs_of
+from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.weights import Weights
+from tape import backward, forward
 
 
 def total(outputs: Any, target: Tensor) -> Tensor:

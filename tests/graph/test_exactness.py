@@ -19,9 +19,10 @@ from manyhands.graph.describe import describe, fingerprint
 from manyhands.graph.document import from_document, state_of, to_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import backward, bind_inputs, forward, outputs_of
+from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.models import registry
+from tape import backward, forward
 
 
 class Calls(nn.Module):

@@ -32,9 +32,10 @@ from manyhands.graph.capture import capture
 from manyhands.graph.describe import describe
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
-from manyhands.graph.tape import bind_inputs, forward, outputs_of
+from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.weights import Weights
 from manyhands.models.registry import ZOO
+from tape import forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes")  # nn.LSTM refreshes its list of weights
 

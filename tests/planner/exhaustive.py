@@ -4,6 +4,7 @@ arrays, bounds and fronts of `hybrid`, which is checked against it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
 from manyhands.facts.cluster import Cluster
@@ -11,7 +12,32 @@ from manyhands.facts.network import Network, Op, TensorSpec, WeightSpec
 from manyhands.facts.profile import Profile
 from manyhands.planner.context import Batch, by_memory
 from manyhands.planner.pipeline_stages import PlannedStage
-from manyhands.planner.steps import PipelineStep, round_seconds
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A stage or a communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
+
+    forward: float
+    backward: float
+    reduce: float = 0.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def round_seconds(steps: Sequence[PricedStep], micro_batches: int) -> float:
+    """Eq. 4-6: the latency of a round."""
+    before = [0.0]
+    down = [0.0]
+    for step in steps:
+        before.append(before[-1] + step.both)
+        down.append(down[-1] + step.backward)
+    dominant = max(range(len(steps)), key=lambda s: micro_batches * steps[s].both + before[s])
+    executing = micro_batches * steps[dominant].both + before[dominant]
+    waiting = [sum(one.forward for one in steps[:s]) for s in range(len(steps))]
+    return max(waiting[s] + (executing - before[s]) + step.reduce for s, step in enumerate(steps))
 
 
 class Exhaustive:
@@ -65,12 +91,12 @@ class Exhaustive:
                 best = slowest, share
         return None if best is None else best[1]
 
-    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> PipelineStep:
+    def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> PricedStep:
         times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
         ahead, back = max(one[0] for one in times), max(one[1] for one in times)
         count, cluster = len(devices), self.cluster
         if count == 1:
-            return PipelineStep(ahead, back)
+            return PricedStep(ahead, back)
         rate = min(cluster.bytes_per_second_between(a, b) for a in devices for b in devices if a != b)
         delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
         if self.batch.is_synchronised:
@@ -78,7 +104,7 @@ class Exhaustive:
             extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
             ahead, back = ahead + extra, back + extra
         weights = sum(weight.bytes for weight in self.weights(first, last) if weight.trainable)
-        return PipelineStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
+        return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
 
     def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
         """Which part of a cut each device has: by its speed over the whole network."""
@@ -89,7 +115,7 @@ class Exhaustive:
             points.append(points[-1] + speed / sum(speeds))
         return list(pairwise(points))
 
-    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> PipelineStep:
+    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> PricedStep:
         cluster = self.cluster
         forward = sum(tensor.bytes_per_sample for tensor in self.crossing(layer)) * self.batch.samples
         back = sum(t.bytes_per_sample for t in self.crossing(layer) if t.differentiable) * self.batch.samples
@@ -107,7 +133,7 @@ class Exhaustive:
                     ups[a] += part / cluster.device(a).up_bytes_per_second
                     downs[b] += part / cluster.device(b).down_bytes_per_second
             found.append(size * max(*ups.values(), *downs.values(), *links))
-        return PipelineStep(found[0] + delay, found[1] + delay if found[1] else 0.0)
+        return PricedStep(found[0] + delay, found[1] + delay if found[1] else 0.0)
 
     def all(self) -> Iterator[tuple[float, tuple[PlannedStage, ...]]]:
         layers, batch = len(self.network.layers), self.batch

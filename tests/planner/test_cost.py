@@ -16,6 +16,7 @@ from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Backward, Forward, Message, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.reduction import pair_bytes
 from manyhands.schedule.sharing import geometry_of
 
 NETWORK = chain(4, operators_per_layer=3)
@@ -154,7 +155,7 @@ def test_a_reduction() -> None:
     made = cluster(names, Link(1e6, 0.001)).with_link(Link(2e5, 0.003), ("c", "a"))
     costs = CostModel(NETWORK, made, PROFILE)
     reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
-    found = costs.reduction_bytes(reduce)
+    found = pair_bytes(reduce, NETWORK)
     assert found == {(a, b): 2 * WEIGHT_BYTES for a in names for b in names if a != b}
     assert costs.reduction_delay_seconds(reduce) == pytest.approx(2 * 0.003)
 
@@ -177,7 +178,7 @@ def test_moving_bytes_takes_computing_where_cores_are_short() -> None:
     made = cluster(names, Link(1e6, 0.001), copy_seconds_per_gigabyte=2e6)
     costs = CostModel(NETWORK, made, PROFILE)
     reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
-    moved = sum(size for pair, size in costs.reduction_bytes(reduce).items() if "b" in pair)
+    moved = sum(size for pair, size in pair_bytes(reduce, NETWORK).items() if "b" in pair)
     assert costs.copy_seconds("b", reduce) == pytest.approx(moved * 2e-3)
     message = Message("value", 0, 0, (), 500)
     assert costs.copy_seconds("a", Send("b", message)) == costs.copy_seconds("b", Receive("a", message)) == 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,6 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.hybrid import Search, pipelines
-from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Steps
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
@@ -144,42 +143,6 @@ def test_one_candidate_for_each_place_is_never_better(instance: Instance) -> Non
     if single is not None:
         assert fronts is not None
         assert fronts.seconds <= single.seconds * (1 + 1e-12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
-    st.integers(1, 24),
-    st.integers(1, 4),
-    st.floats(0.5, 1.0),
-    st.data(),
-)
-def test_algorithm_1_is_valid_and_near_the_best(
-    speeds: list[float], batch: int, block: int, power: float, data: st.DataObject
-) -> None:
-    """Its shares add up and stay within memory; moving one sample at a time, no single move would help."""
-    caps = [data.draw(st.integers(1, batch)) for _ in speeds]
-
-    def seconds_of(speed: float) -> Callable[[int], float]:
-        return lambda samples: samples**power / speed
-
-    times = [seconds_of(speed) for speed in speeds]
-    shares = offloaded(times, caps, batch, block)
-    if sum(caps) < batch or len(caps) > batch:
-        assert shares is None
-        return
-    assert shares is not None
-    assert sum(shares) == batch
-    assert all(1 <= share <= cap for share, cap in zip(shares, caps))
-    if block == 1:
-        taken = [own(share) for own, share in zip(times, shares)]
-        slowest = max(range(len(shares)), key=taken.__getitem__)
-        room = [d for d in range(len(shares)) if d != slowest and shares[d] < caps[d]]
-        if room and shares[slowest] > 1:
-            fastest = min(room, key=taken.__getitem__)
-            moved = max(times[fastest](shares[fastest] + 1), times[slowest](shares[slowest] - 1))
-            others = [taken[d] for d in range(len(shares)) if d not in (fastest, slowest)]
-            assert max([moved, *others]) >= taken[slowest] - 1e-12
 
 
 def test_pipelines_come_the_fastest_first_and_fit() -> None:

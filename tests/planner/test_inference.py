@@ -40,7 +40,7 @@ from manyhands.plans.inference import inference_table, plan_for, sample_seconds,
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.simulating import simulate
-from manyhands.schedule.synchronisation import sync_points, window_exchanges
+from manyhands.schedule.synchronisation import sync_points
 
 GROUPS = 4
 
@@ -423,15 +423,6 @@ def test_a_split_starts_where_the_input_is_and_is_cut_where_it_is_fastest() -> N
 @pytest.fixture(scope="module")
 def resnet50() -> Network:
     return load_network("resnet50")
-
-
-def test_the_papers_table_1(resnet50: Network) -> None:
-    """17 convolutions with a window, each an exchange among all neighbours: as the paper counts, exactly."""
-    grid, rows = window_exchanges(resnet50, 2, 2), window_exchanges(resnet50, 4, 1)
-    assert (grid.points, grid.messages) == (17, 204)
-    assert (rows.points, rows.messages) == (17, 102)
-    assert grid.bytes == pytest.approx(1.2e6, rel=0.05)
-    assert rows.bytes == pytest.approx(1.8e6, rel=0.1)
 
 
 def test_what_really_travels_for_resnet50_by_tiles(resnet50: Network) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from box_drawing import is_partition, volume
 from torch import Tensor, nn
 
 from hand_made import chain
 from manyhands.facts.boxes import Layout
 from manyhands.facts.errors import BadPlan
-from manyhands.facts.moves import volume
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByChannels, Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -87,7 +87,7 @@ def test_every_weight_is_somewhere_and_large_ones_at_one_place_only(
             assert set(boxes.values()) == {None}
             continue
         layout = Layout.of({device: [box] for device, box in boxes.items() if box is not None})
-        assert layout.is_partition(weight.shape), name
+        assert is_partition(layout, weight.shape), name
 
 
 def test_sums_everywhere_spare_the_next_dense_operator_its_fetch() -> None:

@@ -10,13 +10,14 @@ from functools import cache
 import msgspec
 import pytest
 import torch
+from box_drawing import is_partition, volume
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hand_made import chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadPlan
-from manyhands.facts.moves import Move, volume
+from manyhands.facts.moves import Move
 from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Order, Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -245,7 +246,7 @@ def test_a_pool_reads_what_is_owned() -> None:
             name = op.inputs[0]
             for device in geometry.devices:
                 assert geometry.computed[device][name].contains(geometry.own(device, name))
-            assert geometry.owned(name).is_partition(geometry.shape(name))
+            assert is_partition(geometry.owned(name), geometry.shape(name))
 
 
 def test_an_operator_that_adds_up_runs_on_all_it_owns_even_if_nobody_reads_it() -> None:

@@ -263,7 +263,7 @@ def expected_bytes(schedule: Schedule, costs: CostModel) -> dict[tuple[str, str]
             if isinstance(action, Send):
                 found[device, action.to] = found.get((device, action.to), 0) + action.message.bytes
             elif isinstance(action, Reduce):
-                for pair, size in costs.reduction_bytes(action).items():
+                for pair, size in pair_bytes(action, costs.network).items():
                     if pair[0] == device:
                         found[pair] = found.get(pair, 0) + size
     return found

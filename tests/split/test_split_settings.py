@@ -24,11 +24,12 @@ from manyhands.session import measuring
 from manyhands.split import config as split_typed
 from manyhands.split import training as splitting
 from manyhands.split.config import SplitWish
-from manyhands.split.job import SplitResult, bytes_of_step
+from manyhands.split.job import SplitResult
 from manyhands.split.session import Two, open_two
 from manyhands.split.training import split_train
 from manyhands.split.transfer import begin_with, frozen
 from real_runs import BATCH, SGD, Pictures, assert_close, network
+from split_bytes import bytes_of_step
 
 STEPS = 12
 

@@ -27,10 +27,11 @@ from manyhands.session import measuring
 from manyhands.split import job as split_job
 from manyhands.split import plans as split_plans
 from manyhands.split.controller import SplitPilot
-from manyhands.split.job import Asked, SplitResult, bytes_of_step
+from manyhands.split.job import Asked, SplitResult
 from manyhands.split.session import Two, linked, look_at_link, open_two, rates_of
 from manyhands.split.training import split_train
 from real_runs import BATCH, LAYERS, SGD, Pictures, assert_close, network
+from split_bytes import bytes_of_step
 
 STEPS = 20
 pytestmark = pytest.mark.xdist_group("splitting")  # its workers are started once

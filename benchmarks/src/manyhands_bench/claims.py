@@ -32,12 +32,12 @@ _DERIVED = re.compile(r"(max|min) (\S+)\*(\S*)")
 
 @dataclass(frozen=True)
 class Aim:
-    """At least, or at most, so much."""
+    """A value to reach: at least it, or at most it."""
 
     sign: Literal["≥", "≤"]
     value: float
     only_on: str = ""
-    """Of one architecture; empty: of any."""
+    """The architecture it holds for; empty: any."""
 
     def met(self, got: float) -> bool:
         return got >= self.value if self.sign == "≥" else got <= self.value
@@ -45,14 +45,14 @@ class Aim:
 
 @dataclass(frozen=True)
 class Claim:
-    """One row."""
+    """One row of the page: a figure of a bench, with our aim and the paper's figure where there is one."""
 
     bench: str
     key: str
     text: str
     how: How = "measured"
     profile: Profiled = ""
-    """Of a simulated figure: whether its layers' seconds were measured on the machine that ran the bench, or estimated
+    """For a simulated figure: whether its layers' seconds were measured on the machine that ran the bench, or estimated
     from the device catalogue."""
     form: Form = "times"
     aim: Aim | None = None
@@ -67,7 +67,7 @@ class Claim:
         )
 
     def profile_of(self, machines: Sequence[str]) -> str:
-        """Whose profile a simulated figure rests on, where these machines ran the bench."""
+        """Return which profile a simulated figure rests on, if these machines ran the bench."""
         return ESTIMATED if self.profile == "estimated" else f"profile of {', '.join(machines)}"
 
     @property
@@ -78,12 +78,12 @@ class Claim:
         """None: the bench did not find it."""
         if match := _DERIVED.fullmatch(self.key):
             which, begin, end = match.groups()
-            found = [
+            values = [
                 value
                 for key, value in figures.items()
                 if key.startswith(begin) and key.endswith(end) and value is not None
             ]
-            return (max(found) if which == "max" else min(found)) if found else None
+            return (max(values) if which == "max" else min(values)) if values else None
         if self.key == SAVED:
             return _saved(figures)
         return figures.get(self.key)
@@ -93,7 +93,7 @@ SAVED = "saved by the best trace"
 
 
 def _saved(figures: Mapping[str, float | int | None]) -> float | None:
-    """Of the seconds that the edge alone takes, the largest part that any trace saves."""
+    """Return the largest part of the edge-only seconds that any trace saves."""
     alone = figures.get("edge_only_seconds")
     ours = [value for key, value in figures.items() if key.endswith("_seconds_ours") and value]
     return 1 - min(ours) / alone if alone and ours else None
@@ -146,9 +146,9 @@ CLAIMS: tuple[Claim, ...] = (
           how="simulated", profile="estimated", paper="asteroid_pp"),
     Claim("pipeline", "speedup_dp_bert_small_env_b", "speed over data parallel, BERT-small, environment B, 100 Mbit/s",
           how="simulated", profile="estimated", paper="asteroid_dp"),
-    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all rivals, best row of Table 4",
+    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all baselines, best row of Table 4",
           how="simulated", profile="estimated", paper="asteroid_hybrid"),
-    Claim("pipeline", "table4_min_vs_rivals", "speed over the best of all rivals, worst row of Table 4",
+    Claim("pipeline", "table4_min_vs_rivals", "speed over the best of all baselines, worst row of Table 4",
           how="simulated", profile="estimated", aim=least(1)),
     Claim("pipeline", "plan_seconds", "seconds to plan EfficientNet-B1, cut at operators, on environment C",
           form="seconds", aim=most(2), paper="asteroid_planning"),
@@ -164,9 +164,9 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("pipeline", "executor_overhead", "round of two stages on two cores over bare computing", aim=most(1.1)),
     Claim("pipeline", "joules_ratio", "joules a sample of data parallel over ours",
           how="simulated", profile="estimated", paper="asteroid_energy"),
-    Claim("recovery", "light_vs_heavy", "seconds to go on after a kill: planned anew over plan mended",
+    Claim("recovery", "light_vs_heavy", "seconds to go on after a kill: full re-planning over incremental",
           paper="asteroid_recovery"),
-    Claim("recovery", "throughput_after", "throughput after a loss: plan mended over planned anew", form="part",
+    Claim("recovery", "throughput_after", "throughput after a loss: incremental re-planning over full", form="part",
           aim=least(0.9), paper="asteroid_after"),
     Claim("recovery", "recovery_seconds",
           "seconds from kill -9 to the start of the next round that is completed, median over devices", form="seconds",

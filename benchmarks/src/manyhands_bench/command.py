@@ -11,18 +11,19 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.options import Json
+from manyhands_bench.figures import Figures, Progress
 
 app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
 
 LINE_SECONDS = 5.0
-"""Between two lines of progress where there is no terminal."""
-Figures = dict[str, float | int | str]
-Say = Callable[[str], None]
-Quick = Annotated[bool, typer.Option("--quick", help="A look in a few minutes, less of all; the figures do not count.")]
-Full = Annotated[bool, typer.Option("--full", help="The paper's studies too, as plots.")]
+"""Between two lines of progress if there is no terminal."""
+Quick = Annotated[bool, typer.Option("--quick", help="A short run of a few minutes; its figures do not count.")]
+Full = Annotated[bool, typer.Option("--full", help="Draw the paper's studies too.")]
 Pictures = Annotated[
     Path,
-    typer.Option("--pictures", help="Real pictures to train on: CIFAR-10 as JPEG bytes, .npz.", show_default=False),
+    typer.Option(
+        "--pictures", help="Pictures to train on: CIFAR-10 as JPEG bytes in an .npz file.", show_default=False
+    ),
 ]
 Only = list[str] | None
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
@@ -39,24 +40,26 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="This alone: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, infer, "
-            "infer-accuracy. Repeatable.",
+            help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
+            "infer, infer-accuracy. Repeatable.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Where results are kept: OUT/MACHINE/NAME.json.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
         "benchmarks/results"
     ),
-    page: Annotated[Path, typer.Option("--page", help="The page that is written from them, with its pictures.")] = Path(
-        "docs/results.md"
-    ),
-    page_only: Annotated[bool, typer.Option("--page-only", help="Measure nothing: write the page again.")] = False,
+    page: Annotated[
+        Path, typer.Option("--page", help="Where the page is written, with its pictures beside it.")
+    ] = Path("docs/results.md"),
+    page_only: Annotated[
+        bool, typer.Option("--page-only", help="Write the page from the stored results; measure nothing.")
+    ] = False,
     quick: Quick = False,
 ) -> None:
-    """Every bench, one after another, each as a process of its own; then docs/results.md from what is stored.
+    """Run every bench, each in a process of its own, then write docs/results.md from the stored results.
 
-    Goes on when one fails, and leaves out what cannot run here (the lab without root, eight tiles without eight cores,
-    accuracy without a GPU).
-    About three hours on two cores. Leave the machine alone meanwhile: how busy it was is kept with each result.
+    It continues when a bench fails, and skips what cannot run here (the lab without root, eight tiles without eight
+    cores, accuracy without a GPU).
+    It takes about three hours on two cores. Leave the machine alone meanwhile: its load is stored with each result.
     """
     from manyhands.observe.figures import need_plots
     from manyhands_bench.everything import check_names, run_all
@@ -76,7 +79,7 @@ def everything(
 
 @app.command("capture")
 def capture(quick: Quick = False, json: Json = False) -> None:
-    """Overhead of the captured chain, gain of the chosen kernels, capture times, simulator speed.
+    """Measure the captured graph's overhead, the chosen kernels' gain, capture times and the simulator's speed.
 
     Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
     """
@@ -91,7 +94,7 @@ def core(
     quick: Quick = False,
     json: Json = False,
 ) -> None:
-    """Data-parallel training against DDP, the engine against raw sockets, the executor's overhead, prediction error.
+    """Compare data-parallel training with DDP and the transport with raw sockets; the executor's overhead.
 
     Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
     """
@@ -102,24 +105,24 @@ def core(
 
 @app.command("lab")
 def lab(quick: Quick = False, json: Json = False) -> None:
-    """Rates, delays, shares of the processor and memory of a lab against what was asked; what it leaves behind.
+    """Compare a lab's rates, delays, processor shares and memory with those asked for; what it leaves behind.
 
     Needs Linux and root. Figures go to standard output, settings to standard error. About five minutes.
     """
-    from manyhands_bench.lab import bench_lab
+    from manyhands_bench.lab.bench import bench_lab
 
     _measure("lab", lambda say: bench_lab(quick, say), quick, json)
 
 
 @app.command("tile")
 def tile(
-    workers: Annotated[int, typer.Option("--workers", min=2, help="Tiles, each on a core of its own.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", min=2, help="How many tiles, each on its own core.")] = 2,
     quick: Quick = False,
     full: Full = False,
-    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("tile-studies"),
+    out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("tile-studies"),
     json: Json = False,
 ) -> None:
-    """Training in tiles against one device: speed against what cutting could give, memory, bytes, groupings.
+    """Compare training in tiles with one device: speed, memory, bytes, groupings.
 
     Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
     """
@@ -135,10 +138,10 @@ def tile(
 def pipeline(
     quick: Quick = False,
     full: Full = False,
-    out: Annotated[Path, typer.Option("--out", help="Where the plots of --full go.")] = Path("pipeline-studies"),
+    out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("pipeline-studies"),
     json: Json = False,
 ) -> None:
-    """Pipelines: planning time and optimality, plans beside the rivals', and measured beside PyTorch's own.
+    """Measure planning time and optimality, and compare pipelines with the baselines' and PyTorch's own.
 
     Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
     """
@@ -155,15 +158,17 @@ def recovery(
     quick: Quick = False,
     kills: Annotated[
         int | None,
-        typer.Option("--kills", min=1, help="The soak alone: so many random kills; 100 take up to ten minutes."),
+        typer.Option(
+            "--kills", min=1, help="Run only the soak, with this many random kills; 100 take up to ten minutes."
+        ),
     ] = None,
     lab: Annotated[
-        bool, typer.Option("--lab", help="The kills alone, in the lab at 100 Mbit/s; needs Linux and root.")
+        bool, typer.Option("--lab", help="Run only the kills, in the lab at 100 Mbit/s; needs Linux and root.")
     ] = False,
-    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("recovery-studies"),
+    out: Annotated[Path, typer.Option("--out", help="Where the plot is written.")] = Path("recovery-studies"),
     json: Json = False,
 ) -> None:
-    """Workers killed and stopped: seconds until training goes on, what is lost, what copies cost; torchrun beside it.
+    """Kill and stop workers: seconds until training continues, rounds lost, the cost of backups; torchrun beside it.
 
     Figures go to standard output, settings to standard error. Six to eight minutes on two cores.
     """
@@ -188,16 +193,16 @@ def split(
         ),
     ] = Path("../shared/data/traces"),
     pictures: Pictures = PICTURES,
-    out: Annotated[Path, typer.Option("--out", help="Where the plots go.")] = Path("split-studies"),
+    out: Annotated[Path, typer.Option("--out", help="Where the plots are written.")] = Path("split-studies"),
     json: Json = False,
 ) -> None:
-    """Split training over recorded links: seconds of 100 batches beside rivals, accuracy, bytes, memory, energy.
+    """Compare split training over recorded links with baselines: seconds, accuracy, bytes, memory, energy.
 
     Figures go to standard output, settings to standard error. About fourteen minutes on two cores.
     """
     from manyhands_bench.split.bench import bench_split
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
 
     _measure("split", measured, quick, json, draws=True)
@@ -211,22 +216,22 @@ def infer(
     ] = False,
     only: Annotated[
         Only,
-        typer.Option("--only", help="This part alone: sync, simulated, speedup, memory, lab, accuracy. Repeatable."),
+        typer.Option("--only", help="Run only this part: sync, simulated, speedup, memory, lab, accuracy. Repeatable."),
     ] = None,
     compute: Annotated[str, typer.Option("--compute", help="Where accuracy is trained: cpu or cuda.")] = "cpu",
     pictures: Pictures = PICTURES,
-    out: Annotated[
-        Path, typer.Option("--out", help="Where plots go, and figures and trainings as they are done.")
-    ] = Path("infer-studies"),
+    out: Annotated[Path, typer.Option("--out", help="Where plots, figures and finished trainings are written.")] = Path(
+        "infer-studies"
+    ),
     json: Json = False,
 ) -> None:
-    """Channels of decoupled networks beside one device and tiles: exchanges, speed, memory, accuracy.
+    """Compare channels of decoupled networks with one device and tiles: exchanges, speed, memory, accuracy.
 
     Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
     """
     from manyhands_bench.infer.bench import bench_infer
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_infer(
             quick=quick, full=full, only=only or (), compute=compute, pictures=pictures, out=out,
             on_progress=_lines(say),
@@ -243,20 +248,20 @@ def auto(
     ] = False,
     only: Annotated[
         Only,
-        typer.Option("--only", help="This part alone: simulated, scale, lab, segmentation. Repeatable."),
+        typer.Option("--only", help="Run only this part: simulated, scale, lab, segmentation. Repeatable."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Where plots go, and figures as they are found.")] = Path(
-        "auto-studies"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", help="Where plots are written, and figures as they are measured.")
+    ] = Path("auto-studies"),
     json: Json = False,
 ) -> None:
-    """One planner over tiles, samples and stages: its gains, planning times, and mixed plans measured in the lab.
+    """Measure the planner over tiles, samples and stages: its gains, planning times, mixed plans in the lab.
 
     Figures go to standard output, settings to standard error. About ten minutes on two cores; as root, in a lab.
     """
     from manyhands_bench.auto.bench import bench_auto
 
-    def measured(say: Say) -> Figures:
+    def measured(say: Progress) -> Figures:
         return bench_auto(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
 
     _measure("auto", measured, quick, json, draws=True)
@@ -264,43 +269,44 @@ def auto(
 
 @app.command("chaos")
 def chaos(
-    seed: Annotated[int, typer.Option("--seed", min=0, help="What the faults are drawn from.")] = 30,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed that faults are drawn with.")] = 30,
     faults: Annotated[
-        int | None, typer.Option("--faults", help="How many faults, in all. Without it and without --hours: 500.")
+        int | None, typer.Option("--faults", help="How many faults in all. Without it and without --hours: 500.")
     ] = None,
-    hours: Annotated[float | None, typer.Option("--hours", help="Begin no scenario after so many hours.")] = None,
+    hours: Annotated[float | None, typer.Option("--hours", help="Start no scenario after this many hours.")] = None,
     only: Annotated[
         str,
         typer.Option(
             "--only",
-            help="These kinds of faults alone: kill, stop, hang, partition, slow-link, junk, disk-full, oom, clock, "
-            "coordinator, slow-device. Several by commas.",
+            help="Only these kinds of faults: kill, stop, hang, partition, slow-link, junk, disk-full, oom, clock, "
+            "coordinator, slow-device. Separate them by commas.",
         ),
     ] = "",
     scenario: Annotated[
-        int | None, typer.Option("--scenario", help="This scenario of the seed alone, to repeat it.")
+        int | None, typer.Option("--scenario", help="Run only this scenario of the seed, to repeat it.")
     ] = None,
     add: Annotated[
         list[Path] | None,
-        typer.Option("--add", help="A stored run (--out) whose faults count too. Repeatable; with --faults 0, alone."),
+        typer.Option(
+            "--add",
+            help="A stored run (--out) whose faults are added. Repeatable; with --faults 0, nothing else is run.",
+        ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Where the run is stored, as OUT/chaos-SEED.json, to be added up.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the run is stored, as OUT/chaos-SEED.json.")] = None,
     quick: Quick = False,
     json: Json = False,
 ) -> None:
-    """Training under random faults: kill -9, hangs, partitions, full disks and more, over every way of sharing.
+    """Train under random faults: kill -9, hangs, partitions, full disks and more, over every way of sharing.
 
-    Real processes and connections; as root each worker is in a network of its own, without root some kinds are left
-    out. Weights are compared with plain PyTorch on one device. Six to ten faults a minute on two cores.
+    Processes and connections are real; as root each worker is in its own network, without root some kinds are skipped.
+    Weights are compared with plain PyTorch on one device. Six to ten faults a minute on two cores.
     """
     from manyhands_bench.chaos.bench import QUICK_FAULTS, ChaosOptions, bench_chaos
     from manyhands_bench.chaos.summary import by_kind
 
     options = ChaosOptions(
         seed, QUICK_FAULTS if quick and faults is None else faults, hours,
-        tuple(filter(None, (one.strip() for one in only.split(",")))), scenario, tuple(add or ()), out,
+        tuple(filter(None, (kind.strip() for kind in only.split(",")))), scenario, tuple(add or ()), out,
     )  # fmt: skip
     _measure(
         "chaos", lambda say: bench_chaos(options, _lines(say)), quick, json,
@@ -309,7 +315,7 @@ def chaos(
 
 
 def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:
-    """What became of each kind of fault."""
+    """Print a table of the kinds of faults and their recovery times."""
     from manyhands.cli.show import print_table
 
     cells = [[kind, str(fired), f"{median:.2f}", f"{worst:.2f}"] for kind, (fired, median, worst) in rows.items()]
@@ -318,11 +324,14 @@ def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:
 
 
 def _measure(
-    name: str, measured: Callable[[Say], Figures], quick: bool, json: bool, *, draws: bool = False,
+    name: str, measured: Callable[[Progress], Figures], quick: bool, json: bool, *, draws: bool = False,
     then: Callable[[Figures], None] = lambda figures: None,
 ) -> None:  # fmt: skip
-    """Measure, print; a part that went wrong is an error of the command, after all figures are out. `draws`: what that
-    needs is looked for before minutes are spent. `then` prints more about the figures."""
+    """Measure and print; exit with an error if a part failed, after all figures are printed.
+
+    draws   check that matplotlib is installed before measuring
+    then    prints more about the figures
+    """
     from manyhands.cli.show import working
     from manyhands.observe.figures import need_plots
     from manyhands_bench.parts import failed
@@ -338,11 +347,11 @@ def _measure(
         raise typer.Exit(1)
 
 
-def _lines(say: Say) -> Say:
-    """Without a terminal, what is being done now and then as a line on standard error."""
+def _lines(say: Progress) -> Progress:
+    """Return a `say` that also prints a line of progress now and then if there is no terminal."""
     begin = last = time.monotonic()
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal last
         say(text)
         now = time.monotonic()
@@ -350,7 +359,7 @@ def _lines(say: Say) -> Say:
             last = now
             typer.echo(f"{now - begin:5.0f} s  {text}", err=True)
 
-    return told
+    return report
 
 
 def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:

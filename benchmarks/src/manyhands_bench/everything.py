@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ import psutil
 from manyhands.facts.errors import unknown
 from manyhands.facts.version import __version__
 from manyhands.runtime.processes import end_with
+from manyhands_bench.figures import Progress
 from manyhands_bench.results import Host, Result, write_result
 
 WORDS = {
@@ -46,7 +47,6 @@ END_SECONDS = 30.0
 _PROGRESS = re.compile(r"\s*\d+ s  ")
 _FAILED = re.compile(r"(?m)^(\w+_failed): (.*)$")
 _LONGEST_REASON = 500
-Say = Callable[[str], None]
 
 
 def check_names(only: Sequence[str]) -> None:
@@ -55,11 +55,11 @@ def check_names(only: Sequence[str]) -> None:
             raise unknown("bench", name, WORDS)
 
 
-def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Say) -> list[str]:
+def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Progress) -> list[str]:
     """Measure, keep, go on; the names of those that failed, or of which a part did."""
     check_names(only)
     host, failed = this_host(), []
-    for name in (one for one in WORDS if not only or one in only):
+    for name in (bench for bench in WORDS if not only or bench in only):
         if why := _impossible(name, host, quick):
             say(f"{name}: left out: {why}")
             result = Result(name, _words(name, quick), host, "skipped", reason=why, quick=quick, date=_now())
@@ -92,35 +92,35 @@ def _words(name: str, quick: bool) -> str:
 # One bench
 
 
-def measured(name: str, host: Host, *, quick: bool, say: Say, limit_seconds: float = LIMIT_SECONDS) -> Result:
+def measured(name: str, host: Host, *, quick: bool, say: Progress, limit_seconds: float = LIMIT_SECONDS) -> Result:
     """A bench run by a process of its own; whatever becomes of it is a result."""
     command = [sys.executable, "-P", "-m", "manyhands", *_words(name, quick).split()[1:]]
     date, begin, load = _now(), time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         if name in DRAWS:
             command += ["--out", folder]
-        ended = _ran(command, lambda text: say(f"{name}: {text}"), limit_seconds)
-    figures, reason = _figures(ended)
+        outcome = _ran(command, lambda text: say(f"{name}: {text}"), limit_seconds)
+    figures, reason = _figures(outcome)
     return Result(
         name, _words(name, quick), host, "failed" if figures is None else "measured", figures=figures or {},
         reason=reason[:_LONGEST_REASON], versions=_versions(), date=date, commit=_commit(),
         seconds=round(time.monotonic() - begin, 1), load_before=load, load_after=os.getloadavg()[0], quick=quick,
-        said=ended.said,
+        said=outcome.logged,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What a process printed, and how it ended; None: not within its limit."""
+class ProcessOutcome:
+    """What a process printed, and the code it ended with; None: it did not end within its limit."""
 
     printed: str
-    said: str
+    logged: str
     code: int | None
     limit_seconds: float
 
 
-def _ran(command: Sequence[str], say: Say, limit_seconds: float) -> Ended:
-    """Run it to its end or its limit; what it says of its progress is told, the rest is kept."""
+def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> ProcessOutcome:
+    """Run it to its end or its limit; its progress is passed on, the rest is kept."""
     kept: list[str] = []
     with _process(command) as process:
         assert process.stderr is not None
@@ -134,12 +134,12 @@ def _ran(command: Sequence[str], say: Say, limit_seconds: float) -> Ended:
             code = process.wait(limit_seconds)
     for thread in (listening, reading):
         thread.join(END_SECONDS)
-    return Ended("".join(printed), "".join(kept), code, limit_seconds)
+    return ProcessOutcome("".join(printed), "".join(kept), code, limit_seconds)
 
 
 @contextlib.contextmanager
 def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process with a group of its own, all of which is gone afterwards: asked to end first, then ended."""
+    """A process with a group of its own, all of which is gone afterwards: asked to end first, then killed."""
     parent = os.getpid()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
@@ -157,7 +157,7 @@ def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def _listen(stream: IO[str], kept: list[str], say: Say) -> None:
+def _listen(stream: IO[str], kept: list[str], say: Progress) -> None:
     for line in stream:
         if _PROGRESS.match(line):
             say(line.strip())
@@ -165,19 +165,19 @@ def _listen(stream: IO[str], kept: list[str], say: Say) -> None:
             kept.append(line)
 
 
-def _figures(ended: Ended) -> tuple[dict[str, float | int | None] | None, str]:
+def _figures(outcome: ProcessOutcome) -> tuple[dict[str, float | int | None] | None, str]:
     """The figures, if it printed them, and what went wrong."""
-    if ended.code is None:
-        return None, f"It had not ended after {ended.limit_seconds:g} s."
+    if outcome.code is None:
+        return None, f"It had not ended after {outcome.limit_seconds:g} s."
     try:
-        raw = json.loads(ended.printed)
+        raw = json.loads(outcome.printed)
     except ValueError:
         raw = None
     if not isinstance(raw, dict):
-        last = [line for line in ended.said.splitlines() if line.strip()][-3:]
-        return None, " ".join(last) or f"It ended with code {ended.code} and said nothing."
-    parts = "; ".join(f"{key}: {text}" for key, text in _FAILED.findall(ended.said))
-    code = f"It ended with code {ended.code}." if ended.code and not parts else ""
+        last = [line for line in outcome.logged.splitlines() if line.strip()][-3:]
+        return None, " ".join(last) or f"It ended with code {outcome.code} and printed nothing."
+    parts = "; ".join(f"{key}: {text}" for key, text in _FAILED.findall(outcome.logged))
+    code = f"It ended with code {outcome.code}." if outcome.code and not parts else ""
     return {str(key): value for key, value in raw.items() if not isinstance(value, (str, bool))}, parts or code
 
 
@@ -203,8 +203,8 @@ def _gpu() -> str:
     """As the driver names them; empty where there is none."""
     if shutil.which("nvidia-smi") is None:
         return ""
-    said = _told(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    return ", ".join(dict.fromkeys(line.strip() for line in said.splitlines() if line.strip()))
+    names = _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+    return ", ".join(dict.fromkeys(line.strip() for line in names.splitlines() if line.strip()))
 
 
 def _versions() -> dict[str, str]:
@@ -216,15 +216,17 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout this package lies in; empty where it was installed."""
+    """Return the commit of the checkout that holds this package; empty if it was installed."""
     here = Path(__file__).resolve().parent
-    if not _told(["git", "-C", str(here), "ls-files", Path(__file__).name]):
+    if not _output_of(["git", "-C", str(here), "ls-files", Path(__file__).name]):
         return ""
-    changed = _told(["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", str(here.parent)])
-    return _told(["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
+    changed = _output_of(
+        ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", str(here.parent)]
+    )
+    return _output_of(["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
 
 
-def _told(command: Sequence[str]) -> str:
+def _output_of(command: Sequence[str]) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
     return ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Paper:
-    """Who wrote it, and where."""
+    """A paper: its title, where it was published, and its devices."""
 
     title: str
     source: str

@@ -10,7 +10,7 @@ from typing import TypeVar
 from manyhands.facts.errors import BadValue, ManyhandsError, unknown
 from manyhands.files.documents import write_document
 from manyhands.profiler.this_machine import identify
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.results import Host
 
 KEPT = "figures.json"

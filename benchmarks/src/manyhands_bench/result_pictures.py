@@ -9,41 +9,41 @@ from manyhands_bench.papers import ASTEROID_TABLE_4
 from manyhands_bench.result_plots import (
     LEAST_PART,
     MOST_PART,
-    AimPlot,
+    AimReached,
     Beside,
     LinePlot,
     draw_beside,
     draw_groups,
     draw_reached,
 )
-from manyhands_bench.results import Result, Shelf
+from manyhands_bench.results import Result, StoredResults
 
 LINKS = ("880_0.15", "480_1", "480_5", "240_5", "240_10", "240_20", "240_40")
 
 
-def draw_results(shelf: Shelf, folder: Path) -> list[Path]:
+def draw_results(stored: StoredResults, folder: Path) -> list[Path]:
     """Every picture for which there are results."""
-    found = [
-        _papers(shelf, folder / "results-papers.png"),
-        _aims(shelf, folder / "results-aims.png"),
-        _table_4(shelf, folder / "results-asteroid-table-4.png"),
-        _traces(shelf, folder / "results-split-traces.png"),
-        _links(shelf, folder / "results-decnn-links.png"),
+    drawn = [
+        _papers(stored, folder / "results-papers.png"),
+        _aims(stored, folder / "results-aims.png"),
+        _table_4(stored, folder / "results-asteroid-table-4.png"),
+        _traces(stored, folder / "results-split-traces.png"),
+        _links(stored, folder / "results-decnn-links.png"),
     ]
-    return [path for path in found if path is not None]
+    return [path for path in drawn if path is not None]
 
 
-def _own(shelf: Shelf, claim: Claim) -> dict[str, float]:
-    pairs = zip(shelf.hosts, shelf.values(claim))
+def _own(stored: StoredResults, claim: Claim) -> dict[str, float]:
+    pairs = zip(stored.hosts, stored.values(claim))
     return {host.slug: value for host, value in pairs if value is not None}
 
 
-def _papers(shelf: Shelf, path: Path) -> Path | None:
+def _papers(stored: StoredResults, path: Path) -> Path | None:
     """Ratios only: seconds and bytes of other devices do not stand on one scale with ours."""
     rows = [
-        Beside(f"{claim.headline.paper}: {claim.text}", claim.headline.value, own, claim.how == "simulated")
+        Beside(f"{claim.headline.paper}: {claim.text}", claim.headline.value, ours, claim.how == "simulated")
         for claim in CLAIMS
-        if claim.headline is not None and claim.is_alike and claim.form == "times" and (own := _own(shelf, claim))
+        if claim.headline is not None and claim.is_alike and claim.form == "times" and (ours := _own(stored, claim))
     ]
     return (
         draw_beside(rows, path, "Papers' headlines, each by its authors on their devices, beside ours")
@@ -52,13 +52,13 @@ def _papers(shelf: Shelf, path: Path) -> Path | None:
     )
 
 
-def _aims(shelf: Shelf, path: Path) -> Path | None:
+def _aims(stored: StoredResults, path: Path) -> Path | None:
     rows = []
     for claim in CLAIMS:
         aim = claim.aim
-        if aim is not None and not aim.only_on and (own := _own(shelf, claim)):
-            parts = {name: _reached(aim, value) for name, value in own.items()}
-            rows.append(AimPlot(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
+        if aim is not None and not aim.only_on and (ours := _own(stored, claim)):
+            parts = {name: _reached(aim, value) for name, value in ours.items()}
+            rows.append(AimReached(f"{claim.bench}: {claim.key}", parts, claim.how == "simulated"))
     return draw_reached(rows, path, "Aims of our own, and how far they were reached") if rows else None
 
 
@@ -69,13 +69,13 @@ def _reached(aim: Aim, got: float) -> float:
     return min(MOST_PART, max(LEAST_PART, part))
 
 
-def _first(shelf: Shelf, name: str) -> Result | None:
-    return next((one for host in shelf.hosts if (one := shelf.result(host, name)) is not None), None)
+def _first(stored: StoredResults, name: str) -> Result | None:
+    return next((result for host in stored.hosts if (result := stored.result(host, name)) is not None), None)
 
 
-def _table_4(shelf: Shelf, path: Path) -> Path | None:
-    found = _first(shelf, "pipeline")
-    if found is None:
+def _table_4(stored: StoredResults, path: Path) -> Path | None:
+    result = _first(stored, "pipeline")
+    if result is None:
         return None
     panels = []
     for number, (side, text) in enumerate(
@@ -83,45 +83,45 @@ def _table_4(shelf: Shelf, path: Path) -> Path | None:
     ):
         rows = []
         for (model, place), reported in ASTEROID_TABLE_4.items():
-            value = found.figures.get(f"speedup_{side}_{model}_{place}".replace("-", "_"))
+            value = result.figures.get(f"speedup_{side}_{model}_{place}".replace("-", "_"))
             if value is not None:
                 rows.append((f"{model}\n{place}", reported[number], value))
         if rows:
             places, paper, ours = (list(column) for column in zip(*rows))
             lines = {"ours, simulated from the device catalogue": ours, "the paper's": paper}
-            title = f"ASTEROID, Table 4: speed-up over {text}; a rival that does not fit in memory is left out"
+            title = f"ASTEROID, Table 4: speed-up over {text}; a baseline that does not fit in memory is left out"
             panels.append(LinePlot(title, places, lines, "times", is_simulated=True))
     return draw_groups(panels, path) if panels else None
 
 
-def _traces(shelf: Shelf, path: Path) -> Path | None:
-    found = _first(shelf, "split")
-    if found is None:
+def _traces(stored: StoredResults, path: Path) -> Path | None:
+    result = _first(stored, "split")
+    if result is None:
         return None
-    names = [key.removesuffix("_seconds_ours") for key in found.figures if key.endswith("_seconds_ours")]
+    names = [key.removesuffix("_seconds_ours") for key in result.figures if key.endswith("_seconds_ours")]
     if not names:
         return None
-    alone = found.figures.get("edge_only_seconds")
+    alone = result.figures.get("edge_only_seconds")
     who = {"ours": "ours (grouped, K = 5)", "window": "ours (window)", "k0": "K = 0", "jointdnn": "JointDNN"}
-    lines = {text: [found.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
+    lines = {text: [result.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
     lines["edge alone"] = [alone] * len(names)
-    title = f"Seconds of 100 batches over recorded links, measured ({found.host.slug}, {found.date[:10]})"
+    title = f"Seconds of 100 batches over recorded links, measured ({result.host.slug}, {result.date[:10]})"
     return draw_groups([LinePlot(title, names, lines, "seconds")], path)
 
 
-def _links(shelf: Shelf, path: Path) -> Path | None:
-    found = _first(shelf, "infer")
-    if found is None:
+def _links(stored: StoredResults, path: Path) -> Path | None:
+    result = _first(stored, "infer")
+    if result is None:
         return None
     models = ("vgg16", "resnet34", "resnet50")
     lines = {
-        f"ours, {model}": [found.figures.get(f"speedup_latency_{model}_{link}") for link in LINKS]
+        f"ours, {model}": [result.figures.get(f"speedup_latency_{model}_{link}") for link in LINKS]
         for model in models
-        if f"speedup_latency_{model}_{LINKS[0]}" in found.figures
+        if f"speedup_latency_{model}_{LINKS[0]}" in result.figures
     }
     if not lines:
         return None
     places = [f"{link.partition('_')[0]} Mbit/s\n{link.partition('_')[2]} ms" for link in LINKS]
     title = "Latency on one device over that on four, decoupled networks by channels (schemes 1+2), simulated"
-    title += f" from a profile of {found.host.slug}"
+    title += f" from a profile of {result.host.slug}"
     return draw_groups([LinePlot(title, places, lines, "times", is_simulated=True)], path)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_figure
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+from manyhands_bench.axes import finish_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ PAPER_COLOUR = "#999999"
 MEASURED_COLOURS = ("#1F5FA8", "#12866B", "#8A4FB0")
 SIMULATED_COLOURS = ("#F2A541", "#E0704C", "#C44E6B")
 OTHER_COLOURS = (PAPER_COLOUR, "#C9C2B0", "#6E6E6E")
-"""The papers', and rivals."""
+"""The papers', and baselines."""
 _ROW_INCHES = 0.42
 _LONGEST = 52
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -37,7 +38,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class AimPlot:
+class AimReached:
     """How far an aim was reached on each machine: 1 is the aim, more is better."""
 
     text: str
@@ -81,7 +82,7 @@ def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
     return write_figure(figure, path)
 
 
-def draw_reached(rows: Sequence[AimPlot], path: Path, title: str) -> Path:
+def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
     """A dot for each machine; right of the line the aim is met."""
     machines = list(dict.fromkeys(name for row in rows for name in row.parts))
     figure = new_figure(10.5, 1.6 + 0.26 * len(rows))
@@ -112,7 +113,7 @@ def draw_reached(rows: Sequence[AimPlot], path: Path, title: str) -> Path:
 
 def draw_groups(panels: Sequence[LinePlot], path: Path) -> Path:
     """Bars side by side at every place, a panel below the other."""
-    figure = new_figure(max(10.0, 0.9 * max(len(plot.places) for plot in panels) + 2), 0.6 + 3.6 * len(panels))
+    figure = new_figure(max(10.0, 0.9 * max(len(panel.places) for panel in panels) + 2), 0.6 + 3.6 * len(panels))
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
         _draw_panel(axes, panel)
     return write_figure(figure, path)

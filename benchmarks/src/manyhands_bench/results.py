@@ -58,7 +58,7 @@ class Result(msgspec.Struct, frozen=True):
     date: str = ""
     """When it began, UTC."""
     commit: str = ""
-    """Of the checkout that was measured; ends in + where files were changed since."""
+    """Commit of the checkout that was measured; ends in + if files were changed since."""
     seconds: float | None = None
     load_before: float | None = None
     """Processes that ran or waited, over the last minute."""
@@ -85,7 +85,7 @@ def write_result(out: Path, result: Result) -> Path:
 
 def read_results(out: Path) -> list[Result]:
     """Every stored result, by machine and name."""
-    found = []
+    results = []
     for path in sorted(out.glob("*/*.json")):
         result = decode(read_document(path), Result, str(path))
         if path != result_path(out, result):
@@ -93,12 +93,12 @@ def read_results(out: Path) -> list[Result]:
                 f"{path}: holds '{result.name}' of '{result.host.slug}'.",
                 hint=f"Move it to {result_path(out, result)}.",
             )
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 @dataclass(frozen=True)
-class Shelf:
+class StoredResults:
     """Stored results, by machine."""
 
     hosts: tuple[Host, ...]
@@ -106,21 +106,23 @@ class Shelf:
     results: tuple[Result, ...]
 
     @classmethod
-    def of(cls, out: Path) -> Shelf:
+    def of(cls, out: Path) -> StoredResults:
         results = read_results(out)
         if not results:
             raise BadFile(f"{out}: holds no results.", hint="Measure some: manyhands bench all")
-        hosts = {one.host.slug: one.host for one in results}
-        counted = {slug: sum(one.counts for one in results if one.host.slug == slug) for slug in hosts}
+        hosts = {result.host.slug: result.host for result in results}
+        counted = {slug: sum(result.counts for result in results if result.host.slug == slug) for slug in hosts}
         order = sorted(hosts, key=lambda slug: (-counted[slug], slug))
         return cls(tuple(hosts[slug] for slug in order), tuple(results))
 
     def result(self, host: Host, name: str) -> Result | None:
         """Only one that counts."""
-        own = (one for one in self.results if one.counts and one.name == name and one.host.slug == host.slug)
-        return next(own, None)
+        matching = (
+            result for result in self.results if result.counts and result.name == name and result.host.slug == host.slug
+        )
+        return next(matching, None)
 
     def values(self, claim: Claim) -> list[float | None]:
         """On each machine."""
-        found = [self.result(host, claim.bench) for host in self.hosts]
-        return [claim.value(one.figures) if one is not None else None for one in found]
+        results = [self.result(host, claim.bench) for host in self.hosts]
+        return [claim.value(result.figures) if result is not None else None for result in results]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from manyhands.facts.errors import BadFile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import read_text, write_text_atomic
+from manyhands_bench.bench_readmes import write_readmes
 from manyhands_bench.claims import CLAIMS, HOWS, Claim, shown
 from manyhands_bench.papers import ASTEROID_TABLE_4, PAPERS
-from manyhands_bench.results import Result, Shelf
+from manyhands_bench.results import Result, StoredResults
+from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
-BEGIN, END = "<!-- made: results -->", "<!-- end -->"
-"""Where the README has its table: the one under "In short"."""
 README = "README.md"
+BENCHES = Path("src/manyhands_bench")
+"""Where the benches are, from the folder of the results' folder."""
 IN_README = (
     ("tile", "memory_ratio_24"), ("tile", "speedup_2"), ("tile-8", "speedup_8"), ("pipeline", "max vs_best_rival_*"),
     ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"), ("recovery", "light_vs_heavy"),
@@ -27,38 +28,38 @@ _NONE = "–"
 
 
 def write_page(out: Path, page: Path) -> list[Path]:
-    """The page, its pictures beside it, and the table of the README above its folder, where that has a place for it;
-    what was written."""
+    """Write the page, its pictures beside it, the table of the README above its folder, and those of the benches' own
+    READMEs where `out` lies in a checkout; return what was written."""
     from manyhands_bench.result_pictures import draw_results
 
     readme = page.parent.parent / README
-    shelf = Shelf.of(out)
-    drawn = draw_results(shelf, page.parent / "pictures")
-    write_text_atomic(page, page_text(shelf, pictures=[f"pictures/{path.name}" for path in drawn]))
+    stored = StoredResults.of(out)
+    drawn = draw_results(stored, page.parent / "pictures")
+    write_text_atomic(page, page_text(stored, pictures=[f"pictures/{path.name}" for path in drawn]))
     written = [page, *drawn]
     if readme.is_file() and BEGIN in (text := read_text(readme)):
-        write_text_atomic(readme, with_table(text, short_table(shelf)))
+        write_text_atomic(readme, with_table(text, short_table(stored)))
         written.append(readme)
-    return written
+    return written + write_readmes(stored, out.parent / BENCHES)
 
 
 # The page
 
 
-def page_text(shelf: Shelf, pictures: Sequence[str]) -> str:
-    """All of it."""
-    claims = [claim for claim in CLAIMS if any(value is not None for value in shelf.values(claim))]
+def page_text(stored: StoredResults, pictures: Sequence[str]) -> str:
+    """Return the text of docs/results.md."""
+    claims = [claim for claim in CLAIMS if any(value is not None for value in stored.values(claim))]
     sections = [
         _head(),
-        f"## In short\n\n{short_table(shelf)}",
-        _machines(shelf),
-        _headlines(shelf, [claim for claim in claims if claim.paper]),
-        _table_4(shelf),
-        _aims(shelf, [claim for claim in claims if claim.aim is not None]),
-        _others(shelf, [claim for claim in claims if claim.aim is None and not claim.paper]),
+        f"## In short\n\n{short_table(stored)}",
+        _machines(stored),
+        _headlines(stored, [claim for claim in claims if claim.paper]),
+        _table_4(stored),
+        _aims(stored, [claim for claim in claims if claim.aim is not None]),
+        _others(stored, [claim for claim in claims if claim.aim is None and not claim.paper]),
         _pictures(pictures),
-        _runs(shelf),
-        _missing(shelf, [claim for claim in CLAIMS if claim not in claims]),
+        _runs(stored),
+        _missing(stored, [claim for claim in CLAIMS if claim not in claims]),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -83,7 +84,7 @@ def _head() -> str:
     )
 
 
-def _machines(shelf: Shelf) -> str:
+def _machines(stored: StoredResults) -> str:
     headings = ["machine", "processor", "cores", "memory", "GPU", "system"]
     rows = [
         [
@@ -91,116 +92,130 @@ def _machines(shelf: Shelf) -> str:
             str(host.cores), format_bytes(host.memory_bytes) if host.memory_bytes else _NONE, host.gpu or "none",
             host.system or _NONE,
         ]
-        for host in shelf.hosts
+        for host in stored.hosts
     ]  # fmt: skip
-    return "## Machines\n\n" + _table(headings, rows)
+    return "## Machines\n\n" + markdown_table(headings, rows)
 
 
-def _headlines(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _headlines(stored: StoredResults, claims: Sequence[Claim]) -> str:
     """A table for each paper."""
     parts = ["## Each paper's headline beside ours"]
     for name, paper in PAPERS.items():
-        own = [claim for claim in claims if claim.headline is not None and claim.headline.paper == name]
-        if not own:
+        of_paper = [claim for claim in claims if claim.headline is not None and claim.headline.paper == name]
+        if not of_paper:
             continue
         rows = [
             [
                 claim.text,
                 f"{claim.headline.text} ({claim.headline.where})",
-                *_cells(shelf, claim),
-                _how(shelf, claim),
-                _run(shelf, claim),
+                *_cells(stored, claim),
+                _how(stored, claim),
+                _run(stored, claim),
             ]
-            for claim in own
+            for claim in of_paper
             if claim.headline is not None
         ]
-        headings = ["", f"{name} reports", *(f"ours, {host.slug}" for host in shelf.hosts), "ours is", "by, on"]
+        headings = ["", f"{name} reports", *(f"ours, {host.slug}" for host in stored.hosts), "ours is", "by, on"]
         parts.append(f"### {name}\n\n{paper.title}. {paper.source}. Measured by its authors on: {paper.devices}.")
-        parts.append(_table(headings, rows))
+        parts.append(markdown_table(headings, rows))
     return "\n\n".join(parts)
 
 
-def _table_4(shelf: Shelf) -> str:
+def _table_4(stored: StoredResults) -> str:
     """ASTEROID's largest table, line by line; ours is simulated from the device catalogue, the same on any machine."""
-    found = next((one for host in shelf.hosts if (one := shelf.result(host, "pipeline")) is not None), None)
-    if found is None:
+    pipeline = next((result for host in stored.hosts if (result := stored.result(host, "pipeline")) is not None), None)
+    if pipeline is None:
         return ""
     rows = []
     for (model, place), paper in ASTEROID_TABLE_4.items():
         key = f"{model}_{place}".replace("-", "_")
-        ours = [found.figures.get(f"speedup_{side}_{key}") for side in ("device", "dp", "pp")]
+        ours = [pipeline.figures.get(f"speedup_{side}_{key}") for side in ("device", "dp", "pp")]
         if any(value is not None for value in ours):
-            own = " / ".join("out of memory" if value is None else f"{value:.1f}" for value in ours)
-            best = found.figures.get(f"vs_best_rival_{key}")
-            rows.append([model, place, " / ".join(f"{one:g}" for one in paper), own, f"{best:.2f}" if best else _NONE])
+            our_text = " / ".join("out of memory" if value is None else f"{value:.1f}" for value in ours)
+            best = pipeline.figures.get(f"vs_best_rival_{key}")
+            rows.append(
+                [
+                    model,
+                    place,
+                    " / ".join(f"{result:g}" for result in paper),
+                    our_text,
+                    f"{best:.2f}" if best else _NONE,
+                ]
+            )
     if not rows:
         return ""
     text = (
         "### ASTEROID, Table 4\n\nSpeed-up over the best device alone / data parallel / pipeline parallel. Ours is "
-        f"**simulated** from the device catalogue (`{found.command}`, {_day(found)}, {found.host.slug}); out of "
-        "memory: that rival does not fit. The last column is ours over the best of all rivals, PipeDream and DAPPLE "
-        "among them."
+        f"**simulated** from the device catalogue (`{pipeline.command}`, {day(pipeline)}, {pipeline.host.slug}); out "
+        "of memory: that baseline does not fit. The last column is ours over the best of all baselines, PipeDream and "
+        "DAPPLE among them."
     )
-    return text + "\n\n" + _table(["network", "environment", "the paper's", "ours", "over the best rival"], rows)
+    return (
+        text
+        + "\n\n"
+        + markdown_table(["network", "environment", "the paper's", "ours", "over the best baseline"], rows)
+    )
 
 
-def _aims(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _aims(stored: StoredResults, claims: Sequence[Claim]) -> str:
     rows = []
     for claim in claims:
         assert claim.aim is not None
         only = f" on {claim.aim.only_on}" if claim.aim.only_on else ""
         aim = "yes" if claim.form == "yes" else f"{claim.aim.sign} {shown(claim.aim.value, claim.form)}{only}"
         rows.append(
-            [f"`{claim.key}`: {claim.text}", aim, *_judged(shelf, claim), _how(shelf, claim), _run(shelf, claim)]
+            [f"`{claim.key}`: {claim.text}", aim, *_judged(stored, claim), _how(stored, claim), _run(stored, claim)]
         )
-    headings = ["figure", "our aim", *(host.slug for host in shelf.hosts), "ours is", "by, on"]
-    missed = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "missed" in text]
-    met = [text for row in rows for text in row[2 : 2 + len(shelf.hosts)] if "met" in text]
+    headings = ["figure", "our aim", *(host.slug for host in stored.hosts), "ours is", "by, on"]
+    missed = [text for row in rows for text in row[2 : 2 + len(stored.hosts)] if "missed" in text]
+    met = [text for row in rows for text in row[2 : 2 + len(stored.hosts)] if "met" in text]
     text = f"## Aims of our own\n\nSet before they were measured; {len(met)} met, {len(missed)} missed."
-    return text + "\n\n" + _table(headings, rows)
+    return text + "\n\n" + markdown_table(headings, rows)
 
 
-def _others(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _others(stored: StoredResults, claims: Sequence[Claim]) -> str:
     rows = [
-        [f"`{claim.key}`: {claim.text}", *_cells(shelf, claim), _how(shelf, claim), _run(shelf, claim)]
+        [f"`{claim.key}`: {claim.text}", *_cells(stored, claim), _how(stored, claim), _run(stored, claim)]
         for claim in claims
     ]
-    headings = ["figure", *(host.slug for host in shelf.hosts), "ours is", "by, on"]
-    return "## Other figures\n\n" + _table(headings, rows) if rows else ""
+    headings = ["figure", *(host.slug for host in stored.hosts), "ours is", "by, on"]
+    return "## Other figures\n\n" + markdown_table(headings, rows) if rows else ""
 
 
 def _pictures(pictures: Sequence[str]) -> str:
     if not pictures:
         return ""
-    shown_here = [f"![{Path(one).stem.removeprefix('results-').replace('-', ' ')}]({one})" for one in pictures]
+    shown_here = [
+        f"![{Path(picture).stem.removeprefix('results-').replace('-', ' ')}]({picture})" for picture in pictures
+    ]
     return "## Pictures\n\n" + "\n\n".join(shown_here)
 
 
-def _runs(shelf: Shelf) -> str:
+def _runs(stored: StoredResults) -> str:
     """Every stored result: command, when, how long, how busy the machine was, which versions."""
     rows = []
-    for host in shelf.hosts:
-        for one in (result for result in shelf.results if result.host.slug == host.slug):
-            versions = ", ".join(f"{name} {text}" for name, text in one.versions.items() if text)
+    for host in stored.hosts:
+        for run in (result for result in stored.results if result.host.slug == host.slug):
+            versions = ", ".join(f"{name} {text}" for name, text in run.versions.items() if text)
             rows.append(
-                [f"`{one.command}`" + (f", {one.how_run}" if one.how_run else ""), host.slug,
-                 one.date.replace("T", " ").replace("Z", " UTC") or _NONE,
-                 _state(one), f"{one.seconds / 60:.0f} min" if one.seconds is not None else _NONE, _load(one),
-                 versions or _NONE, one.commit or _NONE]
+                [f"`{run.command}`" + (f", {run.how_run}" if run.how_run else ""), host.slug,
+                 run.date.replace("T", " ").replace("Z", " UTC") or _NONE,
+                 _state(run), f"{run.seconds / 60:.0f} min" if run.seconds is not None else _NONE, _load(run),
+                 versions or _NONE, run.commit or _NONE]
             )  # fmt: skip
     headings = ["command", "machine", "begun", "", "took", "load before, after", "versions", "commit"]
-    return "## Runs\n\n" + _table(headings, rows)
+    return "## Runs\n\n" + markdown_table(headings, rows)
 
 
-def _missing(shelf: Shelf, claims: Sequence[Claim]) -> str:
+def _missing(stored: StoredResults, claims: Sequence[Claim]) -> str:
     """What was left out, what failed, and claims that no stored result speaks of."""
     lines = []
-    for one in shelf.results:
-        if one.state != "measured" or one.reason:
-            lines.append(f"- `{one.command}` on {one.host.slug}: {one.state}. {_plain(one.reason)}")
-        for key, text in _SETTING.findall(one.said):
-            if f"{key}: {text}" not in one.reason:
-                lines.append(f"- `{one.command}` on {one.host.slug}, `{key}`: {_plain(text)}")
+    for result in stored.results:
+        if result.state != "measured" or result.reason:
+            lines.append(f"- `{result.command}` on {result.host.slug}: {result.state}. {_plain(result.reason)}")
+        for key, text in _SETTING.findall(result.said):
+            if f"{key}: {text}" not in result.reason:
+                lines.append(f"- `{result.command}` on {result.host.slug}, `{key}`: {_plain(text)}")
     lines += [f"- `{claim.key}` of `bench {claim.bench}`: {claim.text}. Not in any stored result." for claim in claims]
     return "## Left out, failed, not measured\n\n" + "\n".join(lines) if lines else ""
 
@@ -208,22 +223,22 @@ def _missing(shelf: Shelf, claims: Sequence[Claim]) -> str:
 # Cells
 
 
-def _cells(shelf: Shelf, claim: Claim) -> list[str]:
-    return [_NONE if value is None else shown(value, claim.form) for value in shelf.values(claim)]
+def _cells(stored: StoredResults, claim: Claim) -> list[str]:
+    return [_NONE if value is None else shown(value, claim.form) for value in stored.values(claim)]
 
 
-def _how(shelf: Shelf, claim: Claim) -> str:
+def _how(stored: StoredResults, claim: Claim) -> str:
     """How a figure came about; a simulated one also from whose profile, machine by machine as the columns are."""
     if claim.how != "simulated":
         return claim.how
-    machines = [host.slug for host, value in zip(shelf.hosts, shelf.values(claim)) if value is not None]
+    machines = [host.slug for host, value in zip(stored.hosts, stored.values(claim)) if value is not None]
     return f"{claim.how}, {claim.profile_of(machines)}"
 
 
-def _judged(shelf: Shelf, claim: Claim) -> list[str]:
+def _judged(stored: StoredResults, claim: Claim) -> list[str]:
     """Each machine's figure, and whether that is what we wanted."""
     cells = []
-    for host, value in zip(shelf.hosts, shelf.values(claim)):
+    for host, value in zip(stored.hosts, stored.values(claim)):
         text = _NONE if value is None else shown(value, claim.form)
         if value is not None and claim.aim is not None and claim.aim.only_on in ("", host.architecture):
             if not claim.aim.met(value) and text == shown(claim.aim.value, claim.form):
@@ -233,19 +248,15 @@ def _judged(shelf: Shelf, claim: Claim) -> list[str]:
     return cells
 
 
-def _run(shelf: Shelf, claim: Claim) -> str:
+def _run(stored: StoredResults, claim: Claim) -> str:
     """The command, and when on each machine."""
-    found = [
-        one
-        for host, value in zip(shelf.hosts, shelf.values(claim))
-        if value is not None and (one := shelf.result(host, claim.bench)) is not None
+    runs = [
+        result
+        for host, value in zip(stored.hosts, stored.values(claim))
+        if value is not None and (result := stored.result(host, claim.bench)) is not None
     ]
-    days = ", ".join(dict.fromkeys(map(_day, found)))
-    return f"`{found[0].command.removesuffix(' --json')}`, {days}" if found else _NONE
-
-
-def _day(result: Result) -> str:
-    return result.date[:10] or "date not known"
+    days = ", ".join(dict.fromkeys(map(day, runs)))
+    return f"`{runs[0].command.removesuffix(' --json')}`, {days}" if runs else _NONE
 
 
 def _state(result: Result) -> str:
@@ -264,33 +275,19 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 # The README
 
 
-def short_table(shelf: Shelf) -> str:
+def short_table(stored: StoredResults) -> str:
     """A few rows, of the first machine that has each."""
-    known = {(claim.bench, claim.key): claim for claim in CLAIMS}
+    claims = {(claim.bench, claim.key): claim for claim in CLAIMS}
     rows = []
-    for claim in (known[name] for name in IN_README):
-        for host, value in zip(shelf.hosts, shelf.values(claim)):
+    for claim in (claims[name] for name in IN_README):
+        for host, value in zip(stored.hosts, stored.values(claim)):
             if value is None:
                 continue
             beside = f"{claim.headline.text} ({claim.headline.paper})" if claim.headline is not None else _NONE
             machine = host.slug if claim.how != "simulated" else claim.profile_of([host.slug])
             rows.append([claim.text, f"{shown(value, claim.form)}, {claim.how}", beside, machine])
             break
-    return _table(["", "ours", "the paper's", "machine"], rows)
-
-
-def with_table(text: str, table: str) -> str:
-    """The README with the table between its markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise BadFile(f"README.md: has {BEGIN} without {END} after it.", hint=f"Add {END} where the table ends.")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    return markdown_table(["", "ours", "the paper's", "machine"], rows)

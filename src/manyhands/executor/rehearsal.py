@@ -252,8 +252,3 @@ class Rehearsal:
             plan = Plan(self.network.name, samples, (Stage((0, len(self.network.layers)), ("here",)),))
             found = self._losses[samples] = ShareLoss(self.graph, plan, self.device)
         return found
-
-
-def weight_change_rates(norms: list[float] | tuple[float, ...], k: int) -> list[float]:
-    """Eq. 6: how many per cent ‖w‖₁ moved over K steps, for every step that has one K before it."""
-    return [100 * abs(after - before) / before if before else 0.0 for before, after in zip(norms, norms[k:]) if k > 0]

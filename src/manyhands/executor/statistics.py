@@ -18,10 +18,6 @@ from manyhands.graph.weights import Weights
 _aten = torch.ops.aten
 
 
-def is_batch_norm(node: Node) -> bool:
-    return node.target == "aten.batch_norm.default"
-
-
 @dataclass
 class Moments:
     """Statistics of the whole batch: per channel mean and (biased) variance, and how many numbers each is over."""

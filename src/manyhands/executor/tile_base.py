@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,12 +194,3 @@ def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
     if box.intersect(wide).is_empty:
         return tensor.new_full(wide.shape, value)
     return torch.constant_pad_nd(tensor, amounts, value)
-
-
-def each(given: Any, count: int, default: int) -> list[int]:
-    """One number for each axis."""
-    if given is None or given in ((), []):
-        return [default] * count
-    if isinstance(given, int):
-        return [given] * count
-    return list(given) if len(given) == count else [given[0]] * count

@@ -290,12 +290,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         inside = first_come((device, box.intersect(whole)) for device, box in self.pieces())
         return sum(box.volume for _, box in inside) == whole.volume
 
-    def is_partition(self, shape: Sequence[int]) -> bool:
-        """Whether every element is held by exactly one device, and nothing else is held."""
-        whole = Box.whole(shape)
-        within = all(whole.contains(box) for _, box in self.pieces())
-        return within and self.total_volume == whole.volume and self.covers(shape)
-
     @cached_property
     def _by_device(self) -> dict[str, tuple[Box, ...]]:
         return dict(self.held)

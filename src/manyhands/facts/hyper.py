@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import msgspec
 
 from manyhands.facts.errors import BadValue, UnknownName, did_you_mean
-from manyhands.facts.optimizer import Optimizer, parse
 
 STAND_IN = "synthetic-"
 
@@ -53,9 +52,6 @@ class Hyper(msgspec.Struct, frozen=True):
             steps = ",".join(str(epoch * steps_per_epoch) for epoch in self.step_epochs)
             return f"{self.optimizer},schedule=MultiStepLR,milestones=[{steps}],gamma={self.decay:g}"
         return self.optimizer
-
-    def optimizer_for(self, steps_per_epoch: int) -> Optimizer:
-        return parse(self.optimizer_text(steps_per_epoch))
 
 
 _SGD = "SGD:lr=0.1,momentum=0.9,weight_decay=0.0001"

@@ -74,21 +74,6 @@ def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(Move(move.target, move.source, move.box, adds=True) for move in moves)
 
 
-def volume_between(moves: Iterable[Move]) -> dict[tuple[str, str], int]:
-    """Elements sent over each (source, target) link."""
-    volumes: dict[tuple[str, str], int] = {}
-    for move in moves:
-        if not move.is_local:
-            link = (move.source, move.target)
-            volumes[link] = volumes.get(link, 0) + move.box.volume
-    return volumes
-
-
-def volume(moves: Iterable[Move]) -> int:
-    """Elements sent over all links together."""
-    return sum(move.box.volume for move in moves if not move.is_local)
-
-
 # How partners are found
 
 

@@ -11,7 +11,6 @@ from manyhands.facts.extras import is_here, load
 from manyhands.files.documents import write_bytes_atomic
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_DEVICES = 40
@@ -64,14 +63,3 @@ def short_name(name: str) -> str:
 def first_devices(title: str, devices: int) -> str:
     """The title, saying how many devices are drawn when that is not all of them."""
     return title + (f" (first {MOST_DEVICES} of {devices} devices)" if devices > MOST_DEVICES else "")
-
-
-def finish_axes(axes: Axes, across: str, up: str, title: str) -> None:
-    """What a study's panel says beside its data."""
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    if title:
-        axes.set_title(wrapped(title), fontsize=10, loc="left", parse_math=False)
-    axes.legend(fontsize=8, framealpha=0.85)

@@ -11,7 +11,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
-from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, pair_bytes, rounds_in
+from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, rounds_in
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
 """The fraction of an operator's backward pass that each part of it takes."""
@@ -139,10 +139,6 @@ class CostModel:
             ends = [numpy.bincount(ends_of, weights=sizes, minlength=count) for ends_of in flow_ends(reduce)]
             moved = self._moved[key] = (ends[0] + ends[1]).tolist()
         return moved
-
-    def reduction_bytes(self, reduce: Reduce) -> dict[tuple[str, str], int]:
-        """Return the bytes that each pair of devices exchanges to form a sum."""
-        return pair_bytes(reduce, self.network)
 
     def reduction_delay_seconds(self, reduce: Reduce) -> float:
         """Return the delay of a sum: every round waits for the slowest link."""

@@ -5,7 +5,7 @@
 More samples never take less time, so the least maximum is found by raising a threshold: devices take all that they
 finish below it, and the threshold moves to the next cheapest sample until the whole batch is taken. That is exact, and
 it is done for every stage that a planner looks at, at once. Devices of one kind (same times, same memory) are counted,
-not listed. `offloaded` is the paper's Algorithm 1, which moves blocks of samples off the slowest device.
+not listed.
 """
 
 from __future__ import annotations
@@ -163,49 +163,3 @@ def _remove(times: Times, shares: Shares, counts: Counts, batch: int) -> None:
         shares.most[active[emptied], kind_of[emptied]] -= 1
         shares.full[active[emptied], kind_of[emptied]] = counts[active[emptied], kind_of[emptied]]
         active = active[surplus[active] > 0]
-
-
-def offloaded(
-    seconds: Sequence[Callable[[int], float]], caps: Sequence[int], batch: int, block: int = 1
-) -> list[int] | None:
-    """Return shares by Algorithm 1, or None if they do not fit: by capacity within memory, then blocks move off the
-    slowest device."""
-    if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
-        return None
-    shares = _balanced(
-        [1.0 / seconds_of(batch) if seconds_of(batch) else 1.0 for seconds_of in seconds], list(caps), batch
-    )
-    while True:
-        taken = [seconds_of(share) for seconds_of, share in zip(seconds, shares)]
-        slowest = max(range(len(shares)), key=taken.__getitem__)
-        moved = min(block, shares[slowest] - 1)
-        room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
-        if not room or moved < 1:
-            return shares
-        fastest = min(room, key=taken.__getitem__)
-        tried = list(shares)
-        tried[slowest] -= moved
-        tried[fastest] += moved
-        if max(seconds_of(share) for seconds_of, share in zip(seconds, tried)) >= taken[slowest]:
-            return shares
-        shares = tried
-
-
-def _balanced(speeds: list[float], caps: list[int], batch: int) -> list[int]:
-    """Return shares in proportion to capacity, at least one each (phase 1); what does not fit goes to devices with
-    room."""
-    shares = [1] * len(caps)
-    left = batch - len(caps)
-    while left:
-        room = [d for d in range(len(caps)) if shares[d] < caps[d]]
-        total = sum(speeds[d] for d in room)
-        given = 0
-        for d in room:
-            part = min(int(left * speeds[d] / total), caps[d] - shares[d])
-            shares[d] += part
-            given += part
-        if not given:  # rounding: one at a time, to the fastest with room
-            shares[max(room, key=speeds.__getitem__)] += 1
-            given = 1
-        left -= given
-    return shares

@@ -310,29 +310,3 @@ def _corner(table: Numbers, middle: int, least: numpy.ufunc) -> Numbers:
     """Return [n, m] -> the least between the n + 1 devices before the middle and the m + 1 after it."""
     corner: Numbers = least.accumulate(least.accumulate(table[:middle, middle:][::-1], axis=0), axis=1)
     return corner
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """A stage or the communication between two: seconds of one micro-batch, and of the all-reduce at the end."""
-
-    forward: float
-    backward: float
-    reduce: float = 0.0
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-
-def round_seconds(steps: Sequence[PipelineStep], micro_batches: int) -> float:
-    """Return the latency of a round (Eq. 4-6)."""
-    before = [0.0]
-    down = [0.0]
-    for step in steps:
-        before.append(before[-1] + step.both)
-        down.append(down[-1] + step.backward)
-    dominant = max(range(len(steps)), key=lambda s: micro_batches * steps[s].both + before[s])
-    executing = micro_batches * steps[dominant].both + before[dominant]
-    waiting = [sum(step.forward for step in steps[:s]) for s in range(len(steps))]
-    return max(waiting[s] + (executing - before[s]) + step.reduce for s, step in enumerate(steps))

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from manyhands.executor.messages import plan_bytes
 from manyhands.executor.optimizers import slots
 from manyhands.executor.packing_cost import packing_cost
 from manyhands.explaining.planned_run import PlannedRun
@@ -18,7 +17,6 @@ from manyhands.facts.calibration import Calibration
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
-from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.facts.trace import LinkTrace
@@ -32,7 +30,6 @@ from manyhands.plans.planning import batch_norm_named
 from manyhands.runtime.controller import Controller
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import Following
-from manyhands.schedule.policy import Schedule
 from manyhands.session.measuring import measure
 from manyhands.split.calibration import calibrated, find_calibration
 from manyhands.split.controller import REDEPLOY_SECONDS, Redeployed, SplitPilot, Wanted
@@ -328,13 +325,6 @@ class SplitJob(Job):
         self.record.event("redeployed", **change_facts(change), **more)
         if self.say is not None:
             self.say(changed_text(change, self.graph.network, self.steering.ends.alone))
-
-
-def bytes_of_step(plan: Plan, network: Network) -> dict[tuple[str, str], int]:
-    """(from, to) -> bytes that a plan of a split sends for one mini-batch."""
-    one = msgspec.structs.replace(plan, batch_size=plan.step_size, micro_batches=1)
-    schedule = Schedule(resolve(one, network), network)
-    return plan_bytes({name: tuple(schedule.every_action(name)) for name in schedule.lowering.work}, network)
 
 
 def change_facts(change: Redeployed) -> dict[str, Any]:

@@ -17,61 +17,63 @@ from manyhands_bench.auto import memory as bench_auto_memory
 from manyhands_bench.auto import scale as bench_auto_scale
 from manyhands_bench.auto.plots import Gain, Sides, draw_gains, draw_sides
 from manyhands_bench.auto.scenarios import COUNT, SEED, drawn_scenarios
-from manyhands_bench.auto.simulated import Answer, bench_simulated
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.auto.simulated import ScenarioResult, bench_simulated
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import check_asked, measure_parts
 
 
 @dataclass(frozen=True)
-class Scope:
+class AutoScope:
     """How much is measured."""
 
     scenarios: int
-    scale: bench_auto_scale.Extent
-    lab: bench_auto_lab.Extent
-    memory: bench_auto_memory.Extent
+    scale: bench_auto_scale.ScaleExtent
+    lab: bench_auto_lab.AutoLabExtent
+    memory: bench_auto_memory.MemoryExtent
 
 
-DEFAULT = Scope(COUNT, bench_auto_scale.Extent(), bench_auto_lab.Extent(), bench_auto_memory.Extent())
-QUICK = Scope(
-    6, bench_auto_scale.Extent(60, (4, 8), each=5),
-    bench_auto_lab.Extent(bench_auto_lab.TRIALS[:1], blocks=1, steps=3, measure_seconds=3.0),
-    bench_auto_memory.Extent(16, 512, memory_bytes=500_000_000, steps=2, measure_seconds=3.0),
+DEFAULT = AutoScope(
+    COUNT, bench_auto_scale.ScaleExtent(), bench_auto_lab.AutoLabExtent(), bench_auto_memory.MemoryExtent()
+)
+QUICK = AutoScope(
+    6, bench_auto_scale.ScaleExtent(60, (4, 8), each=5),
+    bench_auto_lab.AutoLabExtent(bench_auto_lab.TRIALS[:1], blocks=1, steps=3, measure_seconds=3.0),
+    bench_auto_memory.MemoryExtent(16, 512, memory_bytes=500_000_000, steps=2, measure_seconds=3.0),
 )  # fmt: skip
-FULL = Scope(
+FULL = AutoScope(
     4 * COUNT, replace(DEFAULT.scale, repeats=3),
-    bench_auto_lab.Extent(bench_auto_lab.MORE_TRIALS, blocks=5, steps=5, measure_seconds=20.0),
+    bench_auto_lab.AutoLabExtent(bench_auto_lab.MORE_TRIALS, blocks=5, steps=5, measure_seconds=20.0),
     replace(DEFAULT.memory, steps=6),
 )  # fmt: skip
 
 
 @dataclass
-class Bench:
+class AutoBench:
     """Parts by name; each gives figures and may draw a picture."""
 
-    scope: Scope
+    scope: AutoScope
     out: Path | None
     say: Progress
 
     def simulated(self) -> Figures:
-        figures, found = bench_simulated(drawn_scenarios(self.scope.scenarios), self.say)
+        figures, results = bench_simulated(drawn_scenarios(self.scope.scenarios), self.say)
         if self.out is not None:
-            title = f"auto beside the best corner, {len(found)} scenarios drawn with seed {SEED}, simulated"
-            draw_gains([_gain(one) for one in found if one.fits], self.out / "gains.png", title)
+            title = f"auto beside the best corner, {len(results)} scenarios drawn with seed {SEED}, simulated"
+            draw_gains([_gain(result) for result in results if result.fits], self.out / "gains.png", title)
         return figures
 
     def scale(self) -> Figures:
         return bench_auto_scale.bench_scale(self.scope.scale, self.say)
 
     def lab(self) -> Figures:
-        figures, found = bench_auto_lab.bench_lab(self.scope.lab, self.say)
-        if self.out is not None and found:
+        figures, comparisons = bench_auto_lab.bench_lab(self.scope.lab, self.say)
+        if self.out is not None and comparisons:
             sides = [
                 Sides(
-                    str(one.trial), {name: one.measured(name) for name in one.blocks},
-                    {name: one.predicted[name] for name in one.blocks},
+                    str(comparison.trial), {name: comparison.measured(name) for name in comparison.blocks},
+                    {name: comparison.predicted[name] for name in comparison.blocks},
                 )
-                for one in found
+                for comparison in comparisons
             ]  # fmt: skip
             draw_sides(sides, self.out / "lab.png", "Mixed plans and the best corners, measured in the lab")
         return figures
@@ -80,13 +82,14 @@ class Bench:
         return bench_auto_memory.bench_memory(self.scope.memory, self.say)
 
 
-def _gain(answer: Answer) -> Gain:
+def _gain(answer: ScenarioResult) -> Gain:
     kind = "mixed" if answer.mixed_wins else answer.best_corner
     return Gain(answer.text, kind, None if answer.only_mixed_fits else answer.gain)
 
 
-PARTS: Mapping[str, Callable[[Bench], Figures]] = {
-    "simulated": Bench.simulated, "scale": Bench.scale, "lab": Bench.lab, "segmentation": Bench.segmentation,
+PARTS: Mapping[str, Callable[[AutoBench], Figures]] = {
+    "simulated": AutoBench.simulated, "scale": AutoBench.scale, "lab": AutoBench.lab,
+    "segmentation": AutoBench.segmentation,
 }  # fmt: skip
 
 
@@ -101,5 +104,5 @@ def bench_auto(
     """Every figure of `manyhands bench auto`, flat."""
     check_asked(PARTS, only, quick, full)
     say = on_progress or (lambda text: None)
-    bench = Bench(QUICK if quick else FULL if full else DEFAULT, out, say)
+    bench = AutoBench(QUICK if quick else FULL if full else DEFAULT, out, say)
     return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

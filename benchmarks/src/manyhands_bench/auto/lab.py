@@ -1,7 +1,7 @@
 """Mixed plans measured against the best corner: real training on devices that this machine plays.
 
-Each trial has a cluster of the catalogue's devices, slower than in life by the lab's time scale, and a profile that
-these devices have measured themselves. All sides are planned and predicted from it, and then take turns, block by
+Each trial has a cluster of the catalogue's devices, slower than in real time by the lab's time scale, and a profile
+that these devices have measured themselves. All sides are planned and predicted from it, and then take turns, block by
 block: the median of the blocks' ratios counts. Of the corners, those whose prediction comes near the best are all run
 in the first block; the fastest of them, as measured, is the one to beat.
 """
@@ -23,9 +23,9 @@ from manyhands.planner.strategies import CORNERS
 from manyhands.plans import planning as public
 from manyhands.session.opening import open_session
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.pipeline.measured import OPTIMIZER, WARM_UP_STEPS, Ours
-from manyhands_bench.pipeline.torch_pipeline import Setting
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.pipeline.ours import OPTIMIZER, WARM_UP_STEPS, Ours
+from manyhands_bench.pipeline.torch_setting import TorchSetting
 
 MIXED = "mixed"
 NEAR = 2.5
@@ -35,7 +35,7 @@ MOST_CORNERS = 2
 
 
 @dataclass(frozen=True)
-class Trial:
+class LabTask:
     """A network and a batch on devices of the catalogue, all behind ports of one rate."""
 
     model: str
@@ -57,34 +57,34 @@ class Trial:
 
 
 TRIALS = (
-    Trial("unet", (3, 128, 128), 1, ("pi5",) * 4, 1000),
-    Trial("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
-    Trial("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
+    LabTask("unet", (3, 128, 128), 1, ("pi5",) * 4, 1000),
+    LabTask("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
+    LabTask("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
 )
 """One sample: nothing to share by samples. Maps are large at one end, or both, and weights at the other."""
 MORE_TRIALS = (
     *TRIALS,
-    Trial("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
-    Trial("unet", (3, 160, 160), 1, ("pi5",) * 3, 1000),
-    Trial("vgg16", (3, 64, 64), 12, ("pi5",) * 3, 600),
+    LabTask("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
+    LabTask("unet", (3, 160, 160), 1, ("pi5",) * 3, 1000),
+    LabTask("vgg16", (3, 64, 64), 12, ("pi5",) * 3, 600),
 )
 
 
 @dataclass(frozen=True)
-class Extent:
+class AutoLabExtent:
     """How much is measured."""
 
-    trials: tuple[Trial, ...] = TRIALS
+    trials: tuple[LabTask, ...] = TRIALS
     blocks: int = 2
     steps: int = 3
     measure_seconds: float = 6.0
 
 
 @dataclass
-class Compared:
+class PlanComparison:
     """One trial: seconds of a step by side, predicted and in every block."""
 
-    trial: Trial
+    trial: LabTask
     scale: float
     stands_in: bool
     plans: dict[str, Plan]
@@ -102,7 +102,7 @@ class Compared:
     @property
     def gain(self) -> float:
         pairs = zip(self.blocks[self.best_corner], self.blocks[MIXED], strict=True)
-        return statistics.median(corner / own for corner, own in pairs)
+        return statistics.median(corner / mixed for corner, mixed in pairs)
 
     @property
     def predicted_gain(self) -> float:
@@ -112,50 +112,52 @@ class Compared:
         return abs(self.predicted[name] / self.measured(name) - 1)
 
 
-def bench_lab(extent: Extent, say: Progress) -> tuple[Figures, list[Compared]]:
+def bench_lab(extent: AutoLabExtent, say: Progress) -> tuple[Figures, list[PlanComparison]]:
     """Every trial in a lab of its own; without root, on plain processes behind shaped links."""
-    found: list[Compared] = []
+    comparisons: list[PlanComparison] = []
     refused: dict[str, str] = {}
     for number, trial in enumerate(extent.trials, 1):
         say(f"lab, {trial}")
         try:
-            found.append(_compared(trial, f"auto{os.getpid()}.{number}", extent, say))
+            comparisons.append(_compared(trial, f"auto{os.getpid()}.{number}", extent, say))
         except LabError as error:
             return {"lab_skipped": error.message}, []
         except ManyhandsError as error:  # the other trials still tell something
             refused[f"lab_{number}_failed"] = f"{trial}: {error.message} {error.hint}".strip()
-    return figures_of(found) | refused, found
+    return figures_of(comparisons) | refused, comparisons
 
 
-def _compared(trial: Trial, name: str, extent: Extent, say: Progress) -> Compared:
+def _compared(trial: LabTask, name: str, extent: AutoLabExtent, say: Progress) -> PlanComparison:
     with open_session(LabCluster(trial.cluster(name)), say=say) as session:
-        ours = Ours(session, Setting(trial.model, trial.shape, trial.batch_size, 1))
+        ours = Ours(session, TorchSetting(trial.model, trial.shape, trial.batch_size, 1))
         say(f"lab, measuring {trial}")
         cluster, profile = ours.measure(extent.measure_seconds)
         plans = _plans(ours, cluster, profile)
         predicted = {name: ours.predicted(plan, cluster, profile) for name, plan in plans.items()}
         sides = worth_measuring(predicted)
-        found = Compared(trial, session.scale or 1.0, session.stands_in, plans, predicted, {side: [] for side in sides})
+        comparison = PlanComparison(
+            trial, session.scale or 1.0, session.stands_in, plans, predicted, {side: [] for side in sides}
+        )
         for block in range(extent.blocks):
-            for side in sides if block == 0 else (MIXED, found.best_corner):
+            for side in sides if block == 0 else (MIXED, comparison.best_corner):
                 say(f"lab, {trial}: {side}, block {block + 1} of {extent.blocks}")
-                found.blocks[side].append(ours.seconds(plans[side], extent.steps))
-    return found
+                comparison.blocks[side].append(ours.seconds(plans[side], extent.steps))
+    return comparison
 
 
 def _plans(ours: Ours, cluster: Cluster, profile: Profile) -> dict[str, Plan]:
     """Every corner that fits, and the best mixed plan."""
-    found: dict[str, Plan] = {}
+    plans: dict[str, Plan] = {}
     for strategy in (MIXED, *CORNERS):
         try:
-            found[strategy] = public.plan(
+            plans[strategy] = public.plan(
                 ours.graph.network, cluster, batch_size=ours.setting.samples, strategy=strategy, profile=profile,
                 optimizer_slots=slots(OPTIMIZER),
             ).plan  # fmt: skip
         except ManyhandsError:
             if strategy == MIXED:
                 raise
-    return found
+    return plans
 
 
 def worth_measuring(predicted: Mapping[str, float]) -> list[str]:
@@ -164,23 +166,26 @@ def worth_measuring(predicted: Mapping[str, float]) -> list[str]:
     return [MIXED, *(name for name in corners[:MOST_CORNERS] if predicted[name] <= NEAR * predicted[corners[0]])]
 
 
-def figures_of(found: Sequence[Compared]) -> Figures:
-    if not found:
+def figures_of(comparisons: Sequence[PlanComparison]) -> Figures:
+    if not comparisons:
         return {}
-    errors = [one.error(name) for one in found for name in (MIXED, one.best_corner)]
+    errors = [comparison.error(name) for comparison in comparisons for name in (MIXED, comparison.best_corner)]
     figures: Figures = {
-        "lab_gain_min": min(one.gain for one in found),
-        **{f"lab_gain_{number}": one.gain for number, one in enumerate(found, 1)},
-        **{f"lab_predicted_gain_{number}": one.predicted_gain for number, one in enumerate(found, 1)},
+        "lab_gain_min": min(comparison.gain for comparison in comparisons),
+        **{f"lab_gain_{number}": comparison.gain for number, comparison in enumerate(comparisons, 1)},
+        **{
+            f"lab_predicted_gain_{number}": comparison.predicted_gain
+            for number, comparison in enumerate(comparisons, 1)
+        },
         "lab_prediction_error": statistics.median(errors),
         "lab_prediction_error_worst": max(errors),
-        "lab_count": len(found),
-        "lab_stands_in": int(any(one.stands_in for one in found)),
+        "lab_count": len(comparisons),
+        "lab_stands_in": int(any(comparison.stands_in for comparison in comparisons)),
     }
-    for number, one in enumerate(found, 1):
-        figures[f"lab_mixed_seconds_{number}"] = one.measured(MIXED)
-        figures[f"lab_corner_seconds_{number}"] = one.measured(one.best_corner)
-        figures[f"lab_{number}"] = _text(one)
+    for number, comparison in enumerate(comparisons, 1):
+        figures[f"lab_mixed_seconds_{number}"] = comparison.measured(MIXED)
+        figures[f"lab_corner_seconds_{number}"] = comparison.measured(comparison.best_corner)
+        figures[f"lab_{number}"] = _text(comparison)
     figures["lab_setting"] = (
         "real training, seconds of a step; gain: best corner over mixed, median of the blocks' ratios, all sides in "
         f"turns in one lab; a block: median of its steps after {WARM_UP_STEPS} that do not count; predicted: simulated "
@@ -193,14 +198,16 @@ def figures_of(found: Sequence[Compared]) -> Figures:
     return figures
 
 
-def _text(one: Compared) -> str:
+def _text(comparison: PlanComparison) -> str:
     sides = [
-        f"{name} [{stages_text(one.plans[name])}] {_listed(row)} s (predicted {one.predicted[name]:.4g})"
-        for name, row in one.blocks.items()
+        f"{name} [{stages_text(comparison.plans[name])}] {_listed(row)} s (predicted {comparison.predicted[name]:.4g})"
+        for name, row in comparison.blocks.items()
     ]
-    others = [f"{name} {seconds:.4g}" for name, seconds in one.predicted.items() if name not in one.blocks]
+    others = [
+        f"{name} {seconds:.4g}" for name, seconds in comparison.predicted.items() if name not in comparison.blocks
+    ]
     beside = f"; predicted only: {', '.join(others)}" if others else ""
-    return f"{one.trial}, time scale {one.scale:g}: {'; '.join(sides)}{beside}"
+    return f"{comparison.trial}, time scale {comparison.scale:g}: {'; '.join(sides)}{beside}"
 
 
 def _listed(numbers: Sequence[float]) -> str:

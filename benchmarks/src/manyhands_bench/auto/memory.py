@@ -38,18 +38,18 @@ from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.core.bench import SameBatch
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.same_batch import SameBatch
 
 MODEL = "unet"
 OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
 SHARE = 0.4
-"""Of a core, for each device: two cores carry four."""
+"""Share of a core for each device: two cores carry four."""
 BYTES_PER_SECOND, DELAY_SECONDS = 1.25e8, 0.3e-3
 
 
 @dataclass(frozen=True)
-class Extent:
+class MemoryExtent:
     """What is trained, and on what."""
 
     width: int = 32
@@ -66,14 +66,14 @@ class Extent:
         )
 
 
-def bench_memory(extent: Extent, say: Progress) -> Figures:
+def bench_memory(extent: MemoryExtent, say: Progress) -> Figures:
     """Trained on all devices, then on one of them until the kernel ends it; where there can be no lab, why not."""
     if why := missing():
         return {"unet_skipped": f"memory that really ends needs a lab: {why}"}
     name = f"unet{os.getpid()}"
-    asked = LabCluster(_cluster(name, extent), scale=1.0)
+    lab_cluster = LabCluster(_cluster(name, extent), scale=1.0)
     try:
-        play_here(asked)
+        play_here(lab_cluster)
     except LabError as error:
         return {"unet_skipped": error.message}
     torch.manual_seed(0)
@@ -81,14 +81,14 @@ def bench_memory(extent: Extent, say: Progress) -> Figures:
     module = build(MODEL, width=extent.width)
     graph = captured(module, data, loss_function(ZOO[MODEL].loss), granularity="blocks", name=MODEL)
     figures: Figures = {"unet_setting": str(extent)}
-    with open_session(asked, say=say) as session:
+    with open_session(lab_cluster, say=say) as session:
         figures |= _together(session, graph, data, extent, say)
         lab = Lab.find(name)
         figures["unet_peak_bytes_max"] = max(device.group.peak_bytes for device in lab.status())
         return figures | _alone(session, graph, data, lab, say)
 
 
-def _cluster(name: str, extent: Extent) -> Cluster:
+def _cluster(name: str, extent: MemoryExtent) -> Cluster:
     core = this_machine(threads=1).gflops
     devices = tuple(
         Device(
@@ -100,7 +100,7 @@ def _cluster(name: str, extent: Extent) -> Cluster:
     return Cluster(name, devices, Link(BYTES_PER_SECOND, DELAY_SECONDS))
 
 
-def _together(session: Session, graph: Graph, data: SameBatch, extent: Extent, say: Progress) -> Figures:
+def _together(session: Session, graph: Graph, data: SameBatch, extent: MemoryExtent, say: Progress) -> Figures:
     """On all devices, as auto plans it within what each of them has left beside Python and torch."""
     say("unet, measuring")
     cluster, profile = measure(
@@ -125,8 +125,10 @@ def _together(session: Session, graph: Graph, data: SameBatch, extent: Extent, s
         "unet_predicted_bytes_max": max(device.peak_bytes for device in predicted.devices.values()),
         "unet_budget_bytes": min(device.memory_bytes for device in cluster.devices),
         "unet_refused_alone": int(bool(refused)),
-        "unet_plan": f"{stages_text(plan)}; steps {', '.join(f'{one:.3g}' for one in outcome.step_seconds)} s; losses "
-        + ", ".join(f"{one:.4g}" for one in outcome.losses),
+        "unet_plan": f"{stages_text(plan)}; steps "
+        + ", ".join(f"{seconds:.3g}" for seconds in outcome.step_seconds)
+        + " s; losses "
+        + ", ".join(f"{loss:.4g}" for loss in outcome.losses),
         "unet_refusal": refused or "none: the planner would have run it on one device",
     }
 
@@ -137,13 +139,13 @@ def _alone(session: Session, graph: Graph, data: SameBatch, lab: Lab, say: Progr
     say(f"unet, on {device} alone, until memory ends")
     whole = Stage((0, len(graph.network.layers)), (device,))
     plan = resolve(Plan(graph.name, 1, (whole,), optimizer_slots=slots(OPTIMIZER)), graph.network)
-    said = "it trained"
+    outcome = "it trained"
     try:
         _run(session, graph, data, plan, 1)
     except WorkerLost as error:
-        said = error.message
-    killed = next(one.group.oom_kills for one in lab.status() if one.name == device)
-    return {"unet_alone_oom": int(killed > 0), "unet_alone": said}
+        outcome = error.message
+    killed = next(statu.group.oom_kills for statu in lab.status() if statu.name == device)
+    return {"unet_alone_oom": int(killed > 0), "unet_alone": outcome}
 
 
 def _run(session: Session, graph: Graph, data: SameBatch, plan: Plan, steps: int) -> Outcome:

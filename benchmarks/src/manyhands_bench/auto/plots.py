@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_figure
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = {
     "mixed": "#E45756", "single": "#BBBBBB", "samples": "#4C78A8", "pipeline": "#54A24B", "tiles": "#F58518",
@@ -36,19 +37,19 @@ class Sides:
 def draw_gains(gains: Sequence[Gain], path: Path, title: str) -> Path:
     """A bar for every scenario, the largest gain first, coloured by whose plan it is. Where no corner fits a bar has
     no height of its own: it is drawn to the top, hatched."""
-    paired = sorted((gain for gain in gains if gain.gain is not None), key=lambda gain: -(gain.gain or 0))
+    compared = sorted((row for row in gains if row.gain is not None), key=lambda row: -(row.gain or 0))
     alone = [gain for gain in gains if gain.gain is None]
-    top = max([1.1, *(1.05 * (gain.gain or 1) for gain in paired)])
+    top = max([1.1, *(1.05 * (row.gain or 1) for row in compared)])
     figure = new_figure(max(9.0, 0.14 * len(gains) + 2), 4.8)
     axes = figure.subplots()
-    for kind in dict.fromkeys(gain.kind for gain in (*alone, *paired)):
+    for kind in dict.fromkeys(row.kind for row in (*alone, *compared)):
         colour = _COLOURS.get(kind, _OTHER)
-        places = [place for place, gain in enumerate(paired, len(alone)) if gain.kind == kind]
-        heights = [(paired[place - len(alone)].gain or 1) - 1 for place in places]
-        label = f"{kind} ({sum(gain.kind == kind for gain in gains)})"
+        places = [place for place, row in enumerate(compared, len(alone)) if row.kind == kind]
+        heights = [(compared[place - len(alone)].gain or 1) - 1 for place in places]
+        label = f"{kind} ({sum(row.kind == kind for row in gains)})"
         axes.bar(places, heights, _WIDTH, bottom=1.0, color=colour, label=label)
         axes.plot(places, [1.0] * len(places), "|", color=colour, markersize=6)  # a gain of 1 has no bar
-        hatched = [place for place, gain in enumerate(alone) if gain.kind == kind]
+        hatched = [place for place, row in enumerate(alone) if row.kind == kind]
         if hatched:
             axes.bar(hatched, top - 1, _WIDTH, bottom=1.0, color="white", edgecolor=colour, hatch="//")
     if alone:
@@ -62,16 +63,16 @@ def draw_gains(gains: Sequence[Gain], path: Path, title: str) -> Path:
 def draw_sides(sides: Sequence[Sides], path: Path, title: str) -> Path:
     """A panel for every trial: a bar for each side, and a line where it was predicted."""
     figure = new_figure(max(9.0, 3.6 * len(sides)), 4.2)
-    for axes, one in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides):
-        names = list(one.measured)
+    for axes, panel in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides):
+        names = list(panel.measured)
         colours = [_COLOURS.get(name, _OTHER) for name in names]
-        drawn = axes.bar(range(len(names)), [one.measured[name] for name in names], _WIDTH, color=colours)
+        drawn = axes.bar(range(len(names)), [panel.measured[name] for name in names], _WIDTH, color=colours)
         axes.bar_label(drawn, fmt="%.3g s", fontsize=8)
-        expected = [one.predicted[name] for name in names]
+        expected = [panel.predicted[name] for name in names]
         left, right = ([place + side * _WIDTH / 2 for place in range(len(names))] for side in (-1, 1))
         axes.hlines(expected, left, right, colors="black", label="predicted")
         axes.set_xticks(range(len(names)), names, fontsize=8)
         finish_axes(axes, "", "seconds of a step", "")
-        axes.set_title(wrapped(one.text.replace(" on ", "\non ")), fontsize=8, loc="left", parse_math=False)
+        axes.set_title(wrapped(panel.text.replace(" on ", "\non ")), fontsize=8, loc="left", parse_math=False)
     figure.suptitle(wrapped(title), fontsize=10, x=0.01, ha="left", parse_math=False)
     return write_figure(figure, path)

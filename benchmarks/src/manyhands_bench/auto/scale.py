@@ -20,7 +20,7 @@ from manyhands.plans import planning as public
 from manyhands.plans.networks import load_network
 from manyhands.plans.simulating import simulate
 from manyhands_bench.auto.simulated import stages_text
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 
 LAYERS = 200
 FINE = "efficientnet-b1"
@@ -33,7 +33,7 @@ MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Extent:
+class ScaleExtent:
     """How much is timed."""
 
     layers: int = LAYERS
@@ -43,7 +43,7 @@ class Extent:
     """Devices of each of the groups that are simulated."""
 
 
-def bench_scale(extent: Extent, say: Progress) -> Figures:
+def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
     fine = load_network(FINE, None, "operators")
     network = joined_layers(fine, extent.layers)
     figures: Figures = {"plan_layers": len(network.layers)}
@@ -55,10 +55,10 @@ def bench_scale(extent: Extent, say: Progress) -> Figures:
         taken = []
         for _ in range(extent.repeats):
             begin = time.perf_counter()
-            found = public.plan(network, cluster, batch_size=BATCH, strategy="auto", profile=profile)
+            planned = public.plan(network, cluster, batch_size=BATCH, strategy="auto", profile=profile)
             taken.append(time.perf_counter() - begin)
         figures[f"plan_seconds_{count}"] = statistics.median(taken)
-        plans.append(f"{count} devices: {stages_text(found.plan)}")
+        plans.append(f"{count} devices: {stages_text(planned.plan)}")
     figures["plan_setting"] = (
         f"{FINE}, {len(fine.layers)} operators joined to {len(network.layers)} layers, batch {BATCH}, strategy auto; "
         f"unequal devices in turn of {', '.join(KINDS)} with {', '.join(f'{part:.0%}' for part in MEMORIES)} of their "
@@ -67,7 +67,7 @@ def bench_scale(extent: Extent, say: Progress) -> Figures:
     return figures | _simulated(extent, say)
 
 
-def _simulated(extent: Extent, say: Progress) -> Figures:
+def _simulated(extent: ScaleExtent, say: Progress) -> Figures:
     """A pipeline of groups of equal devices, each shared by samples."""
     count = GROUPS * extent.each
     say(f"simulating {count} devices")
@@ -120,7 +120,7 @@ def _joined(network: Network, layers: Sequence[Layer]) -> Layer:
     later = {name for op in network.ops[last:] for name in op.inputs} | set(network.outputs)
     outputs = tuple(name for layer in layers for name in layer.outputs if name in later)
     sums = ("macs", "parameter_bytes", "buffer_bytes", "activation_bytes", "saved_bytes", "saved_fixed_bytes")
-    added = {name: sum(getattr(one, name) for one in layers) for name in sums}
+    added = {name: sum(getattr(layer, name) for layer in layers) for name in sums}
     return msgspec.structs.replace(
         layers[0], last=last, **added, outputs=outputs,
         output_bytes=sum(network.tensors[name].bytes_per_sample for name in outputs),

@@ -41,13 +41,13 @@ LINKS = ("alike", "alike", "islands", "weak")
 """All pairs alike; two islands of fast links with a slow one between them; one device behind a slow link."""
 MOST_KINDS = 3
 SLOWER = 0.2
-"""Of a link between islands, or to the weak device, beside the others; but none is slower than the slowest rate."""
+"""Rate of a link between islands, or to the weak device, over that of the others; never below the slowest rate."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Scenario:
+class PlanningScenario:
     """One drawn question to the planner."""
 
     number: int
@@ -70,21 +70,23 @@ class Scenario:
         return f"{self.model} {shape} batch {self.batch_size} on {devices}{memory}, {self.rate_mbit} Mbit/s{links}"
 
 
-def drawn_scenarios(count: int = COUNT, seed: int = SEED) -> list[Scenario]:
+def drawn_scenarios(count: int = COUNT, seed: int = SEED) -> list[PlanningScenario]:
     draw = random.Random(seed)
     subjects, sizes = _dealt(draw, SUBJECTS, count), _dealt(draw, DEVICES, count)
     rates, batches = _dealt(draw, RATES_MBIT, count), _dealt(draw, BATCHES, count)
     memories, links = _dealt(draw, MEMORIES, count), _dealt(draw, LINKS, count)
     delays, families = _dealt(draw, DELAYS, count), _dealt(draw, FAMILIES, count)
-    found = []
+    scenarios = []
     for number in range(count):
         kinds = _kinds(draw, families[number], sizes[number])
         cluster = _cluster(f"drawn-{number}", kinds, memories[number], rates[number], delays[number], links[number])
         model, shape = subjects[number]
-        found.append(
-            Scenario(number, model, shape, cluster, rates[number], memories[number], links[number], batches[number])
+        scenarios.append(
+            PlanningScenario(
+                number, model, shape, cluster, rates[number], memories[number], links[number], batches[number]
+            )
         )
-    return found
+    return scenarios
 
 
 def _dealt(draw: random.Random, cards: Sequence[T], count: int) -> list[T]:
@@ -95,8 +97,8 @@ def _dealt(draw: random.Random, cards: Sequence[T], count: int) -> list[T]:
 
 def _kinds(draw: random.Random, family: Sequence[str], count: int) -> list[str]:
     """Devices of two or three kinds, each kind at least once: what people own is unequal, but not all different."""
-    own = draw.sample(family, min(count, draw.randint(2, MOST_KINDS)))
-    return own + [draw.choice(own) for _ in range(count - len(own))]
+    chosen = draw.sample(family, min(count, draw.randint(2, MOST_KINDS)))
+    return chosen + [draw.choice(chosen) for _ in range(count - len(chosen))]
 
 
 def _cluster(name: str, kinds: Sequence[str], memory: float, rate_mbit: int, delay: str, links: str) -> Cluster:
@@ -108,8 +110,10 @@ def _cluster(name: str, kinds: Sequence[str], memory: float, rate_mbit: int, del
     ]  # fmt: skip
     names = [str(device["name"]) for device in devices]
     slow = {"alike": [], "islands": _across(names), "weak": [(names[-1], other) for other in names[:-1]]}[links]
-    own = [{"between": list(pair), "rate": slower, "delay": delay} for pair in slow]
-    return Cluster.from_dict({"name": name, "devices": devices, "link": {"rate": rate, "delay": delay}, "links": own})
+    slow_links = [{"between": list(pair), "rate": slower, "delay": delay} for pair in slow]
+    return Cluster.from_dict(
+        {"name": name, "devices": devices, "link": {"rate": rate, "delay": delay}, "links": slow_links}
+    )
 
 
 def _across(names: Sequence[str]) -> list[tuple[str, str]]:

@@ -26,9 +26,9 @@ from manyhands.plans.planned import Planned
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.processes import end_with
 from manyhands.schedule.tileable import tileable_layers
-from manyhands_bench.auto.scenarios import SEED, Scenario
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.auto.scenarios import SEED, PlanningScenario
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE
 
 BEATS = 1.001
@@ -37,7 +37,7 @@ CLEARLY = 1.1
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScenarioResult:
     """What was found for a scenario; seconds of a step, infinite where nothing fits."""
 
     number: int
@@ -77,7 +77,7 @@ class Answer:
         return self.mixed and (self.only_mixed_fits or self.gain > BEATS)
 
 
-def answered(scenario: Scenario) -> Answer:
+def answered(scenario: PlanningScenario) -> ScenarioResult:
     """Auto, and each corner planned by itself, as if there were no other."""
     network = load_network(scenario.model, scenario.shape)
     cluster, profile = scenario.cluster, estimate_cluster(network, scenario.cluster)
@@ -86,56 +86,62 @@ def answered(scenario: Scenario) -> Answer:
 
     def seconds_of(strategy: str) -> tuple[float, Planned | None]:
         try:
-            found = public.plan(network, cluster, batch_size=scenario.batch_size, strategy=strategy, profile=profile)
-            result = simulate(found.plan, network, cluster, profile, keep_spans=False, within_memory=True)
+            planned = public.plan(network, cluster, batch_size=scenario.batch_size, strategy=strategy, profile=profile)
+            result = simulate(planned.plan, network, cluster, profile, keep_spans=False, within_memory=True)
         except ManyhandsError as error:
             reasons[strategy] = error.message
             return math.inf, None
-        return result.seconds, found
+        return result.seconds, planned
 
     begin = time.perf_counter()
-    seconds, found = seconds_of("auto")
+    seconds, planned = seconds_of("auto")
     between = time.perf_counter()
     for corner in CORNERS:
-        own = [one.seconds for one in found.candidates if one.name.startswith(corner)] if found is not None else []
+        simulated = (
+            [candidate.seconds for candidate in planned.candidates if candidate.name.startswith(corner)]
+            if planned is not None
+            else []
+        )
         # what auto planned by the very same call need not be planned twice
-        corners[corner] = min(own) if own and corner in ("single", "pipeline") else seconds_of(corner)[0]
+        corners[corner] = min(simulated) if simulated and corner in ("single", "pipeline") else seconds_of(corner)[0]
     end = time.perf_counter()
-    mixed = found is not None and is_mixed(found.plan, tileable_layers(network)[0])
-    return Answer(
+    mixed = planned is not None and is_mixed(planned.plan, tileable_layers(network)[0])
+    return ScenarioResult(
         scenario.number, str(scenario), corners, seconds, mixed,
-        stages_text(found.plan) if found is not None else "", end - between, between - begin, reasons,
+        stages_text(planned.plan) if planned is not None else "", end - between, between - begin, reasons,
     )  # fmt: skip
 
 
 def stages_text(plan: Plan) -> str:
     """Each stage's share, and how many devices have it: 'tiles x4 | single x1'."""
     named = {"BySamples": "samples", "ByTiles": "tiles", "Single": "single", "ByChannels": "channels"}
-    return " | ".join(f"{named[type(one.share).__name__]} x{len(one.devices)}" for one in plan.stages)
+    return " | ".join(f"{named[type(stage.share).__name__]} x{len(stage.devices)}" for stage in plan.stages)
 
 
 def bench_simulated(
-    scenarios: Sequence[Scenario], say: Progress, at_once: int | None = None
-) -> tuple[Figures, list[Answer]]:
-    """All scenarios, some at once on the cores at hand."""
-    for model, shape in dict.fromkeys((one.model, one.shape) for one in scenarios):
+    scenarios: Sequence[PlanningScenario], say: Progress, at_once: int | None = None
+) -> tuple[Figures, list[ScenarioResult]]:
+    """Plan and simulate all scenarios, as many at a time as there are cores."""
+    for model, shape in dict.fromkeys((scenario.model, scenario.shape) for scenario in scenarios):
         say(f"network {model} {'x'.join(map(str, shape))}")
         load_network(model, shape)  # captured once, kept for all
     begin = time.perf_counter()
-    found: list[Answer] = []
+    results: list[ScenarioResult] = []
     for answer in _each(answered, scenarios, at_once or len(os.sched_getaffinity(0))):
-        found.append(answer)
-        say(f"simulated scenarios, {len(found)} of {len(scenarios)}")
-    found.sort(key=lambda one: one.number)
-    return figures_of(found, time.perf_counter() - begin), found
+        results.append(answer)
+        say(f"simulated scenarios, {len(results)} of {len(scenarios)}")
+    results.sort(key=lambda result: result.number)
+    return figures_of(results, time.perf_counter() - begin), results
 
 
-def _each(act: Callable[[Scenario], Answer], scenarios: Sequence[Scenario], at_once: int) -> Iterator[Answer]:
+def _each(
+    act: Callable[[PlanningScenario], ScenarioResult], scenarios: Sequence[PlanningScenario], at_once: int
+) -> Iterator[ScenarioResult]:
     if at_once < 2 or len(scenarios) < 2:
         yield from map(act, scenarios)
         return
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
-        for done in as_completed([pool.submit(act, one) for one in scenarios]):
+        for done in as_completed([pool.submit(act, scenario) for scenario in scenarios]):
             yield done.result()
 
 
@@ -143,45 +149,45 @@ def geometric_mean(numbers: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, numbers))) if numbers else 1.0
 
 
-def figures_of(found: Sequence[Answer], seconds: float) -> Figures:
-    fitting = [one for one in found if one.fits]
-    compared = [one for one in fitting if not one.only_mixed_fits]
-    gains = [one.gain for one in compared]
-    mixed = [one for one in fitting if one.mixed_wins]
-    clear = [one for one in mixed if one.only_mixed_fits or one.gain > CLEARLY]
-    winners = Counter(_winner(one) for one in fitting)
+def figures_of(results: Sequence[ScenarioResult], seconds: float) -> Figures:
+    fitting = [result for result in results if result.fits]
+    compared = [result for result in fitting if not result.only_mixed_fits]
+    gains = [result.gain for result in compared]
+    mixed = [result for result in fitting if result.mixed_wins]
+    clear = [result for result in mixed if result.only_mixed_fits or result.gain > CLEARLY]
+    winners = Counter(_winner(result) for result in fitting)
     return {
-        "count": len(found),
+        "count": len(results),
         "mixed_share": len(mixed) / len(fitting) if fitting else 0.0,
         "gain_geomean": geometric_mean(gains),
-        "gain_geomean_mixed": geometric_mean([one.gain for one in mixed if not one.only_mixed_fits]),
+        "gain_geomean_mixed": geometric_mean([result.gain for result in mixed if not result.only_mixed_fits]),
         "gain_min": min(gains, default=1.0),
         "gain_max": max(gains, default=1.0),
         "mixed_share_by_a_tenth": len(clear) / len(fitting) if fitting else 0.0,
         "count_compared": len(compared),
-        "count_nothing_fits": len(found) - len(fitting),
-        "count_only_mixed_fits": sum(one.only_mixed_fits for one in fitting),
+        "count_nothing_fits": len(results) - len(fitting),
+        "count_only_mixed_fits": sum(result.only_mixed_fits for result in fitting),
         **{f"wins_{name}": winners[name] for name in (*CORNERS, "mixed", "other")},
-        "scenario_seconds": seconds / max(1, len(found)),
-        "scenario_plan_seconds": statistics.median(one.plan_seconds for one in found) if found else 0.0,
-        "scenario_plan_seconds_most": max((one.plan_seconds for one in found), default=0.0),
+        "scenario_seconds": seconds / max(1, len(results)),
+        "scenario_plan_seconds": statistics.median(result.plan_seconds for result in results) if results else 0.0,
+        "scenario_plan_seconds_most": max((result.plan_seconds for result in results), default=0.0),
         PROFILE_MACHINE: ESTIMATED,
-        "simulated_setting": f"{len(found)} scenarios drawn with seed {SEED}; times estimated from the device "
+        "simulated_setting": f"{len(results)} scenarios drawn with seed {SEED}; times estimated from the device "
         "catalogue and simulated, nothing measured; gain: seconds of a step of the best corner (single, samples, "
         "pipeline, tiles, each planned by itself) over those of auto's plan; a mixed plan wins where it is at least "
         f"{BEATS:g} times as fast as every corner, or fits where none does; shares are of scenarios where a plan fits",
-        "scenarios": "\n  " + "\n  ".join(map(line, found)),
+        "scenarios": "\n  " + "\n  ".join(map(line, results)),
     }
 
 
-def _winner(answer: Answer) -> str:
-    """Whose plan it is: a corner's own where auto is no faster."""
+def _winner(answer: ScenarioResult) -> str:
+    """Return 'mixed', or the corner that auto is no faster than, or 'other'."""
     if answer.mixed_wins:
         return "mixed"
     return answer.best_corner if not answer.only_mixed_fits and answer.gain <= BEATS else "other"
 
 
-def line(answer: Answer) -> str:
+def line(answer: ScenarioResult) -> str:
     """One scenario in a line."""
     if not answer.fits:
         return f"{answer.number}. {answer.text}: nothing fits"

@@ -9,8 +9,8 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.plans.networks import load_network
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.capture.measure import bench_capture as measure_capture
+from manyhands_bench.figures import Figures, Progress
 
 REPEATS = 5
 

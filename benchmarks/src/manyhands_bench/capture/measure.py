@@ -25,9 +25,7 @@ from manyhands.profiler.kernels import DEFAULT, choose_kernels
 from manyhands.profiler.steps import TrainingStep
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads
-
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
+from manyhands_bench.figures import Figures, Progress
 
 THREADS = 1
 CHOSEN = "chosen"
@@ -82,7 +80,7 @@ QUICK = Budget(least_rounds=3, overhead=6.0, choose=6.0, compare=3.0, choose_yol
 
 
 def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> Figures:
-    """All figures, flat. Takes about ten minutes on two cores; `quick` about one and a half."""
+    """Return all figures, flat. It takes about ten minutes on two cores; with `quick` one and a half."""
     say = on_progress or (lambda text: None)
     budget = QUICK if quick else FULL
     kernel_settings = [s for s in KERNELS if not quick or s.model in _QUICK_KERNELS]
@@ -94,10 +92,10 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
             figures[f"capture_seconds_{name}"] = capture_seconds(name)
         for setting in OVERHEAD:
             say(f"the captured chain beside the module: {setting}")
-            measured = overhead(setting, budget.overhead, budget.least_rounds)
-            figures[f"capture_overhead_{setting.model}"] = measured.ratio("captured", "module")
-            figures[f"capture_overhead_noise_{setting.model}"] = measured.ratio("module again", "module")
-            figures[f"capture_overhead_rounds_{setting.model}"] = measured.rounds()
+            timed = overhead(setting, budget.overhead, budget.least_rounds)
+            figures[f"capture_overhead_{setting.model}"] = timed.ratio("captured", "module")
+            figures[f"capture_overhead_noise_{setting.model}"] = timed.ratio("module again", "module")
+            figures[f"capture_overhead_rounds_{setting.model}"] = timed.rounds()
             figures.update(verify_cost(setting, budget.compare, budget.least_rounds))
         figures["capture_overhead"] = max(float(figures[f"capture_overhead_{s.model}"]) for s in OVERHEAD)
         figures["verify_over_step"] = max(float(figures[f"verify_over_step_{s.model}"]) for s in OVERHEAD)
@@ -184,10 +182,10 @@ def verify_cost(setting: CaptureSetting, seconds: float, least_rounds: int) -> F
         TimedTrial("check", lambda: verify(graph, module, loss, few, classes)),
         TimedTrial("step", _step(module, lambda: loss(module(batch), targets))),
     ]
-    timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
+    timed = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=seconds)
     return {
-        f"verify_over_step_{setting.model}": timings.ratio("check", "step"),
-        f"verify_seconds_{setting.model}": timings.median("check"),
+        f"verify_over_step_{setting.model}": timed.ratio("check", "step"),
+        f"verify_seconds_{setting.model}": timed.median("check"),
     }
 
 
@@ -215,9 +213,9 @@ def kernel_gain(setting: CaptureSetting, choose_seconds: float, compare_seconds:
     if choice.kernels:
         step = TrainingStep(graph, setting.samples, inputs)
         trials = [step.trial(DEFAULT, {}), step.trial(CHOSEN, choice.kernels)]
-        timings = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
-        figures[f"kernel_choice_gain_{setting.model}"] = timings.ratio(DEFAULT, CHOSEN)
-        figures[f"kernel_choice_rounds_{setting.model}"] = timings.rounds()
-        figures[f"step_seconds_default_{setting.model}"] = timings.median(DEFAULT)
-        figures[f"step_seconds_chosen_{setting.model}"] = timings.median(CHOSEN)
+        timed = interleave(trials, repeats=_MOST_ROUNDS, least_repeats=least_rounds, seconds=compare_seconds)
+        figures[f"kernel_choice_gain_{setting.model}"] = timed.ratio(DEFAULT, CHOSEN)
+        figures[f"kernel_choice_rounds_{setting.model}"] = timed.rounds()
+        figures[f"step_seconds_default_{setting.model}"] = timed.median(DEFAULT)
+        figures[f"step_seconds_chosen_{setting.model}"] = timed.median(CHOSEN)
     return figures

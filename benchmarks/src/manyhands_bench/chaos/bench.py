@@ -16,13 +16,13 @@ from pathlib import Path
 
 from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.chaos.draw import FAULTS_EACH, SHARES, Scenario, chosen_kinds, scenario, scenarios
+from manyhands_bench.chaos.draw import FAULTS_EACH, SHARES, ChaosScenario, chosen_kinds, scenario, scenarios
 from manyhands_bench.chaos.fork_server import ForkServer
 from manyhands_bench.chaos.place import kinds_skipped
 from manyhands_bench.chaos.reference import MICRO_BATCHES, Reference
 from manyhands_bench.chaos.scenario import run_scenario
 from manyhands_bench.chaos.summary import ChaosRun, ScenarioOutcome, read_runs, summarize, write_run
+from manyhands_bench.figures import Figures, Progress
 
 FAULTS, QUICK_FAULTS = 500, 24
 SEED = 30
@@ -73,8 +73,8 @@ def bench_chaos(options: ChaosOptions, on_progress: Progress | None = None) -> F
     }  # fmt: skip
     for name, why in left_out.items():
         figures[f"{name}_skipped"] = why
-    for one in (one for one in done if not one.is_good):
-        figures[f"scenario_{one.seed}_{one.number}_failed"] = failure_text(one, options.only)
+    for outcome in (outcome for outcome in done if not outcome.is_good):
+        figures[f"scenario_{outcome.seed}_{outcome.number}_failed"] = failure_text(outcome, options.only)
     return figures
 
 
@@ -98,7 +98,7 @@ def _run_all(options: ChaosOptions, kinds: Sequence[str], say: Progress) -> list
     return done
 
 
-def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[Scenario]:
+def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[ChaosScenario]:
     if options.scenario is not None:
         faults = FAULTS_EACH if options.faults is None else options.faults
         return [scenario(options.seed, options.scenario, kinds, faults)]
@@ -106,31 +106,31 @@ def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[Scenario]:
     return scenarios(options.seed, kinds, (FAULTS if options.faults is None else options.faults) if has_end else None)
 
 
-def _line(found: ScenarioOutcome) -> str:
-    fired = sum(fault.has_fired for fault in found.faults)
-    text = f"{found.seed}-{found.number}-{found.share}: {fired} of {found.planned_faults} faults fired in "
-    text += f"{found.seconds:.0f} s, {found.rounds} rounds, weights differ by {found.weights_differ:.1e}"
-    return text if found.is_good else f"{text}. WRONG: {found.failure or 'see its folder'}"
+def _line(outcome: ScenarioOutcome) -> str:
+    fired = sum(fault.has_fired for fault in outcome.faults)
+    text = f"{outcome.seed}-{outcome.number}-{outcome.share}: {fired} of {outcome.planned_faults} faults fired in "
+    text += f"{outcome.seconds:.0f} s, {outcome.rounds} rounds, weights differ by {outcome.weights_differ:.1e}"
+    return text if outcome.is_good else f"{text}. WRONG: {outcome.failure or 'see its folder'}"
 
 
-def failure_text(found: ScenarioOutcome, only: Sequence[str]) -> str:
+def failure_text(outcome: ScenarioOutcome, only: Sequence[str]) -> str:
     """What went wrong in a scenario, and the command that repeats just it."""
     wrong = [
-        found.failure,
-        f"{found.rounds_lost} round(s) lost" if found.rounds_lost else "",
-        f"weights differ by {found.weights_differ:.1e}" if found.weights_differ > 0 else "",
-        f"{found.processes_left} process(es) left" if found.processes_left else "",
-        f"given up without a reason: {', '.join(found.false_evictions)}" if found.false_evictions else "",
-        ", ".join(f"{fault.kind} did not fire" for fault in found.faults if not fault.has_fired),
+        outcome.failure,
+        f"{outcome.rounds_lost} round(s) lost" if outcome.rounds_lost else "",
+        f"weights differ by {outcome.weights_differ:.1e}" if outcome.weights_differ > 0 else "",
+        f"{outcome.processes_left} process(es) left" if outcome.processes_left else "",
+        f"given up without a reason: {', '.join(outcome.false_evictions)}" if outcome.false_evictions else "",
+        ", ".join(f"{fault.kind} did not fire" for fault in outcome.faults if not fault.has_fired),
     ]
-    words = f"manyhands bench chaos --seed {found.seed} --scenario {found.number}"
+    words = f"manyhands bench chaos --seed {outcome.seed} --scenario {outcome.number}"
     words += f" --only {','.join(only)}" if only else ""
-    return f"{'; '.join(filter(None, wrong))}. Logs: {found.folder}. Repeat it: {words}"
+    return f"{'; '.join(filter(None, wrong))}. Logs: {outcome.folder}. Repeat it: {words}"
 
 
 def _keep(base: Path, done: Sequence[ScenarioOutcome]) -> None:
     """Folders of scenarios that went well are gone; if all did, so is the one around them."""
-    if all(one.is_good for one in done):
+    if all(outcome.is_good for outcome in done):
         shutil.rmtree(base, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

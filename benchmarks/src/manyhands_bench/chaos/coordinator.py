@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What the process is told."""
+    """The arguments of the coordinator process."""
 
     share: str
     devices: tuple[str, ...]
@@ -55,25 +55,27 @@ class CoordinatorConfig:
     """The run folder; where it has a checkpoint, the run goes on from there."""
     reports: str
     control: str
-    life: int
+    incarnation: int
     """The how-manieth coordinator of this job it is, from 0."""
 
 
 class Reports:
     """Appends to the file that the benchmark reads."""
 
-    def __init__(self, path: str, life: int) -> None:
+    def __init__(self, path: str, incarnation: int) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._life = life
+        self._incarnation = incarnation
 
     def __call__(self, what: str, **facts: Any) -> None:
-        line = json.dumps({"what": what, "life": self._life, "at": time.monotonic(), **facts}, default=str)
+        line = json.dumps(
+            {"what": what, "incarnation": self._incarnation, "at": time.monotonic(), **facts}, default=str
+        )
         os.write(self._file, line.encode() + b"\n")
 
 
 def run(config: CoordinatorConfig) -> None:
-    """Train until told to stop."""
-    report = Reports(config.reports, config.life)
+    """Train until a request to stop arrives."""
+    report = Reports(config.reports, config.incarnation)
     obey_at(config.control, {"clock": shift_clock})
     measuring.MEASURE_SECONDS = MEASURE_SECONDS
     Job.write_pictures = lambda *_: None  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ class Fault:
     seconds: float = 0.0
     """How long it lasts, where it lasts."""
     amount: float = 0.0
-    """Of a clock: the seconds it jumps; of a link: its bytes per second."""
+    """For a clock, the seconds it jumps; for a link, its bytes per second."""
 
     @property
     def is_fatal(self) -> bool:
@@ -87,7 +87,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class ChaosScenario:
     """One training job and what happens to it."""
 
     seed: int
@@ -115,17 +115,17 @@ def chosen_kinds(only: Sequence[str], skipped: Sequence[str] = ()) -> tuple[str,
     return kinds
 
 
-def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_EACH) -> Scenario:
+def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_EACH) -> ChaosScenario:
     """Scenario `number` of `seed`."""
     turn, place = divmod(number, len(SHARES))
     share = random.Random(f"{seed} ways {turn}").sample(SHARES, len(SHARES))[place]
     drawing = random.Random(f"{seed} scenario {number}")
     devices = SPLIT_DEVICES if share == "split" else tuple(f"w{i + 1}" for i in range(drawing.choice((3, 4))))
     dealt = _dealt(seed, share, kinds, turn * FAULTS_EACH, faults)
-    return Scenario(seed, number, share, devices, tuple(_fault(kind, len(devices), drawing) for kind in dealt))
+    return ChaosScenario(seed, number, share, devices, tuple(_fault(kind, len(devices), drawing) for kind in dealt))
 
 
-def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[Scenario]:
+def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[ChaosScenario]:
     """One after another, with so many faults in all; None: without end."""
     left, number = faults, 0
     while left is None or left > 0:
@@ -137,11 +137,11 @@ def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[S
 def _dealt(seed: int, share: str, kinds: Sequence[str], first: int, count: int) -> list[str]:
     """Cards `first` to `first + count` of a way's pack, shuffled anew whenever it is used up."""
     pack = [kind for kind in kinds for _ in range(KINDS[kind].cards)]
-    found = []
+    dealt = []
     for place in range(first, first + count):
         shuffle, card = divmod(place, len(pack))
-        found.append(random.Random(f"{seed} {share} pack {shuffle}").sample(pack, len(pack))[card])
-    return found
+        dealt.append(random.Random(f"{seed} {share} pack {shuffle}").sample(pack, len(pack))[card])
+    return dealt
 
 
 def _fault(kind: str, devices: int, drawing: random.Random) -> Fault:

@@ -1,8 +1,8 @@
 """How each kind of fault is made, made sure of, and repaired.
 
 Every fault is a generator: it strikes, yields what it did, and when it is resumed it repairs what a person would have
-to repair. Each makes sure that it *fired*: the process is gone, packets were dropped, the disk has said that it is
-full.
+to repair. Each makes sure that it *fired*: the process is gone, packets were dropped, a write to the full disk
+failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from manyhands.lab.spaces import COORDINATOR_SPACE, entered
 from manyhands_bench.chaos.draw import COORDINATOR, SLOWED_TIMES, Fault
 from manyhands_bench.chaos.fork_server import is_alive, wait_gone
-from manyhands_bench.chaos.trial import GONE_SECONDS, Trial
+from manyhands_bench.chaos.trial import GONE_SECONDS, ScenarioProcesses
 from manyhands_bench.chaos.worker import STANDING_SECONDS
 
 _SPARE_BYTES, _LEAK_BYTES = 24 * 2**20, 2**30
@@ -41,33 +41,33 @@ class Struck:
     """By time.monotonic(), when it struck: recovery counts from here."""
     victims: tuple[str, ...] = ()
     has_fired: bool = True
-    life: int = 0
-    """Of the coordinator at that moment."""
+    incarnation: int = 0
+    """The coordinator's incarnation at that moment."""
 
 
 Course = Generator[Struck, None, None]
 
 
-def course(fault: Fault, trial: Trial) -> Course:
+def course(fault: Fault, trial: ScenarioProcesses) -> Course:
     """The fault as it strikes this trial: next() strikes, the next next() repairs."""
     return _COURSES[fault.kind](fault, trial)
 
 
-def _kill(fault: Fault, trial: Trial) -> Course:
+def _kill(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     trial.unusable |= {name}
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     struck.has_fired = trial.end_process(trial.workers[name])
     yield struck
     trial.start_worker(name)
 
 
-def _stop(fault: Fault, trial: Trial) -> Course:
+def _stop(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process = trial.workers[name]
     if fault.is_fatal:
         trial.unusable |= {name}
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     os.kill(process, signal.SIGSTOP)
     struck.has_fired = _becomes(process, "T")
     if not fault.is_fatal:
@@ -78,18 +78,18 @@ def _stop(fault: Fault, trial: Trial) -> Course:
         os.kill(process, signal.SIGCONT)
 
 
-def _hang(fault: Fault, trial: Trial) -> Course:
+def _hang(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     trial.unusable |= {name}
     has_fired = trial.order(name, STANDING_SECONDS + _ANSWER_SECONDS, do="hang")
-    yield Struck(time.monotonic(), victims, bool(has_fired), trial.life)
+    yield Struck(time.monotonic(), victims, bool(has_fired), trial.incarnation)
     trial.start_worker(name)
 
 
-def _partition(fault: Fault, trial: Trial) -> Course:
+def _partition(fault: Fault, trial: ScenarioProcesses) -> Course:
     victims = trial.victims(fault)
     trial.unusable |= set(victims)
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     trial.place.partition(*victims)
     yield struck
     struck.has_fired = sum(map(trial.place.dropped, victims)) > 0
@@ -99,9 +99,9 @@ def _partition(fault: Fault, trial: Trial) -> Course:
             trial.start_worker(name)
 
 
-def _slow_link(fault: Fault, trial: Trial) -> Course:
+def _slow_link(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     is_kept = trial.place.slow_down(name, fault.amount)
     yield struck
     trial.pause(struck.at + fault.seconds - time.monotonic())
@@ -109,12 +109,12 @@ def _slow_link(fault: Fault, trial: Trial) -> Course:
     trial.place.heal(name)
 
 
-def _junk(fault: Fault, trial: Trial) -> Course:
+def _junk(fault: Fault, trial: ScenarioProcesses) -> Course:
     drawing = random.Random(f"{trial.scenario.name} {fault.delay_seconds}")
     targets = [(trial.place.address(COORDINATOR_SPACE), trial.port)]
     for name, process in trial.workers.items():
         targets += [(trial.place.address(name), port) for port in listening_ports(process)]
-    struck = Struck(time.monotonic(), (), life=trial.life)
+    struck = Struck(time.monotonic(), (), incarnation=trial.incarnation)
     made: list[socket.socket] = []
     with (
         entered(trial.place.namespace(COORDINATOR_SPACE))
@@ -125,8 +125,8 @@ def _junk(fault: Fault, trial: Trial) -> Course:
     struck.has_fired = reached == len(targets) and len(targets) > len(trial.workers)
     yield struck
     trial.pause(struck.at + _HALF_OPEN_SECONDS - time.monotonic())
-    for one in made:
-        one.close()
+    for connection in made:
+        connection.close()
 
 
 def _throw_junk(target: tuple[str, int], drawing: random.Random, made: list[socket.socket]) -> bool:
@@ -137,34 +137,34 @@ def _throw_junk(target: tuple[str, int], drawing: random.Random, made: list[sock
     )  # fmt: skip
     for text in texts:
         try:
-            one = socket.create_connection(target, _CONNECT_SECONDS)
+            connection = socket.create_connection(target, _CONNECT_SECONDS)
         except OSError:
             return False
-        made.append(one)
-        one.setblocking(False)
+        made.append(connection)
+        connection.setblocking(False)
         with contextlib.suppress(OSError):  # it may be refused before all is sent
-            one.send(text)
+            connection.send(text)
     return True
 
 
-def _disk_full(fault: Fault, trial: Trial) -> Course:
+def _disk_full(fault: Fault, trial: ScenarioProcesses) -> Course:
     at = time.monotonic()
     is_full = trial.place.fill_disk()
     trial.pause(fault.seconds)
-    life = trial.life
+    incarnation = trial.incarnation
     trial.place.free_disk()
     if trial.has_ended():  # as it says it does, with a message; the person makes room and resumes
         at = time.monotonic()
         trial.start_coordinator()
-    yield Struck(at, (), is_full, life)
+    yield Struck(at, (), is_full, incarnation)
 
 
-def _oom(fault: Fault, trial: Trial) -> Course:
+def _oom(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process = trial.workers[name]
     trial.unusable |= {name}
     before = trial.place.tighten(name, _SPARE_BYTES)
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     trial.order(name, 0.01, do="leak", bytes=_LEAK_BYTES)  # it never answers
     has_gone = wait_gone(process, GONE_SECONDS)
     struck.has_fired = has_gone and trial.place.loosen(name) > before
@@ -173,21 +173,21 @@ def _oom(fault: Fault, trial: Trial) -> Course:
     trial.start_worker(name)
 
 
-def _clock(fault: Fault, trial: Trial) -> Course:
+def _clock(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = trial.victims(fault)
     at = time.monotonic()
     has_fired = trial.order(name, _ANSWER_SECONDS, do="clock", seconds=fault.amount)
-    yield Struck(at, (name,) if name != COORDINATOR else (), bool(has_fired), trial.life)
+    yield Struck(at, (name,) if name != COORDINATOR else (), bool(has_fired), trial.incarnation)
 
 
-def _coordinator(fault: Fault, trial: Trial) -> Course:
-    struck = Struck(time.monotonic(), (), life=trial.life)
+def _coordinator(fault: Fault, trial: ScenarioProcesses) -> Course:
+    struck = Struck(time.monotonic(), (), incarnation=trial.incarnation)
     struck.has_fired = trial.end_process(trial.coordinator)
     trial.start_coordinator()
     yield struck
 
 
-def _slow_device(fault: Fault, trial: Trial) -> Course:
+def _slow_device(fault: Fault, trial: ScenarioProcesses) -> Course:
     (name,) = victims = trial.victims(fault)
     process, over = trial.workers[name], threading.Event()
     counted = [0]
@@ -202,7 +202,7 @@ def _slow_device(fault: Fault, trial: Trial) -> Course:
                 over.wait(_DUTY_SECONDS / SLOWED_TIMES)
 
     slowing = threading.Thread(target=slow_down, name="slow device", daemon=True)
-    struck = Struck(time.monotonic(), victims, life=trial.life)
+    struck = Struck(time.monotonic(), victims, incarnation=trial.incarnation)
     slowing.start()
     try:
         yield struck
@@ -215,7 +215,7 @@ def _slow_device(fault: Fault, trial: Trial) -> Course:
             os.kill(process, signal.SIGCONT)
 
 
-_COURSES: dict[str, Callable[[Fault, Trial], Course]] = {
+_COURSES: dict[str, Callable[[Fault, ScenarioProcesses], Course]] = {
     "kill": _kill, "stop": _stop, "hang": _hang, "partition": _partition, "slow-link": _slow_link, "junk": _junk,
     "disk-full": _disk_full, "oom": _oom, "clock": _clock, "coordinator": _coordinator, "slow-device": _slow_device,
 }  # fmt: skip
@@ -234,15 +234,15 @@ def _becomes(process: int, state: str, limit_seconds: float = GONE_SECONDS) -> b
 
 def listening_ports(process: int) -> list[int]:
     """TCP ports where a process, which may be in another network namespace, takes connections."""
-    own = set()
+    inodes = set()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{process}/fd").iterdir():
             with contextlib.suppress(OSError):
-                own.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    found = []
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    ports = []
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == _LISTENS and words[9] in own:
-                found.append(int(words[1].rpartition(":")[2], 16))
-    return found
+            if words[3] == _LISTENS and words[9] in inodes:
+                ports.append(int(words[1].rpartition(":")[2], 16))
+    return ports

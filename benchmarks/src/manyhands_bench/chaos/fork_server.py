@@ -104,12 +104,12 @@ class ForkServer:
 
 def marked(mark: str) -> list[int]:
     """Processes with this mark that are alive."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def is_alive(process: int) -> bool:
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def _become(wanted: dict[str, Any]) -> None:
-    """This process, a new one, does as it is told, and ends."""
+    """This process, a new one, runs its function, and ends."""
     code = 1
     try:
         end_with(os.getppid())

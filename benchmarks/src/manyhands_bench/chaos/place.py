@@ -33,8 +33,8 @@ def missing() -> dict[str, str]:
     """What a kind of fault may need -> why it is not to be had here."""
     network, own_groups = spaces.missing(), groups.missing()
     disk = "" if os.name == "posix" and os.geteuid() == 0 else "A disk of its own needs root (mount)."
-    found = {"network": network, "groups": own_groups, "disk": disk}
-    return {need: why for need, why in found.items() if why}
+    lacking = {"network": network, "groups": own_groups, "disk": disk}
+    return {need: why for need, why in lacking.items() if why}
 
 
 def kinds_skipped() -> dict[str, str]:
@@ -74,7 +74,7 @@ class Place:
     # The disk
 
     def fill_disk(self) -> bool:
-        """Write until the disk is full; whether it has said so."""
+        """Write until the disk is full; return whether a write failed for lack of space."""
         size = 2**20
         with open(self._filler, "ab", buffering=0) as file:
             while size:
@@ -99,10 +99,10 @@ class Place:
 
     # Links
 
-    def partition(self, one: str, other: str) -> None:
-        """From now on no packet passes between the two, either way; nobody is told."""
+    def partition(self, device: str, other: str) -> None:
+        """From now on no packet passes between the two, in either direction; neither of the two is notified."""
         assert self.network is not None
-        for sender, receiver in ((one, other), (other, one)):
+        for sender, receiver in ((device, other), (other, device)):
             with entered(self.network.namespace(sender)):
                 run_batch(
                     "tc",
@@ -120,8 +120,8 @@ class Place:
         """Packets that the kernel has dropped since the partition."""
         assert self.network is not None
         with entered(self.network.namespace(name)):
-            found = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
-        return sum(int(one.get("drops", 0)) for one in found if one.get("handle") == "2:")
+            queues = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
+        return sum(int(queue.get("drops", 0)) for queue in queues if queue.get("handle") == "2:")
 
     def heal(self, *names: str) -> None:
         """Links are as they were."""
@@ -142,23 +142,23 @@ class Place:
         """Bytes that went through the slow link so far."""
         assert self.network is not None
         with entered(self.network.namespace(name)):
-            found = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
-        return sum(int(one.get("bytes", 0)) for one in found if one.get("kind") == "tbf")
+            queues = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
+        return sum(int(queue.get("bytes", 0)) for queue in queues if queue.get("kind") == "tbf")
 
     # Memory
 
     def tighten(self, name: str, spare_bytes: int) -> int:
         """The device may use so much more than now; how often the kernel has killed there for memory."""
-        own = groups.find()
-        now = own.statistics(self.lab, name)
-        own.make(self.lab, name, None, now.memory_bytes + spare_bytes)
+        cgroups = groups.find()
+        now = cgroups.statistics(self.lab, name)
+        cgroups.make(self.lab, name, None, now.memory_bytes + spare_bytes)
         return now.oom_kills
 
     def loosen(self, name: str) -> int:
         """No limit any more; how often the kernel has killed."""
-        own = groups.find()
-        own.make(self.lab, name, None, None)
-        return own.statistics(self.lab, name).oom_kills
+        cgroups = groups.find()
+        cgroups.make(self.lab, name, None, None)
+        return cgroups.statistics(self.lab, name).oom_kills
 
 
 @contextlib.contextmanager

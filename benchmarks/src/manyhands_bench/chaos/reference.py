@@ -84,11 +84,11 @@ class Reference:
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    def differs(self, found: Mapping[str, Tensor], steps: int) -> float:
+    def differs(self, weights: Mapping[str, Tensor], steps: int) -> float:
         """The largest absolute difference of any number; infinite where a tensor is missing or has another shape."""
         wanted, worst = self.weights(steps), 0.0
         for name, tensor in wanted.items():
-            other = found.get(name)
+            other = weights.get(name)
             if other is None or other.shape != tensor.shape:
                 return float("inf")
             worst = max(worst, float((other.double() - tensor.double()).abs().nan_to_num(float("inf")).max()))

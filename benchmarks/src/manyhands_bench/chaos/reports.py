@@ -14,11 +14,11 @@ SAME_ROUND_SECONDS = 0.005
 SAME_LOSS_SECONDS = 1.0
 
 
-class Step(NamedTuple):
+class CompletedStep(NamedTuple):
     """A step that was completed and had not been before, by this coordinator."""
 
     at: float
-    life: int
+    incarnation: int
     step: int
 
 
@@ -34,7 +34,7 @@ class Watched:
     """The state of a job as its coordinators report it. Several live one after another, each resuming the job."""
 
     path: Path
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CompletedStep] = field(default_factory=list)
     alive: dict[str, int] = field(default_factory=dict)
     """Device -> the serial number of its membership, of the present coordinator."""
     gone: list[Gone] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Watched:
     """When each was made, and its devices."""
     endings: dict[int, str] = field(default_factory=dict)
     """Coordinator -> the error it ended with."""
-    life: int = -1
+    incarnation: int = -1
     _read: int = 0
 
     def poll(self) -> None:
@@ -60,16 +60,16 @@ class Watched:
             self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
-        what, at, life = line["what"], line["at"], line["life"]
-        if life > self.life:
-            self.life, self.alive = life, {}
+        what, at, incarnation = line["what"], line["at"], line["incarnation"]
+        if incarnation > self.incarnation:
+            self.incarnation, self.alive = incarnation, {}
         if what == "step":
-            self.steps.append(Step(at, life, line["step"]))
+            self.steps.append(CompletedStep(at, incarnation, line["step"]))
         elif what == "planned":
             self.in_use = tuple(line["devices"])
             self.plans.append((at, self.in_use))
         elif what == "ended":
-            self.endings[life] = line["error"]
+            self.endings[incarnation] = line["error"]
         elif what == "alive":
             now = {name: int(serial) for name, serial in line["devices"]}
             self._note_gone(at, [name for name, serial in self.alive.items() if now.get(name) != serial])
@@ -79,31 +79,33 @@ class Watched:
 
     def _note_gone(self, at: float, names: Iterable[str]) -> None:
         """Each loss once, though the job tells of it and the list of members shows it."""
-        recent = {one.name for one in self.gone if one.at > at - SAME_LOSS_SECONDS}
+        recent = {loss.name for loss in self.gone if loss.at > at - SAME_LOSS_SECONDS}
         self.gone += [Gone(at, name) for name in names if name not in recent]
 
-    def steps_since(self, at: float, life: int | None = None) -> list[Step]:
-        return [one for one in self.steps if one.at > at and (life is None or one.life == life)]
+    def steps_since(self, at: float, incarnation: int | None = None) -> list[CompletedStep]:
+        return [
+            step for step in self.steps if step.at > at and (incarnation is None or step.incarnation == incarnation)
+        ]
 
     def gone_since(self, at: float, names: Collection[str]) -> Gone | None:
         """The first of these devices that was given up since."""
-        return next((one for one in self.gone if one.at > at and one.name in names), None)
+        return next((loss for loss in self.gone if loss.at > at and loss.name in names), None)
 
-    def recovered_at(self, struck_at: float, life: int, victims: Collection[str]) -> float | None:
+    def recovered_at(self, struck_at: float, incarnation: int, victims: Collection[str]) -> float | None:
         """When training had recovered from a fault; None: it has not yet.
 
         A coordinator that is there since the fault: at its first round. Where a victim is to be given up: at the first
         new round after that, or after a plan that leaves it out. Else at the second new round: the first may have been
         nearly done when the fault struck.
         """
-        if self.life > life:
-            found = self.steps_since(struck_at, self.life)
-            return found[0].at if found else None
+        if self.incarnation > incarnation:
+            steps = self.steps_since(struck_at, self.incarnation)
+            return steps[0].at if steps else None
         if victims:
             gone = self.gone_since(struck_at, victims)
             moments = [at for at, devices in self.plans if at > struck_at and not set(victims) <= set(devices)]
             given_up = min([*moments[:1], *([gone.at] if gone is not None else [])], default=None)
-            found = self.steps_since(given_up) if given_up is not None else []
-            return found[0].at if found else None
-        found = self.steps_since(struck_at)
-        return next((one.at for one in found if one.at > found[0].at + SAME_ROUND_SECONDS), None)
+            steps = self.steps_since(given_up) if given_up is not None else []
+            return steps[0].at if steps else None
+        steps = self.steps_since(struck_at)
+        return next((step.at for step in steps if step.at > steps[0].at + SAME_ROUND_SECONDS), None)

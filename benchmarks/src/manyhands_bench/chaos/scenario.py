@@ -15,14 +15,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from manyhands.executor import checkpoint
-from manyhands_bench.capture.measure import Progress
-from manyhands_bench.chaos.draw import Fault, Scenario
+from manyhands_bench.chaos.draw import ChaosScenario, Fault
 from manyhands_bench.chaos.faults import Struck, course
 from manyhands_bench.chaos.fork_server import ForkServer, wait_gone
 from manyhands_bench.chaos.place import place_for
 from manyhands_bench.chaos.reference import MICRO_BATCHES, Reference
 from manyhands_bench.chaos.summary import FaultOutcome, ScenarioOutcome
-from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, Stuck, Trial
+from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, ScenarioProcesses, Stuck
+from manyhands_bench.figures import Progress
 
 RECOVERY_LIMIT_SECONDS = 60.0
 """Longer than that, and it hangs: six times what is aimed at."""
@@ -32,42 +32,42 @@ LEAVE_SECONDS = 15.0
 
 
 def run_scenario(
-    scenario: Scenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
+    scenario: ChaosScenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
 ) -> ScenarioOutcome:
     """What came of it. Its folder is kept where something went wrong."""
     began = time.monotonic()
     lab = f"c{secrets.token_hex(3)}"
     folder = base / lab
-    found = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
+    outcome = ScenarioOutcome(scenario.seed, scenario.number, scenario.share, len(scenario.faults))
     with place_for(folder, lab, scenario.devices) as place:
-        trial = Trial(scenario, place, forks)
+        trial = ScenarioProcesses(scenario, place, forks)
         try:
             _start(trial)
             for fault in scenario.faults:
-                found.faults.append(_strike(trial, fault, say))
+                outcome.faults.append(_strike(trial, fault, say))
             _stop(trial)
-            _judge(trial, references[MICRO_BATCHES[scenario.share]], found)
+            _judge(trial, references[MICRO_BATCHES[scenario.share]], outcome)
         except Stuck as stuck:
-            found.failure, found.hangs = str(stuck), int(stuck.is_hang)
-        found.false_evictions = list(trial.false_evictions)
-        found.processes_left = 0 if found.failure else _count_left(forks)
+            outcome.failure, outcome.hangs = str(stuck), int(stuck.is_hang)
+        outcome.false_evictions = list(trial.false_evictions)
+        outcome.processes_left = 0 if outcome.failure else _count_left(forks)
         forks.end_children()
-    found.seconds = time.monotonic() - began
-    if found.is_good:
+    outcome.seconds = time.monotonic() - began
+    if outcome.is_good:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        found.folder = str(folder)
-    return found
+        outcome.folder = str(folder)
+    return outcome
 
 
-def _start(trial: Trial) -> None:
+def _start(trial: ScenarioProcesses) -> None:
     trial.start_coordinator()
     for name in trial.scenario.devices:
         trial.start_worker(name)
     trial.until(lambda: len(trial.watched.steps) > 1, START_SECONDS, "starting")
 
 
-def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
+def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutcome:
     """One fault, from waiting for its moment to everything being repaired."""
     trial.until_calm(fault.after_steps, START_SECONDS, f"before {fault.kind}")
     trial.pause(fault.delay_seconds)
@@ -80,10 +80,10 @@ def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
         expected = struck.victims if fault.is_fatal else ()
 
         def has_recovered() -> bool:
-            return trial.watched.recovered_at(struck.at, struck.life, expected) is not None
+            return trial.watched.recovered_at(struck.at, struck.incarnation, expected) is not None
 
         what = f"{fault.kind} of {', '.join(struck.victims) or 'the job'}"
-        is_resumed = trial.life > struck.life
+        is_resumed = trial.incarnation > struck.incarnation
         may_end = trial.may_end_with(struck.victims)
         if not trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, what, may_end=may_end, restarts=is_resumed):
             next(happens, None)
@@ -96,9 +96,9 @@ def _strike(trial: Trial, fault: Fault, say: Progress) -> FaultOutcome:
 
 
 def _outcome(
-    trial: Trial, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
+    trial: ScenarioProcesses, fault: Fault, struck: Struck, expected: tuple[str, ...], say: Progress
 ) -> FaultOutcome:  # fmt: skip
-    recovered = trial.watched.recovered_at(struck.at, struck.life, expected)
+    recovered = trial.watched.recovered_at(struck.at, struck.incarnation, expected)
     seconds = recovered - struck.at if recovered is not None else None
     names = ", ".join(struck.victims)
     text = f"{seconds:.2f} s" if seconds is not None else "not recovered"
@@ -106,7 +106,7 @@ def _outcome(
     return FaultOutcome(fault.kind, trial.scenario.share, struck.has_fired, seconds, names)
 
 
-def _stop(trial: Trial) -> None:
+def _stop(trial: ScenarioProcesses) -> None:
     """End the job as Ctrl-C does: a checkpoint is left of its last round."""
     trial.until_calm(LAST_STEPS, START_SECONDS, "at the end")
     trial.is_ending = True
@@ -116,16 +116,16 @@ def _stop(trial: Trial) -> None:
     trial.look()
 
 
-def _judge(trial: Trial, reference: Reference, found: ScenarioOutcome) -> None:
+def _judge(trial: ScenarioProcesses, reference: Reference, outcome: ScenarioOutcome) -> None:
     """Weights and rounds against those of one device."""
     folder = trial.place.disk / "run"
     newest = checkpoint.latest(folder)
     if newest is None:
         raise Stuck("at the end: no checkpoint is left", is_hang=False)
     steps = int(newest.name.rpartition("-")[2])
-    found.rounds = steps
-    found.weights_differ = reference.differs(load_file(newest / "model.safetensors"), steps)
-    found.rounds_lost = rounds_lost(_metric_steps(folder), steps)
+    outcome.rounds = steps
+    outcome.weights_differ = reference.differs(load_file(newest / "model.safetensors"), steps)
+    outcome.rounds_lost = rounds_lost(_metric_steps(folder), steps)
 
 
 def rounds_lost(recorded: list[int], steps: int) -> int:

@@ -11,8 +11,8 @@ import msgspec
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadValue
 from manyhands.files.documents import read_document, write_document
-from manyhands_bench.capture.measure import Figures
 from manyhands_bench.chaos.draw import KINDS
+from manyhands_bench.figures import Figures
 
 
 class FaultOutcome(msgspec.Struct):
@@ -70,46 +70,46 @@ def write_run(path: Path, run: ChaosRun) -> None:
 
 def read_runs(paths: Sequence[Path]) -> list[ScenarioOutcome]:
     """The scenarios of stored runs. The same scenario twice would count twice, so that is refused."""
-    found: list[ScenarioOutcome] = []
+    outcomes: list[ScenarioOutcome] = []
     seen: dict[tuple[int, int], Path] = {}
     for path in paths:
-        for one in decode(read_document(path), ChaosRun, str(path)).scenarios:
-            key = (one.seed, one.number)
+        for scenario in decode(read_document(path), ChaosRun, str(path)).scenarios:
+            key = (scenario.seed, scenario.number)
             if key in seen:
                 raise BadValue(
-                    f"{path}: holds scenario {one.number} of seed {one.seed}, and so does {seen[key]}.",
+                    f"{path}: holds scenario {scenario.number} of seed {scenario.seed}, and so does {seen[key]}.",
                     hint="Give each run another --seed, and each file once.",
                 )
             seen[key] = path
-            found.append(one)
-    return found
+            outcomes.append(scenario)
+    return outcomes
 
 
 def summarize(scenarios: Sequence[ScenarioOutcome]) -> Figures:
     """The benchmark's figures. Recoveries are of faults that fired and were recovered from."""
-    faults = [fault for one in scenarios for fault in one.faults]
+    faults = [fault for scenario in scenarios for fault in scenario.faults]
     seconds = _recoveries(faults)
     figures: Figures = {
-        "faults": sum(one.planned_faults for one in scenarios),
+        "faults": sum(scenario.planned_faults for scenario in scenarios),
         "faults_fired": sum(fault.has_fired for fault in faults),
-        "rounds_lost": sum(one.rounds_lost for one in scenarios),
-        "weights_differ": max((one.weights_differ for one in scenarios), default=0.0),
-        "processes_left": sum(one.processes_left for one in scenarios),
-        "hangs": sum(one.hangs for one in scenarios),
+        "rounds_lost": sum(scenario.rounds_lost for scenario in scenarios),
+        "weights_differ": max((scenario.weights_differ for scenario in scenarios), default=0.0),
+        "processes_left": sum(scenario.processes_left for scenario in scenarios),
+        "hangs": sum(scenario.hangs for scenario in scenarios),
         "recovery_seconds_median": statistics.median(seconds) if seconds else 0.0,
         "recovery_seconds_worst": max(seconds, default=0.0),
-        "false_evictions": sum(len(one.false_evictions) for one in scenarios),
+        "false_evictions": sum(len(scenario.false_evictions) for scenario in scenarios),
         "scenarios": len(scenarios),
-        "failures": sum(bool(one.failure) for one in scenarios),
-        "rounds": sum(one.rounds for one in scenarios),
-        "seconds": sum(one.seconds for one in scenarios),
+        "failures": sum(bool(scenario.failure) for scenario in scenarios),
+        "rounds": sum(scenario.rounds for scenario in scenarios),
+        "seconds": sum(scenario.seconds for scenario in scenarios),
     }
     for kind in KINDS:
-        own = [fault for fault in faults if fault.kind == kind]
-        if own:
-            each = _recoveries(own)
+        of_kind = [fault for fault in faults if fault.kind == kind]
+        if of_kind:
+            each = _recoveries(of_kind)
             key = kind.replace("-", "_")
-            figures[f"fired_{key}"] = sum(fault.has_fired for fault in own)
+            figures[f"fired_{key}"] = sum(fault.has_fired for fault in of_kind)
             figures[f"recovery_seconds_median_{key}"] = statistics.median(each) if each else 0.0
             figures[f"recovery_seconds_worst_{key}"] = max(each, default=0.0)
     return figures
@@ -117,14 +117,14 @@ def summarize(scenarios: Sequence[ScenarioOutcome]) -> Figures:
 
 def by_kind(figures: Figures) -> dict[str, tuple[int, float, float]]:
     """Kind of fault -> how many fired, and the median and worst seconds of recovery, out of the flat figures."""
-    found = {}
+    rows = {}
     for kind in KINDS:
         key = kind.replace("-", "_")
         if f"fired_{key}" in figures:
             median, worst = (float(figures[f"recovery_seconds_{what}_{key}"]) for what in ("median", "worst"))
-            found[kind] = int(figures[f"fired_{key}"]), median, worst
-    return found
+            rows[kind] = int(figures[f"fired_{key}"]), median, worst
+    return rows
 
 
 def _recoveries(faults: Sequence[FaultOutcome]) -> list[float]:
-    return [one.recovery_seconds for one in faults if one.has_fired and one.recovery_seconds is not None]
+    return [fault.recovery_seconds for fault in faults if fault.has_fired and fault.recovery_seconds is not None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from manyhands.lab.spaces import COORDINATOR_SPACE
 from manyhands_bench.chaos.coordinator import CoordinatorConfig
-from manyhands_bench.chaos.draw import COORDINATOR, SPLIT_DEVICES, Fault, Scenario
+from manyhands_bench.chaos.draw import COORDINATOR, SPLIT_DEVICES, ChaosScenario, Fault
 from manyhands_bench.chaos.fork_server import ForkServer, is_alive, wait_gone
 from manyhands_bench.chaos.place import Place
 from manyhands_bench.chaos.reports import Watched
@@ -38,17 +38,17 @@ class Stuck(Exception):
 
 
 @dataclass
-class Trial:
+class ScenarioProcesses:
     """The processes of one scenario."""
 
-    scenario: Scenario
+    scenario: ChaosScenario
     place: Place
     forks: ForkServer
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     workers: dict[str, int] = field(default_factory=dict)
     """Device -> its process."""
     coordinator: int = 0
-    life: int = -1
+    incarnation: int = -1
     port: int = 0
     unusable: set[str] = field(default_factory=set)
     """Devices that a fault has made unusable, until they have joined again: to give them up is right."""
@@ -76,12 +76,12 @@ class Trial:
 
     def start_coordinator(self) -> None:
         """Start it; one that finds a checkpoint in the run folder goes on from there, as --resume does."""
-        self.life += 1
+        self.incarnation += 1
         config = CoordinatorConfig(
             self.scenario.share, self.scenario.devices, self.place.address(COORDINATOR_SPACE), self.port, self.token,
-            str(self.place.disk / "run"), str(self.watched.path), self._control(COORDINATOR), self.life,
+            str(self.place.disk / "run"), str(self.watched.path), self._control(COORDINATOR), self.incarnation,
         )  # fmt: skip
-        log = self.place.folder / "logs" / f"coordinator-{self.life}.log"
+        log = self.place.folder / "logs" / f"coordinator-{self.incarnation}.log"
         self.coordinator = self.forks.start(config, log, namespace=self.place.namespace(COORDINATOR_SPACE))
 
     def end_process(self, process: int) -> bool:
@@ -100,8 +100,8 @@ class Trial:
     def order(self, name: str, limit_seconds: float, **command: object) -> bool | None:
         """Have a process do something to itself; None: it did not answer."""
         self._serial += 1
-        own = str(self.place.folder / f"ask-{self._serial}.sock")
-        return order(str(self.place.folder / f"{name}.sock"), own, limit_seconds, **command)
+        reply_path = str(self.place.folder / f"ask-{self._serial}.sock")
+        return order(str(self.place.folder / f"{name}.sock"), reply_path, limit_seconds, **command)
 
     def victims(self, fault: Fault) -> tuple[str, ...]:
         """Names of those it strikes: places among the devices that are in use now."""
@@ -111,7 +111,7 @@ class Trial:
         first = names[fault.victims[0] % len(names)]
         if len(fault.victims) == 1:
             return (first,)
-        others = [name for name in names if name != first] or [one for one in self.workers if one != first]
+        others = [name for name in names if name != first] or [worker for worker in self.workers if worker != first]
         return first, others[fault.victims[1] % len(others)]
 
     def may_end_with(self, victims: tuple[str, ...]) -> bool:
@@ -127,7 +127,7 @@ class Trial:
         self._judged = len(self.watched.gone)
         if self.is_ending:
             return
-        self.false_evictions += [one.name for one in new if one.name not in self.unusable]
+        self.false_evictions += [loss.name for loss in new if loss.name not in self.unusable]
 
     def has_ended(self) -> bool:
         """Whether the coordinator's process is gone."""
@@ -149,7 +149,9 @@ class Trial:
                 self.look()
                 if may_end:
                     return False
-                raise Stuck(f"{what}: the job ended: {self.watched.endings.get(self.life, 'no error')}", is_hang=False)
+                raise Stuck(
+                    f"{what}: the job ended: {self.watched.endings.get(self.incarnation, 'no error')}", is_hang=False
+                )
             if time.monotonic() > end:
                 raise Stuck(f"{what}: not within {limit_seconds:g} s", is_hang=True)
             if restarts:

@@ -29,7 +29,7 @@ _LEAK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the process is told."""
+    """The arguments of the worker process."""
 
     name: str
     host: str
@@ -108,10 +108,10 @@ def obey_at(path: str, commands: dict[str, Callable[[dict[str, Any]], bool]]) ->
     threading.Thread(target=obey, name="chaos", daemon=True).start()
 
 
-def order(path: str, own: str, limit_seconds: float, **command: Any) -> bool | None:
+def order(path: str, reply_path: str, limit_seconds: float, **command: Any) -> bool | None:
     """Send a command to the process at `path`, from a socket at `own`; None: no answer in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
-        asking.bind(own)
+        asking.bind(reply_path)
         asking.settimeout(limit_seconds)
         try:
             asking.sendto(json.dumps(command).encode(), path)

@@ -10,14 +10,12 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
-from torch.utils.data import Dataset
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
@@ -26,7 +24,7 @@ from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.fork_server import close_fork_servers
 from manyhands.runtime.order import Order, RunState
@@ -35,11 +33,11 @@ from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session, usable_cores
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.core.ddp import Rival
+from manyhands_bench.core.ddp import Baseline
 from manyhands_bench.core.transports import bench_engine
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.same_batch import SameBatch
 
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
 WARM_UP_STEPS = 2
 MEASURED_EVERY = 4
 """Blocks between two measurements from which a step is predicted: the machine's speed drifts."""
@@ -49,7 +47,7 @@ OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
 
 
 @dataclass(frozen=True)
-class Setting:
+class CoreSetting:
     """A model at an input size and batch size."""
 
     model: str
@@ -60,27 +58,13 @@ class Setting:
         return f"{self.model} {'x'.join(map(str, self.shape))} batch {self.samples}"
 
 
-DATA_PARALLEL = Setting("resnet18", (3, 64, 64), 32)
-OVERHEAD = (Setting("yolov2-16", (3, 608, 608), 1), Setting("resnet50", (3, 224, 224), 4),
-            Setting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
-QUICK_OVERHEAD = (Setting("resnet18", (3, 64, 64), 8),)
+DATA_PARALLEL = CoreSetting("resnet18", (3, 64, 64), 32)
+OVERHEAD = (CoreSetting("yolov2-16", (3, 608, 608), 1), CoreSetting("resnet50", (3, 224, 224), 4),
+            CoreSetting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
+QUICK_OVERHEAD = (CoreSetting("resnet18", (3, 64, 64), 8),)
 
 
-class SameBatch(Dataset[Any]):
-    """The same batch over and over: what is measured is training, not loading."""
-
-    def __init__(self, model: str, shape: tuple[int, ...], samples: int) -> None:
-        self.inputs: Any = example_batch(model, samples, input_shape=shape)
-        self.targets = example_target(model, samples, input_shape=shape)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inputs[index], self.targets[index]
-
-
-def _captured(setting: Setting, data: SameBatch) -> Graph:
+def _captured(setting: CoreSetting, data: SameBatch) -> Graph:
     torch.manual_seed(0)
     return captured(
         build(setting.model), data, loss_function(ZOO[setting.model].loss), granularity="blocks", name=setting.model
@@ -95,7 +79,7 @@ def _ours(session: Session, graph: Graph, plan: Plan, data: SameBatch, steps: in
     return run.run((step, data.inputs, data.targets) for step in range(steps)).step_seconds
 
 
-def _even(setting: Setting, graph: Graph, names: tuple[str, ...]) -> Plan:
+def _even(setting: CoreSetting, graph: Graph, names: tuple[str, ...]) -> Plan:
     share = BySamples(tuple(setting.samples // len(names) for _ in names))
     stage = Stage((0, len(graph.network.layers)), names, share)
     return resolve(Plan(graph.name, setting.samples, (stage,), batch_norm="local", optimizer_slots=1), graph.network)
@@ -106,12 +90,12 @@ def _steady(seconds: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def _rival(calls: list[str]) -> Iterator[Rival]:
-    rival = Rival(calls)
+def _baseline(calls: list[str]) -> Iterator[Baseline]:
+    baseline = Baseline(calls)
     try:
-        yield rival
+        yield baseline
     finally:
-        rival.close()
+        baseline.close()
 
 
 def _free_port() -> int:
@@ -119,24 +103,24 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _ddp_calls(setting: Setting, workers: int, bucket: int) -> list[str]:
+def _ddp_calls(setting: CoreSetting, workers: int, bucket: int) -> list[str]:
     port = _free_port()
-    own = setting.samples // workers
+    share = setting.samples // workers
     return [
-        f"distributed({setting.model!r}, {setting.shape!r}, {own}, {rank}, {workers}, {port}, {bucket})"
+        f"distributed({setting.model!r}, {setting.shape!r}, {share}, {rank}, {workers}, {port}, {bucket})"
         for rank in range(workers)
     ]
 
 
 def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
-    """Throughput over local workers against DistributedDataParallel, and what the simulator said of it."""
+    """Throughput over local workers against DistributedDataParallel, and the error of the simulator's prediction."""
     setting, tuning, blocks, steps = DATA_PARALLEL, *((1, 2, 6) if quick else (2, 12, 16))
     if setting.samples % workers:
         raise BadValue(f"--workers {workers} must divide the batch of {setting.samples}.")
     data = SameBatch(setting.model, setting.shape, setting.samples)
     graph = _captured(setting, data)
     with contextlib.ExitStack() as stack:
-        rivals = {mb: stack.enter_context(_rival(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
+        baselines = {mb: stack.enter_context(_baseline(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
         session = stack.enter_context(open_session(Cluster.local(workers), threads=1))
         even = _even(setting, graph, session.cluster.names)
         plans = {mb: msgspec.structs.replace(even, bucket_bytes=mb * 10**6) for mb in BUCKETS_MB}
@@ -145,7 +129,7 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
             return _steady(_ours(session, graph, plans[mb], data, steps))
 
         def theirs(mb: int) -> float:
-            return _steady(rivals[mb].run(steps))
+            return _steady(baselines[mb].run(steps))
 
         say("data parallel, both sides with each bucket size")
         tried = [(ours(mb), theirs(mb), mb) for _ in range(tuning) for mb in BUCKETS_MB]
@@ -156,12 +140,12 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
             say(f"data parallel, block {block + 1} of {blocks}")
             if block % MEASURED_EVERY == 0:
                 cluster, profile = measure(session, graph, setting.samples, optimizer=OPTIMIZER, refresh=True)
-                found = simulate(plans[best], graph.network, cluster, profile, keep_spans=False)
-                predictions.append(found.seconds)
+                simulated = simulate(plans[best], graph.network, cluster, profile, keep_spans=False)
+                predictions.append(simulated.seconds)
             pairs.append((ours(best), theirs(their_best)))
-    measured, predicted = statistics.median(own for own, _ in pairs), statistics.median(predictions)
+    measured, predicted = statistics.median(our for our, _ in pairs), statistics.median(predictions)
     return {
-        "dp_vs_ddp": statistics.median(their / own for own, their in pairs),
+        "dp_vs_ddp": statistics.median(their / our for our, their in pairs),
         "dp_step_seconds": measured,
         "ddp_step_seconds": statistics.median(their for _, their in pairs),
         "dp_workers": workers,
@@ -172,13 +156,13 @@ def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
         "ddp_setting": f"the same by DistributedDataParallel over gloo, buckets of {their_best} MB (faster of "
         f"{BUCKETS_MB}), gradient_as_bucket_view, broadcast_buffers off",
         "dp_blocks": f"{blocks} blocks of {steps} steps, the first {WARM_UP_STEPS} of each left out; ours "
-        f"{_listed([own for own, _ in pairs])} s, DDP {_listed([their for _, their in pairs])} s; "
+        f"{_listed([our for our, _ in pairs])} s, DDP {_listed([their for _, their in pairs])} s; "
         f"predicted {_listed(predictions)} s",
     }
 
 
 def _median_of(tried: list[tuple[float, float, int]], side: int, mb: int) -> float:
-    return statistics.median(one[side] for one in tried if one[2] == mb)
+    return statistics.median(round_[side] for round_ in tried if round_[2] == mb)
 
 
 def bench_overhead(quick: bool, say: Progress) -> Figures:
@@ -191,18 +175,18 @@ def bench_overhead(quick: bool, say: Progress) -> Figures:
         blocks, steps = (2, 5) if quick else (7, 7)
         with contextlib.ExitStack() as stack:
             call = f"plain({setting.model!r}, {setting.shape!r}, {setting.samples})"
-            rival = stack.enter_context(_rival([call]))
+            baseline = stack.enter_context(_baseline([call]))
             session = stack.enter_context(open_session(Cluster.local(1), threads=1))
             plan = resolve(
                 Plan(graph.name, setting.samples, (Stage((0, len(graph.network.layers)), session.cluster.names),)),
                 graph.network,
             )
-            rival.run(1)
+            baseline.run(1)
             ratios = []
             for block in range(blocks):
                 say(f"overhead of {setting}, block {block + 1} of {blocks}")
-                own = _steady(_ours(session, graph, plan, data, steps))
-                ratios.append(own / _steady(rival.run(steps)))
+                ours = _steady(_ours(session, graph, plan, data, steps))
+                ratios.append(ours / _steady(baseline.run(steps)))
         key = f"capture_overhead_{setting.model}"
         figures[key] = statistics.median(ratios)
         figures[f"{key}_setting"] = (

@@ -1,6 +1,6 @@
-"""What `manyhands bench core` measures itself against, each in processes of its own, told block by block to run.
+"""What `manyhands bench core` measures itself against, each in processes of its own, run block by block.
 
-A rival reads lines 'N' from its standard input, runs N steps, and answers with their seconds as one line of JSON.
+A baseline reads lines 'N' from its standard input, runs N steps, and answers with their seconds as one line of JSON.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def distributed(
     _answer(step, speaks=rank == 0)
 
 
-class Rival:
-    """Processes that run blocks of steps when told."""
+class Baseline:
+    """Processes that run blocks of steps on request."""
 
     def __init__(self, calls: list[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -99,7 +99,7 @@ class Rival:
         ]  # fmt: skip
 
     def run(self, steps: int) -> list[float]:
-        """Seconds of each step; a rival that does not answer is ended and named."""
+        """Seconds of each step; a baseline that does not answer is ended and named."""
         import selectors
 
         for process in self.processes:
@@ -108,18 +108,18 @@ class Rival:
                 process.stdin.write(f"{steps}\n")
                 process.stdin.flush()
             except OSError as error:
-                raise ManyhandsError(f"A rival ended (exit code {process.poll()}) before it was to run.") from error
+                raise ManyhandsError(f"A baseline ended (exit code {process.poll()}) before it was to run.") from error
         output = self.processes[0].stdout
         assert output is not None
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
             if not selector.select(LIMIT_SECONDS):
-                raise TimedOut(f"A rival did not run {steps} steps within {LIMIT_SECONDS:g} s.")
+                raise TimedOut(f"A baseline did not run {steps} steps within {LIMIT_SECONDS:g} s.")
         line = output.readline()
         if not line:
-            raise ManyhandsError("A rival ended before it answered.")
-        found: list[float] = json.loads(line)
-        return found
+            raise ManyhandsError("A baseline ended before it answered.")
+        seconds: list[float] = json.loads(line)
+        return seconds
 
     def close(self) -> None:
         end_all(self.processes)

@@ -18,16 +18,8 @@ import time
 from collections.abc import Callable
 
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands_bench.core.links import (
-    BURST_MESSAGE_BYTES,
-    BURST_MESSAGES,
-    GLOO_LIMIT_SECONDS,
-    LIMIT_SECONDS,
-    LINKS,
-    PINGS_AT_ONCE,
-    SIZES,
-    messages_of,
-)
+from manyhands_bench.core.link_protocol import BURST_MESSAGE_BYTES, BURST_MESSAGES, GLOO_LIMIT_SECONDS, LIMIT_SECONDS
+from manyhands_bench.core.links import LINKS, PINGS_AT_ONCE, SIZES, messages_of
 
 _KILL_AFTER_SECONDS = 0.03
 _KILL_ATTEMPTS = 3
@@ -83,7 +75,7 @@ class _Process:
 
 
 class _Pair:
-    """Both ends of one candidate, connected."""
+    """The two connected processes of one transport."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -103,9 +95,9 @@ class _Pair:
         """What the first end measured."""
         self.b.tell(command, argument)
         self.a.tell(command, argument)
-        found = self.a.answer()
+        answer = self.a.answer()
         self.b.answer()
-        return found
+        return answer
 
     def close(self) -> None:
         self.a.kill()
@@ -115,26 +107,26 @@ class _Pair:
 def bench_engine(quick: bool = False, on_progress: Callable[[str], None] = lambda _: None) -> dict[str, float | str]:
     """Flat names: '<candidate>_latency_us', '<candidate>_throughput_mb_per_s', '<candidate>_kill_seconds', ratios;
     of memory in common and TCP also '<candidate>_latency_us_<size>' and '<candidate>_stream_gb_s_<size>'."""
-    found: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {}
     kinds = list(LINKS)
     if importlib.util.find_spec("zmq") is None:
         kinds = [kind for kind in kinds if not kind.startswith("zeromq")]
-        found["zeromq"] = "not installed: pip install 'manyhands[bench]'"
+        figures["zeromq"] = "not installed: pip install 'manyhands[bench]'"
     pairs: list[_Pair] = []
     try:
         for kind in kinds:
             on_progress(f"starting {kind}")
             pairs.append(_Pair(kind))
-        found |= _latency(pairs, 5 if quick else 15, on_progress)
-        found |= _throughput(pairs, 5 if quick else 15, on_progress)
-        found |= _sharing(pairs, 5 if quick else 15, on_progress)
+        figures |= _latency(pairs, 5 if quick else 15, on_progress)
+        figures |= _throughput(pairs, 5 if quick else 15, on_progress)
+        figures |= _sharing(pairs, 5 if quick else 15, on_progress)
         for pair in pairs:
             on_progress(f"killing a {pair.kind} sender in the middle of a message")
-            found |= _kill(pair)
+            figures |= _kill(pair)
     finally:
         for pair in pairs:
             pair.close()
-    return found
+    return figures
 
 
 def _latency(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:
@@ -146,12 +138,12 @@ def _latency(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]
             assert isinstance(seconds, list)
             if number:  # the first warms up
                 medians[pair.kind].append(statistics.median(seconds) / 2)
-    times: dict[str, float | str] = {
+    figures: dict[str, float | str] = {
         f"{kind}_latency_us": round(statistics.median(values) * 1e6, 1) for kind, values in medians.items()
     }
-    times["latency_ratio"] = _ratio(medians["tcp"], medians["raw"])
-    times["tls_latency_ratio"] = _ratio(medians["tls"], medians["raw"])
-    return times
+    figures["latency_ratio"] = _ratio(medians["tcp"], medians["raw"])
+    figures["tls_latency_ratio"] = _ratio(medians["tls"], medians["raw"])
+    return figures
 
 
 def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:
@@ -164,18 +156,18 @@ def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], No
             if number:
                 seconds[pair.kind].append(taken)
     size = BURST_MESSAGES * BURST_MESSAGE_BYTES / 1e6
-    found: dict[str, float | str] = {
+    figures: dict[str, float | str] = {
         f"{kind}_throughput_mb_per_s": round(size / statistics.median(values), 1) for kind, values in seconds.items()
     }
-    found["exchange_efficiency"] = _ratio(seconds["raw"], seconds["tcp"])
-    found["tls_exchange_efficiency"] = _ratio(seconds["raw"], seconds["tls"])
-    return found
+    figures["exchange_efficiency"] = _ratio(seconds["raw"], seconds["tcp"])
+    figures["tls_exchange_efficiency"] = _ratio(seconds["raw"], seconds["tls"])
+    return figures
 
 
 def _sharing(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:
     """Memory in common against TCP, at every size. A ratio above 1 says that memory in common is the faster one."""
     compared = [pair for pair in pairs if pair.kind in ("tcp", "shm")]
-    found: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {}
     for name, size in SIZES.items():
         on_progress(f"memory in common, {name}")
         latency: dict[str, list[float]] = {pair.kind: [] for pair in compared}
@@ -188,17 +180,17 @@ def _sharing(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]
                     latency[pair.kind].append(measured[0] / 2)
                     stream[pair.kind].append(measured[1])
         for kind in latency:
-            found[f"{kind}_latency_us_{name}"] = round(statistics.median(latency[kind]) * 1e6, 1)
+            figures[f"{kind}_latency_us_{name}"] = round(statistics.median(latency[kind]) * 1e6, 1)
             rate = size * messages_of(size) / statistics.median(stream[kind])
-            found[f"{kind}_stream_gb_s_{name}"] = round(rate / 1e9, 3)
-        found[f"shm_latency_ratio_{name}"] = _ratio(latency["tcp"], latency["shm"])
-        found[f"shm_stream_ratio_{name}"] = _ratio(stream["tcp"], stream["shm"])
-    return found
+            figures[f"{kind}_stream_gb_s_{name}"] = round(rate / 1e9, 3)
+        figures[f"shm_latency_ratio_{name}"] = _ratio(latency["tcp"], latency["shm"])
+        figures[f"shm_stream_ratio_{name}"] = _ratio(stream["tcp"], stream["shm"])
+    return figures
 
 
 def _ratio(above: list[float], below: list[float]) -> float:
     """Round by round, so that a busy moment hits both."""
-    return round(statistics.median(one / other for one, other in zip(above, below, strict=True)), 3)
+    return round(statistics.median(upper / lower for upper, lower in zip(above, below, strict=True)), 3)
 
 
 def _kill(pair: _Pair) -> dict[str, float | str]:
@@ -213,12 +205,12 @@ def _kill(pair: _Pair) -> dict[str, float | str]:
             time.sleep(_KILL_AFTER_SECONDS / (attempt + 1))
             killed_at = time.monotonic()
             current.b.kill()
-            found = current.a.answer()
+            answer = current.a.answer()
         finally:
             if current is not pair:
                 current.close()
-        assert isinstance(found, list)
-        known_at, outcome = found
+        assert isinstance(answer, list)
+        known_at, outcome = answer
         if outcome != "arrived":
             break
     else:

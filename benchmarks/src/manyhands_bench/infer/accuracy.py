@@ -25,7 +25,7 @@ from manyhands.data.sets import load
 from manyhands.decoupling.decouple import decouple
 from manyhands.facts.errors import BadValue
 from manyhands.models.resnet import ResNet
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 
 GROUPS = 4
 KEPT = "accuracy.jsonl"
@@ -35,7 +35,7 @@ _PADDING = 4
 
 
 @dataclass(frozen=True)
-class Way:
+class DecoupledVariant:
     """A network: the original (widen 0), or decoupled."""
 
     widen: float = 0.0
@@ -45,7 +45,10 @@ class Way:
         return f"x{self.widen:g}_{self.shuffles}shuffles" if self.widen else "original"
 
 
-WAYS = (Way(), *(Way(widen, shuffles) for widen in (1.0, 1.5, 1.75) for shuffles in (0, 3, "all")))
+WAYS = (
+    DecoupledVariant(),
+    *(DecoupledVariant(widen, shuffles) for widen in (1.0, 1.5, 1.75) for shuffles in (0, 3, "all")),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Accuracy:
     batch: int = 512
     learning_rate: float = 0.2
     seeds: int = 3
-    ways: tuple[Way, ...] = WAYS
+    ways: tuple[DecoupledVariant, ...] = WAYS
     compute: str = "cpu"
     at_once: int = 1
     """Trainings side by side, each in a process of its own."""
@@ -77,7 +80,17 @@ class Accuracy:
         )
 
 
-SHORT = Accuracy((1, 1, 1, 1), (3, 16, 16), 4_000, 1_000, 4, 64, 0.05, 1, (Way(), Way(1.5, 0), Way(1.5, 3)))
+SHORT = Accuracy(
+    (1, 1, 1, 1),
+    (3, 16, 16),
+    4_000,
+    1_000,
+    4,
+    64,
+    0.05,
+    1,
+    (DecoupledVariant(), DecoupledVariant(1.5, 0), DecoupledVariant(1.5, 3)),
+)
 """A few minutes on two cores: too short to tell networks apart by a per cent."""
 
 Rows = dict[str, list[float]]
@@ -89,30 +102,32 @@ def bench_accuracy(setting: Accuracy, pictures: Path, out: Path | None, say: Pro
     if not pictures.exists():
         return {"accuracy_setting": f"left out: there is no {pictures} (--pictures)"}, {}
     jobs = [(way, seed) for seed in range(setting.seeds) for way in setting.ways]
-    found = dict(_kept(setting, out))
-    missing = [job for job in jobs if _key(*job) not in found]
+    scores_by_training = dict(_kept(setting, out))
+    missing = [job for job in jobs if _key(*job) not in scores_by_training]
     for (way, seed), score in _trained(setting, pictures, missing, say):
-        found[_key(way, seed)] = score
-        say(f"accuracy of {way}, seed {seed}: {score:.4f} ({len(found)} of {len(jobs)})")
+        scores_by_training[_key(way, seed)] = score
+        say(f"accuracy of {way}, seed {seed}: {score:.4f} ({len(scores_by_training)} of {len(jobs)})")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             with (out / KEPT).open("a") as file:
                 file.write(json.dumps({"setting": _facts(setting), "way": _key(way, seed), "accuracy": score}) + "\n")
-    rows: Rows = {str(way): [found[_key(way, seed)] for seed in range(setting.seeds)] for way in setting.ways}
+    rows: Rows = {
+        str(way): [scores_by_training[_key(way, seed)] for seed in range(setting.seeds)] for way in setting.ways
+    }
     figures: Figures = {f"accuracy_{name}": statistics.fmean(scores) for name, scores in rows.items()}
     for name, scores in rows.items():
         if len(scores) > 1:
             figures[f"accuracy_{name}_deviation"] = statistics.stdev(scores)
         if name != "original":
             figures[f"accuracy_change_{name}"] = statistics.fmean(
-                one - other for one, other in zip(scores, rows["original"], strict=True)
+                score - plain for score, plain in zip(scores, rows["original"], strict=True)
             )
     return figures | {
         "accuracy_setting": f"CIFAR-10, JPEG copy; {setting.text}; seeds: {setting.seeds}, means",
     }, rows
 
 
-def _key(way: Way, seed: int) -> str:
+def _key(way: DecoupledVariant, seed: int) -> str:
     return f"{way} seed {seed}"
 
 
@@ -126,12 +141,12 @@ def _kept(setting: Accuracy, out: Path | None) -> Iterator[tuple[str, float]]:
     if out is None or not (out / KEPT).exists():
         return
     for line in (out / KEPT).read_text().splitlines():
-        known = json.loads(line)
-        if known["setting"] == _facts(setting):
-            yield known["way"], known["accuracy"]
+        record = json.loads(line)
+        if record["setting"] == _facts(setting):
+            yield record["way"], record["accuracy"]
 
 
-Job = tuple[Way, int]
+Job = tuple[DecoupledVariant, int]
 
 
 def _trained(setting: Accuracy, path: Path, jobs: list[Job], say: Progress) -> Iterable[tuple[Job, float]]:
@@ -162,14 +177,14 @@ def _unpack(setting: Accuracy, path: Path, folder: Path) -> None:
         numpy.save(folder / f"{name}_y.npy", numpy.array([int(row[1]) for row in rows]))
 
 
-def network(setting: Accuracy, way: Way) -> nn.Module:
+def network(setting: Accuracy, way: DecoupledVariant) -> nn.Module:
     model = ResNet(setting.blocks, bottleneck=False, num_classes=10, small_images=True)
     if not way.widen:
         return model
     return decouple(model, GROUPS, way.shuffles, way.widen, inputs=setting.shape)  # type: ignore[arg-type]
 
 
-def train(setting: Accuracy, folder: Path, way: Way, seed: int) -> float:
+def train(setting: Accuracy, folder: Path, way: DecoupledVariant, seed: int) -> float:
     """One training; the accuracy on pictures that were held out."""
     device = torch.device(setting.compute)
     torch.manual_seed(seed)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from manyhands.runtime.joining import prepare_gpu
 from manyhands.session.joining import parse_compute
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.accuracy import SHORT, WAYS, Accuracy, Way, bench_accuracy
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.accuracy import SHORT, WAYS, Accuracy, DecoupledVariant, bench_accuracy
 from manyhands_bench.infer.drawn import draw_lab, draw_memory, draw_scores, draw_simulated
-from manyhands_bench.infer.lab import Extent, bench_lab
+from manyhands_bench.infer.lab import InferLabExtent, bench_lab
 from manyhands_bench.infer.local import bench_memory, bench_speedup
-from manyhands_bench.infer.networks import RESNET50, SUBJECTS, Library, Subject
+from manyhands_bench.infer.networks import RESNET50, SUBJECTS, DecnnNetwork, Library
 from manyhands_bench.infer.simulated import FAST, PAIRS, SCALING, WEAK, bench_simulated
 from manyhands_bench.infer.sync import bench_sync
 from manyhands_bench.parts import check_asked, measure_parts
@@ -26,49 +26,49 @@ from manyhands_bench.parts import check_asked, measure_parts
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
 TRAINED = replace(SHORT, blocks=(1, 1, 1), samples=3_000)
 """A minute or two: too short to tell networks apart by a per cent."""
-LAB = Extent((FAST, SCALING), turns=8, at_once=10, measure_seconds=5.0)
+LAB = InferLabExtent((FAST, SCALING), turns=8, at_once=10, measure_seconds=5.0)
 
 
 @dataclass(frozen=True)
-class Scope:
+class InferScope:
     """How much is measured."""
 
-    subjects: tuple[Subject, ...] = SUBJECTS
-    reference: Subject = RESNET50
+    subjects: tuple[DecnnNetwork, ...] = SUBJECTS
+    reference: DecnnNetwork = RESNET50
     """The network of all parts but the simulated one; its time on the paper's device sets the scale."""
     pairs: tuple[str, ...] = tuple(PAIRS)
     streams: int = 2
     """Plans of a method that are looked at as streams."""
     measure_seconds: float = 8.0
-    """Of a network, the first time."""
+    """Seconds for which a network is measured the first time."""
     blocks: int = 5
     samples: int = 12
-    """Of a block, two cores against one."""
-    lab: Extent = LAB
+    """Samples of a block, two cores against one."""
+    lab: InferLabExtent = LAB
     accuracy: Accuracy = TRAINED
 
 
-_SMALL = Subject("resnet18", 1.5, (3, 64, 64), paper_seconds=0.2)
-DEFAULT = Scope()
-QUICK = Scope(
+_SMALL = DecnnNetwork("resnet18", 1.5, (3, 64, 64), paper_seconds=0.2)
+DEFAULT = InferScope()
+QUICK = InferScope(
     (_SMALL,), _SMALL, (FAST, SCALING, WEAK), streams=1, measure_seconds=0.2, blocks=1, samples=4,
-    lab=Extent((SCALING,), turns=4, at_once=4, measure_seconds=0.5),
-    accuracy=replace(TRAINED, samples=256, epochs=2, ways=(Way(), Way(1.5, 3))),
+    lab=InferLabExtent((SCALING,), turns=4, at_once=4, measure_seconds=0.5),
+    accuracy=replace(TRAINED, samples=256, epochs=2, ways=(DecoupledVariant(), DecoupledVariant(1.5, 3))),
 )  # fmt: skip
-FULL = Scope(
+FULL = InferScope(
     streams=5, measure_seconds=45.0, blocks=15, samples=20,
-    lab=Extent(tuple(PAIRS), turns=14, at_once=24, measure_seconds=20.0), accuracy=Accuracy(),
+    lab=InferLabExtent(tuple(PAIRS), turns=14, at_once=24, measure_seconds=20.0), accuracy=Accuracy(),
 )  # fmt: skip
 TRAINED_FULL = replace(TRAINED, samples=12_000, epochs=6, seeds=3, ways=WAYS)
-"""Of --full without a GPU: an hour or two."""
+"""What --full trains without a GPU: an hour or two."""
 _AT_ONCE_ON_GPU = 4
 
 
 @dataclass
-class Bench:
+class InferBench:
     """Parts by name; each gives figures and may draw pictures."""
 
-    scope: Scope
+    scope: InferScope
     pictures: Path
     out: Path | None
     say: Progress
@@ -81,10 +81,12 @@ class Bench:
         return bench_sync(self.library, self.scope.reference, self.say)
 
     def simulated(self) -> Figures:
-        own = self.scope
-        figures, found = bench_simulated(self.library, own.subjects, own.reference, own.pairs, own.streams, self.say)
+        scope = self.scope
+        figures, simulated = bench_simulated(
+            self.library, scope.subjects, scope.reference, scope.pairs, scope.streams, self.say
+        )
         if self.out is not None:
-            draw_simulated(found, self.out)
+            draw_simulated(simulated, self.out)
         return figures
 
     def speedup(self) -> Figures:
@@ -93,15 +95,15 @@ class Bench:
         return bench_speedup(self.library, self.scope.reference, self.scope.blocks, self.scope.samples, self.say)
 
     def memory(self) -> Figures:
-        figures, found = bench_memory(self.library, self.scope.reference, self.say)
+        figures, peaks = bench_memory(self.library, self.scope.reference, self.say)
         if self.out is not None:
-            draw_memory(found, str(self.scope.reference), self.out)
+            draw_memory(peaks, str(self.scope.reference), self.out)
         return figures
 
     def lab(self) -> Figures:
-        figures, found = bench_lab(self.library, self.scope.reference, self.scope.lab, self.say)
-        if self.out is not None and found:
-            draw_lab(found, str(self.scope.reference), self.out)
+        figures, measured = bench_lab(self.library, self.scope.reference, self.scope.lab, self.say)
+        if self.out is not None and measured:
+            draw_lab(measured, str(self.scope.reference), self.out)
         return figures
 
     def accuracy(self) -> Figures:
@@ -111,13 +113,13 @@ class Bench:
         return figures
 
 
-PARTS: Mapping[str, Callable[[Bench], Figures]] = {
-    "sync": Bench.sync, "simulated": Bench.simulated, "speedup": Bench.speedup, "memory": Bench.memory,
-    "lab": Bench.lab, "accuracy": Bench.accuracy,
+PARTS: Mapping[str, Callable[[InferBench], Figures]] = {
+    "sync": InferBench.sync, "simulated": InferBench.simulated, "speedup": InferBench.speedup,
+    "memory": InferBench.memory, "lab": InferBench.lab, "accuracy": InferBench.accuracy,
 }  # fmt: skip
 
 
-def scope_of(quick: bool, full: bool, compute: str) -> Scope:
+def scope_of(quick: bool, full: bool, compute: str) -> InferScope:
     scope = QUICK if quick else FULL if full else DEFAULT
     if compute == "cpu":
         return replace(scope, accuracy=TRAINED_FULL) if full else scope
@@ -139,5 +141,5 @@ def bench_infer(
     if parse_compute(compute) != "cpu":
         prepare_gpu(compute)
     say = on_progress or (lambda text: None)
-    bench = Bench(scope_of(quick, full, compute), pictures, out, say)
+    bench = InferBench(scope_of(quick, full, compute), pictures, out, say)
     return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

@@ -1,7 +1,7 @@
-"""The rivals and channels measured in the lab: four equal devices behind the paper's links, beside their simulation.
+"""The baselines and channels measured in the lab: four equal devices behind the paper's links, beside their simulation.
 
 The devices are as fast as the paper's: by the time the original network takes on one of them. Everything, computing and
-links, goes a little faster than in life, so that a device's share of a core is not too small.
+links, goes a little faster than in real time, so that a device's share of a core is not too small.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from manyhands.session.lab_session import play_here
 from manyhands.session.measuring import measure
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import GROUPS, Known, Library, Subject
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import GROUPS, DecnnNetwork, Library, ProfiledNetwork
 from manyhands_bench.infer.simulated import (
     ALL,
     BOTH,
@@ -37,14 +37,14 @@ from manyhands_bench.infer.simulated import (
     MODNN_DECOUPLED,
     PAIRS,
     TILED,
-    Timed,
+    MethodSeconds,
     pair_text,
     streamed,
 )
 from manyhands_bench.infer.site import Ran, Stand, interleaved
 
 LARGEST_SHARE = 0.35
-"""Of a core, for one device of four."""
+"""The largest share of a core for one device of four."""
 SCALE = 0.5
 """Or slower, where that share would be exceeded."""
 MEMORY_BYTES = 3 * 10**9
@@ -57,7 +57,7 @@ STRATEGIES = {
 
 
 @dataclass(frozen=True)
-class Extent:
+class InferLabExtent:
     """How much is measured."""
 
     pairs: tuple[str, ...]
@@ -67,29 +67,29 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMethod:
     """One method at one pair."""
 
-    predicted: Timed
+    predicted: MethodSeconds
     latency: float
-    """From the first computing to the last, as simulated; of schemes 1+2+3 nothing is said."""
+    """From the first computing to the last, as simulated; not given for schemes 1+2+3."""
     asked_latency: float
     """From asking to the answer: with the picture's way to the devices."""
     interval: float
 
     @property
     def errors(self) -> list[float]:
-        found = [abs(self.interval / self.predicted.interval - 1)]
-        return found if math.isnan(self.latency) else [abs(self.latency / self.predicted.latency - 1), *found]
+        errors = [abs(self.interval / self.predicted.interval - 1)]
+        return errors if math.isnan(self.latency) else [abs(self.latency / self.predicted.latency - 1), *errors]
 
 
-def lab_of(pair: str, seconds: float, subject: Subject, name: str) -> LabCluster:
+def lab_of(pair: str, seconds: float, subject: DecnnNetwork, name: str) -> LabCluster:
     """Four devices on which a network that takes so many seconds on a core of this machine takes as long as in the
     paper."""
     core = this_machine(threads=1).gflops
     share = seconds / subject.paper_seconds
-    life = preset(PAIRS[pair])
-    rate = life.link.bytes_per_second
+    real = preset(PAIRS[pair])
+    rate = real.link.bytes_per_second
     devices = tuple(
         Device(
             name=f"d{number}", gflops=core * share, memory_bytes=MEMORY_BYTES, up_bytes_per_second=rate,
@@ -98,68 +98,70 @@ def lab_of(pair: str, seconds: float, subject: Subject, name: str) -> LabCluster
         for number in range(1, GROUPS + 1)
     )  # fmt: skip
     return LabCluster(
-        Cluster(name, devices, Link(rate, life.link.delay_seconds)), scale=max(SCALE, share / LARGEST_SHARE)
+        Cluster(name, devices, Link(rate, real.link.delay_seconds)), scale=max(SCALE, share / LARGEST_SHARE)
     )
 
 
-Found = dict[str, dict[str, Measured]]
+Measurements = dict[str, dict[str, MeasuredMethod]]
 """Pair of rate and round trip -> method -> seconds."""
 
 
-def bench_lab(library: Library, subject: Subject, extent: Extent, say: Progress) -> tuple[Figures, Found]:
+def bench_lab(
+    library: Library, subject: DecnnNetwork, extent: InferLabExtent, say: Progress
+) -> tuple[Figures, Measurements]:
     """Every method over some pairs; where there can be no lab, why."""
     if why := missing():
         return {"lab_skipped": why}, {}
     graphs = {decoupled: library.graph(subject, decoupled=decoupled) for decoupled in (False, True)}
-    seconds = library.known(subject, decoupled=False).seconds
-    kernels = {decoupled: library.known(subject, decoupled=decoupled).profile.kernels for decoupled in graphs}
-    found: Found = {}
+    seconds = library.profiled(subject, decoupled=False).seconds
+    kernels = {decoupled: library.profiled(subject, decoupled=decoupled).profile.kernels for decoupled in graphs}
+    measured: Measurements = {}
     scale = share = 1.0
     for number, pair in enumerate(extent.pairs):
-        asked = lab_of(pair, seconds, subject, f"infer{os.getpid()}.{number}")
+        lab_cluster = lab_of(pair, seconds, subject, f"infer{os.getpid()}.{number}")
         try:
-            played = play_here(asked)
+            played = play_here(lab_cluster)
         except LabError as error:
             return {"lab_skipped": error.message}, {}
         scale, share = played.scale, played.seats[0].share
-        with open_session(asked) as session:
-            found[pair] = _methods(session, graphs, kernels, extent, partial(_said, say, pair))
-    return lab_figures(found) | {
+        with open_session(lab_cluster) as session:
+            measured[pair] = _methods(session, graphs, kernels, extent, partial(_said, say, pair))
+    return lab_figures(measured) | {
         "lab_setting": f"{subject}, decoupled: {subject.decoupled_text}; {GROUPS} devices with {share:.3f} of a core "
-        f"each, on which it takes {subject.paper_seconds:g} s in life; time scale {scale:.3g}; the kernels chosen on "
-        f"this machine for each network; latency: median of {extent.turns - 2} samples one by one, from the first "
+        f"each, on which it takes {subject.paper_seconds:g} s in real time; time scale {scale:.3g}; the kernels chosen "
+        f"on this machine for each network; latency: median of {extent.turns - 2} samples one by one, from the first "
         "computing of any device to the last (asked: from asking to the answer, with the picture's way to the "
         f"devices); throughput: {extent.at_once} samples at once; predicted: simulated from what the lab's own devices "
         "measured",
-        "lab": _text(found, scale),
-    }, found
+        "lab": _text(measured, scale),
+    }, measured
 
 
 def _methods(
-    session: Session, graphs: Mapping[bool, Graph], kernels: Mapping[bool, dict[str, Kernel]], extent: Extent,
+    session: Session, graphs: Mapping[bool, Graph], kernels: Mapping[bool, dict[str, Kernel]], extent: InferLabExtent,
     say: Progress,
-) -> dict[str, Measured]:  # fmt: skip
-    known = {}
+) -> dict[str, MeasuredMethod]:  # fmt: skip
+    profiled = {}
     for decoupled, graph in graphs.items():
         say(f"measuring {graph.name}")
-        known[decoupled] = measure(
+        profiled[decoupled] = measure(
             session, graph, 1, ladder=(1,), seconds=extent.measure_seconds, refresh=True, kernels=kernels[decoupled],
             training=False,
         )  # fmt: skip
-    found = {}
+    methods = {}
     for name, (strategy, decoupled) in STRATEGIES.items():
         say(name)
-        graph, (cluster, profile) = graphs[decoupled], known[decoupled]
+        graph, (cluster, profile) = graphs[decoupled], profiled[decoupled]
         plan = plan_for(graph.network, cluster, profile, strategy=strategy).plan
-        own = Known(graph.network, profile.of(cluster.names[0]))
+        network = ProfiledNetwork(graph.network, profile.of(cluster.names[0]))
         latency = sample_seconds(plan, graph.network, cluster, profile)
         if name == ALL:
             plan = interleaved(plan, ROUND)
-        stream = streamed(plan, own, cluster, profile)
-        predicted = Timed(stream.latency if name == ALL else latency, stream.interval)
+        stream = streamed(plan, network, cluster, profile)
+        predicted = MethodSeconds(stream.latency if name == ALL else latency, stream.interval)
         ran = Stand(session, graph, kernels[decoupled]).run(plan, extent.turns, extent.at_once)
-        found[name] = Measured(predicted, _inside(ran), ran.latency, ran.interval)
-    return found
+        methods[name] = MeasuredMethod(predicted, _inside(ran), ran.latency, ran.interval)
+    return methods
 
 
 def _said(say: Progress, pair: str, text: str) -> None:
@@ -170,40 +172,40 @@ def _inside(ran: Ran) -> float:
     return ran.inside if any(log.spans for log in ran.logs.values()) else math.nan
 
 
-def lab_figures(found: Mapping[str, Mapping[str, Measured]]) -> Figures:
+def lab_figures(measured: Mapping[str, Mapping[str, MeasuredMethod]]) -> Figures:
     """What we are ahead of, as measured, and how far off the simulation was."""
     figures: Figures = {}
-    latencies, asked, throughputs = [], [], []
-    for pair, own in found.items():
-        latencies.append(min(own[name].latency for name in TILED) / own[BOTH].latency)
-        asked.append(min(own[name].asked_latency for name in TILED) / own[BOTH].asked_latency)
-        throughputs.append(min(own[name].interval for name in TILED) / own[ALL].interval)
+    latencies, asked_latencies, throughputs = [], [], []
+    for pair, methods in measured.items():
+        latencies.append(min(methods[name].latency for name in TILED) / methods[BOTH].latency)
+        asked_latencies.append(min(methods[name].asked_latency for name in TILED) / methods[BOTH].asked_latency)
+        throughputs.append(min(methods[name].interval for name in TILED) / methods[ALL].interval)
         figures[f"lab_vs_rivals_latency_{pair}"] = latencies[-1]
-        figures[f"lab_vs_rivals_asked_latency_{pair}"] = asked[-1]
+        figures[f"lab_vs_rivals_asked_latency_{pair}"] = asked_latencies[-1]
         figures[f"lab_vs_rivals_throughput_{pair}"] = throughputs[-1]
-        figures[f"lab_scheme3_gain_{pair}"] = own[BOTH].interval / own[ALL].interval
-    errors = [error for own in found.values() for one in own.values() for error in one.errors]
+        figures[f"lab_scheme3_gain_{pair}"] = methods[BOTH].interval / methods[ALL].interval
+    errors = [error for methods in measured.values() for method in methods.values() for error in method.errors]
     return {
         "lab_worst_vs_rivals": min([*latencies, *throughputs]),
-        "lab_worst_vs_rivals_asked": min([*asked, *throughputs]),
+        "lab_worst_vs_rivals_asked": min([*asked_latencies, *throughputs]),
         "lab_sim_error": statistics.median(errors),
         "lab_sim_error_worst": max(errors),
         **figures,
     }
 
 
-def _text(found: Mapping[str, Mapping[str, Measured]], scale: float) -> str:
+def _text(measured: Mapping[str, Mapping[str, MeasuredMethod]], scale: float) -> str:
     lines: Sequence[str] = [
         f"{pair_text(pair)}: "
         + ", ".join(
-            f"{name} {_life(one.latency, scale)} (asked {_life(one.asked_latency, scale)}, predicted "
-            f"{_life(one.predicted.latency, scale)}) {scale / one.interval:.2f}/s (predicted "
-            f"{scale / one.predicted.interval:.2f}/s)"
-            for name, one in own.items()
+            f"{name} {_life(method.latency, scale)} (asked {_life(method.asked_latency, scale)}, predicted "
+            f"{_life(method.predicted.latency, scale)}) {scale / method.interval:.2f}/s (predicted "
+            f"{scale / method.predicted.interval:.2f}/s)"
+            for name, method in methods.items()
         )
-        for pair, own in found.items()
+        for pair, methods in measured.items()
     ]
-    return "in life's time\n  " + "\n  ".join(lines)
+    return "in real time\n  " + "\n  ".join(lines)
 
 
 def _life(seconds: float, scale: float) -> str:

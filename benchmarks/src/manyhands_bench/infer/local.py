@@ -16,8 +16,8 @@ from manyhands.facts.profile import Kernel
 from manyhands.plans.inference import plan_for
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.session.opening import open_session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import GROUPS, Library, Subject, half_graph, one_core
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import GROUPS, DecnnNetwork, Library, half_graph, one_core
 from manyhands_bench.infer.simulated import ALL, ALONE, BOTH, COATES, COATES_DECOUPLED, MODNN, MODNN_DECOUPLED, ONE
 from manyhands_bench.infer.site import WARM_UPS, Ran, Stand, interleaved, listed
 from manyhands_bench.papers import HEADLINES
@@ -33,11 +33,11 @@ TRIAL_STREAM = 32
 DEFAULT_KERNELS = "PyTorch's default"
 
 
-def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Figures, dict[str, int]]:
+def bench_memory(library: Library, subject: DecnnNetwork, say: Progress) -> tuple[Figures, dict[str, int]]:
     """Most tensor bytes alive at once on the fullest device, counted in one inference of real workers."""
     original = library.graph(subject, decoupled=False)
     decoupled = library.graph(subject, decoupled=True)
-    found: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     with open_session(Cluster.local(DEVICES), threads=1, pin=usable()) as session:
         for name, strategy, graph in (
             (ONE, "single", original), (ALONE, "single", decoupled), (MODNN, "modnn", original),
@@ -49,29 +49,29 @@ def bench_memory(library: Library, subject: Subject, say: Progress) -> tuple[Fig
             plan = plan_for(graph.network, session.cluster, strategy=strategy).plan
             if name == ALL:
                 plan = interleaved(plan, ROUND)
-            found[name] = stand.run(plan, WARM_UPS + 1, ROUND if name == ALL else 0, memory=True).peak_bytes
+            peaks[name] = stand.run(plan, WARM_UPS + 1, ROUND if name == ALL else 0, memory=True).peak_bytes
     figures: Figures = {
-        "memory_reduction_4": 1 - found[BOTH] / found[ONE],
+        "memory_reduction_4": 1 - peaks[BOTH] / peaks[ONE],
         "memory_reduction_4_paper": HEADLINES["decnn_memory"].value,
-        "memory_reduction_4_modnn": 1 - found[MODNN] / found[ONE],
-        "memory_reduction_4_coates": 1 - found[COATES] / found[ONE],
-        "memory_reduction_4_modnn_decoupled": 1 - found[MODNN_DECOUPLED] / found[ONE],
-        "memory_reduction_4_coates_decoupled": 1 - found[COATES_DECOUPLED] / found[ONE],
-        "memory_reduction_scheme1": 1 - found[ALONE] / found[ONE],
-        "scheme3_memory": found[ALL] / found[BOTH],
+        "memory_reduction_4_modnn": 1 - peaks[MODNN] / peaks[ONE],
+        "memory_reduction_4_coates": 1 - peaks[COATES] / peaks[ONE],
+        "memory_reduction_4_modnn_decoupled": 1 - peaks[MODNN_DECOUPLED] / peaks[ONE],
+        "memory_reduction_4_coates_decoupled": 1 - peaks[COATES_DECOUPLED] / peaks[ONE],
+        "memory_reduction_scheme1": 1 - peaks[ALONE] / peaks[ONE],
+        "scheme3_memory": peaks[ALL] / peaks[BOTH],
     }
     return figures | {
         "memory_setting": f"{subject}; decoupled: {subject.decoupled_text}; most tensor bytes alive at once (weights, "
         f"maps, what is received) on the fullest of {DEVICES} workers in one inference, PyTorch's default kernels: "
-        + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in found.items()),
-    }, found
+        + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in peaks.items()),
+    }, peaks
 
 
-def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int, say: Progress) -> Figures:
+def bench_speedup(library: Library, subject: DecnnNetwork, blocks: int, samples: int, say: Progress) -> Figures:
     """Channels on two workers of one thread against the same decoupled network on one of them, and beside two halves
     that exchange nothing: a stream, each side in the batches that suit it best, and one sample at a time."""
     whole, half = library.graph(subject, decoupled=True), half_graph(subject)
-    chosen = library.known(subject, decoupled=True).profile.kernels
+    chosen = library.profiled(subject, decoupled=True).profile.kernels
     say("choosing kernels of a half")
     with one_core():
         chosen_of_half = choose_kernels(half, 1, threads=1, seconds=library.seconds, training=False).kernels
@@ -93,27 +93,28 @@ def bench_speedup(library: Library, subject: Subject, blocks: int, samples: int,
                 side.measure_latency(samples)
             for side in in_turn:
                 side.measure_stream()
-    one, two, halves = sides.values()
+    single, two, halves = sides.values()
     return {
-        "speedup_2": _ratio(one.intervals, two.intervals),
-        "limit_2": _ratio(one.intervals, halves.intervals),
-        "speedup_2_latency": _ratio(one.latencies, two.latencies),
-        "limit_2_latency": _ratio(one.latencies, halves.latencies),
-        "speedup_2_inside": _ratio(one.inside, two.inside),
-        "interval_one_worker_seconds": statistics.median(one.intervals),
+        "speedup_2": _ratio(single.intervals, two.intervals),
+        "limit_2": _ratio(single.intervals, halves.intervals),
+        "speedup_2_latency": _ratio(single.latencies, two.latencies),
+        "limit_2_latency": _ratio(single.latencies, halves.latencies),
+        "speedup_2_inside": _ratio(single.inside, two.inside),
+        "interval_one_worker_seconds": statistics.median(single.intervals),
         "interval_two_workers_seconds": statistics.median(two.intervals),
         "interval_bare_halves_seconds": statistics.median(halves.intervals),
-        "latency_one_worker_seconds": statistics.median(one.latencies),
+        "latency_one_worker_seconds": statistics.median(single.latencies),
         "latency_two_workers_seconds": statistics.median(two.latencies),
         "latency_bare_halves_seconds": statistics.median(halves.latencies),
         "speedup_2_setting": f"{subject} decoupled ({subject.decoupled_text}), workers of one thread each on a core of "
         f"its own, {blocks} blocks in turns, every other one the other way round, medians of ratios inside a block. "
         f"speedup_2: throughput, as in the paper's Fig. 10, a stream of {STREAM_SAMPLES} samples, seconds from answer "
-        f"to answer: one {listed(one.intervals)}, two {listed(two.intervals)}, bare halves {listed(halves.intervals)}. "
+        f"to answer: one {listed(single.intervals)}, two {listed(two.intervals)}, bare halves "
+        f"{listed(halves.intervals)}. "
         f"speedup_2_latency: one sample at a time, seconds from asking to the answer, medians of "
         f"{samples} (inside: from the first computing to the last, of {TRIAL_SAMPLES} that were traced): one "
-        f"{listed(one.latencies)}, two {listed(two.latencies)}, bare halves {listed(halves.latencies)}. "
-        f"One: {one.text}; two: {two.text}; bare halves: {halves.text}",
+        f"{listed(single.latencies)}, two {listed(two.latencies)}, bare halves {listed(halves.latencies)}. "
+        f"One: {single.text}; two: {two.text}; bare halves: {halves.text}",
         "limit_2_setting": f"bare halves: each worker has a network of its own with half of the groups "
         f"({GROUPS // 2} groups, x{subject.widen / 2:g}, no shuffle); both compute a sample at once and exchange "
         "nothing: what halving alone could give on this machine",
@@ -144,7 +145,7 @@ class _Side:
         self._way, self._batch = DEFAULT_KERNELS, 1
         self._trials: dict[str, float] = {}
         self.intervals: list[float] = []
-        """Of samples, or of as many at once as there are devices with samples of their own."""
+        """Seconds per sample, or per as many samples as there are devices with samples of their own."""
         self.latencies: list[float] = []
         self.inside: list[float] = []
 
@@ -153,7 +154,7 @@ class _Side:
         self._trials = {way: min(self._tried(way) for _ in range(TRIALS)) for way in self._ways}
         self._way = min(self._trials, key=self._trials.__getitem__)
         rounds = [{batch: self._tried(self._way, batch) for batch in BATCHES} for _ in range(TRIALS)]
-        intervals = {batch: min(one[batch] for one in rounds) for batch in BATCHES}
+        intervals = {batch: min(round[batch] for round in rounds) for batch in BATCHES}
         self._batch = min(intervals, key=intervals.__getitem__)
         self._trials |= {f"batches of {batch}": seconds for batch, seconds in intervals.items()}
 
@@ -187,4 +188,4 @@ class _Side:
 
 
 def _ratio(ones: list[float], twos: list[float]) -> float:
-    return statistics.median(one / two for one, two in zip(ones, twos, strict=True))
+    return statistics.median(single / two for single, two in zip(ones, twos, strict=True))

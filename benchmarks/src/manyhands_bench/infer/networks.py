@@ -20,7 +20,7 @@ from manyhands.graph.graph import Graph
 from manyhands.inference.infer import captured_at_rest
 from manyhands.models.registry import build
 from manyhands.profiler.measure import measure_network
-from manyhands_bench.capture.measure import Progress
+from manyhands_bench.figures import Progress
 
 GROUPS = 4
 SHUFFLES = 3
@@ -30,7 +30,7 @@ TURNS, LATER_TURNS = 5, 5
 
 
 @dataclass(frozen=True)
-class Subject:
+class DecnnNetwork:
     """A network of the paper's section 4, and how much wider it is once decoupled."""
 
     model: str
@@ -47,14 +47,14 @@ class Subject:
         return f"{GROUPS} groups, x{self.widen:g}, {SHUFFLES} shuffles"
 
 
-VGG16 = Subject("vgg16", 1.75, paper_seconds=4.8)
-RESNET34 = Subject("resnet34", 1.75, paper_seconds=1.25)
-RESNET50 = Subject("resnet50", 1.5, paper_seconds=1.44)
+VGG16 = DecnnNetwork("vgg16", 1.75, paper_seconds=4.8)
+RESNET34 = DecnnNetwork("resnet34", 1.75, paper_seconds=1.25)
+RESNET50 = DecnnNetwork("resnet50", 1.5, paper_seconds=1.44)
 SUBJECTS = (VGG16, RESNET34, RESNET50)
 
 
 @dataclass(frozen=True)
-class Known:
+class ProfiledNetwork:
     """A network that was measured: forward passes of one sample, one thread."""
 
     network: Network
@@ -62,16 +62,16 @@ class Known:
 
     @property
     def seconds(self) -> float:
-        """Of a sample."""
+        """Return the seconds of one sample."""
         return sum(layer.ladder[0].forward_seconds for layer in self.profile.layers)
 
-    def scaled(self, factor: float) -> Known:
+    def scaled(self, factor: float) -> ProfiledNetwork:
         """The same on a machine that many times slower."""
         layers = tuple(
             LayerTiming(layer.layer, tuple(_slower(timing, factor) for timing in layer.ladder))
             for layer in self.profile.layers
         )
-        return Known(self.network, msgspec.structs.replace(self.profile, layers=layers))
+        return ProfiledNetwork(self.network, msgspec.structs.replace(self.profile, layers=layers))
 
     def on(self, cluster: Cluster) -> Profile:
         """Every device of a cluster as fast as this one."""
@@ -82,7 +82,7 @@ def _slower(timing: Timing, factor: float) -> Timing:
     return Timing(timing.samples, factor * timing.forward_seconds, factor * timing.backward_seconds)
 
 
-def network_graph(subject: Subject, *, decoupled: bool) -> Graph:
+def network_graph(subject: DecnnNetwork, *, decoupled: bool) -> Graph:
     """Captured, batch norms folded, with weights that were drawn: what is measured does not depend on them."""
     with torch.device("meta"):
         module: nn.Module = build(subject.model)
@@ -91,14 +91,14 @@ def network_graph(subject: Subject, *, decoupled: bool) -> Graph:
     return _drawn_graph(module, subject, f"{subject.model}_decoupled" if decoupled else subject.model)
 
 
-def half_graph(subject: Subject) -> Graph:
+def half_graph(subject: DecnnNetwork) -> Graph:
     """Half of the decoupled network's groups as a network of its own, which has nothing to exchange."""
     with torch.device("meta"):
         module = decouple(build(subject.model), GROUPS // 2, 0, subject.widen / 2, inputs=subject.shape)
     return _drawn_graph(module, subject, f"{subject.model}_half")
 
 
-def _drawn_graph(module: nn.Module, subject: Subject, name: str) -> Graph:
+def _drawn_graph(module: nn.Module, subject: DecnnNetwork, name: str) -> Graph:
     module = module.to_empty(device="cpu").eval()
     _draw(module)
     return at_rest(captured_at_rest(module, torch.zeros(subject.shape), granularity="blocks", name=name))
@@ -117,31 +117,31 @@ def _draw(module: nn.Module) -> None:
         buffer.fill_(1.0 if name.endswith("var") else 0.0)
 
 
-def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dict[bool, Known]:
+def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dict[bool, ProfiledNetwork]:
     """One thread on one core, each network with the kernels that are fastest for one sample: chosen once, in about so
     many seconds. Then all in turns, so that a machine whose speed drifts does so for all.
 
     What the thread computes counts, not what passes: networks are compared, and whatever else goes on while one of them
     is measured must not favour the other."""
-    found: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
+    profiles: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
     with one_core():
         for number in range(TURNS):
             for key, graph in graphs.items():
                 say(f"measuring {graph.name}, {number + 1} of {TURNS}")
-                own = found[key]
-                own.append(
+                repeats = profiles[key]
+                repeats.append(
                     measure_network(
-                        graph, ladder=(1,), threads=1, seconds=seconds / LATER_TURNS if own else seconds,
-                        kernels=own[0].kernels if own else None, training=False, alone=True,
+                        graph, ladder=(1,), threads=1, seconds=seconds / LATER_TURNS if repeats else seconds,
+                        kernels=repeats[0].kernels if repeats else None, training=False, alone=True,
                     )
                 )  # fmt: skip
-    return {key: Known(graphs[key].network, _fastest(own)) for key, own in found.items()}
+    return {key: ProfiledNetwork(graphs[key].network, _fastest(repeats)) for key, repeats in profiles.items()}
 
 
 def _fastest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Of each layer's medians the least: caches that others fill and a clock that is turned down only add to them."""
+    """Return the least median of each layer: other processes and a reduced clock only add to it."""
     layers = []
-    for same in zip(*(one.layers for one in profiles), strict=True):
+    for same in zip(*(profile.layers for profile in profiles), strict=True):
         seconds = min(layer.ladder[0].forward_seconds for layer in same)
         timing = msgspec.structs.replace(same[0].ladder[0], forward_seconds=seconds)
         layers.append(LayerTiming(same[0].layer, (timing,)))
@@ -164,10 +164,10 @@ class Library:
 
     def __init__(self, seconds: float, say: Progress) -> None:
         self.seconds, self.say = seconds, say
-        self._known: dict[tuple[Subject, bool], Known] = {}
-        self._graphs: dict[tuple[Subject, bool], Graph] = {}
+        self._known: dict[tuple[DecnnNetwork, bool], ProfiledNetwork] = {}
+        self._graphs: dict[tuple[DecnnNetwork, bool], Graph] = {}
 
-    def graph(self, subject: Subject, *, decoupled: bool) -> Graph:
+    def graph(self, subject: DecnnNetwork, *, decoupled: bool) -> Graph:
         """Kept: what is run is run by several parts of the bench."""
         key = (subject, decoupled)
         if key not in self._graphs:
@@ -175,13 +175,15 @@ class Library:
             self._graphs[key] = network_graph(subject, decoupled=decoupled)
         return self._graphs[key]
 
-    def known(self, subject: Subject, *, decoupled: bool) -> Known:
+    def profiled(self, subject: DecnnNetwork, *, decoupled: bool) -> ProfiledNetwork:
         if (subject, decoupled) not in self._known:
             graphs = {
-                one: self._graphs.get((subject, one)) or network_graph(subject, decoupled=one) for one in (False, True)
+                is_decoupled: self._graphs.get((subject, is_decoupled))
+                or network_graph(subject, decoupled=is_decoupled)
+                for is_decoupled in (False, True)
             }
-            for one, known in measured(graphs, self.seconds, self.say).items():
-                self._known[subject, one] = known
+            for is_decoupled, profiled in measured(graphs, self.seconds, self.say).items():
+                self._known[subject, is_decoupled] = profiled
         return self._known[subject, decoupled]
 
     def forget(self) -> None:

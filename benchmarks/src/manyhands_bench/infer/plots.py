@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, wrapped, write_figure
+from manyhands.observe.figures import new_figure, wrapped, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = ("#BBBBBB", "#9ECAE9", "#4C78A8", "#FFBF79", "#F58518", "#888888", "#88D27A", "#2E7D32")
 _LINE_COLOURS = ("#9ECAE9", "#4C78A8", "#FFBF79", "#F58518", "#88D27A", "#2E7D32")
 _WIDTH = 0.84
-"""Of the bars of one place, together."""
+"""Width of all bars at one place."""
 _NARROWEST = 9.0
 """Inches: room for a title."""
 

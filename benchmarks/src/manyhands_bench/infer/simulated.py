@@ -20,8 +20,8 @@ from manyhands.planner.task import PlanCandidate
 from manyhands.plans.inference import plan_for
 from manyhands.plans.simulating import simulate
 from manyhands.schedule.actions import Forward
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import Known, Library, Subject
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import DecnnNetwork, Library, ProfiledNetwork
 from manyhands_bench.papers import DECNN_SPEEDUPS
 from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
 
@@ -36,7 +36,7 @@ UNSCALED = (FAST, SCALING, WEAK)
 ONE, ALONE = "one device", "scheme 1"
 MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED = "MoDNN", "Coates", "MoDNN + scheme 1", "Coates + scheme 1"
 TILED = (MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED)
-"""The rivals, each with the original and with the decoupled network."""
+"""The baselines, each with the original and with the decoupled network."""
 BOTH, ALL = "schemes 1+2", "schemes 1+2+3"
 METHODS = (ONE, *TILED, ALONE, BOTH, ALL)
 STREAM, SETTLED = 10, 4
@@ -44,7 +44,7 @@ STREAM, SETTLED = 10, 4
 
 
 @dataclass(frozen=True)
-class Timed:
+class MethodSeconds:
     """Seconds of a sample by a method."""
 
     latency: float
@@ -53,20 +53,20 @@ class Timed:
     """From one answer to the next in a stream."""
 
 
-def streamed(plan: Plan, known: Known, cluster: Cluster, profile: Profile) -> Timed:
+def streamed(plan: Plan, profiled: ProfiledNetwork, cluster: Cluster, profile: Profile) -> MethodSeconds:
     """A stream of samples: how long each is under way, and how long after the one before it ends."""
     long = msgspec.structs.replace(plan, micro_batches=STREAM, batch_size=STREAM * plan.micro_batch_size)
-    found = simulate(long, known.network, cluster, profile)
+    result = simulate(long, profiled.network, cluster, profile)
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
-    for span in found.spans:
+    for span in result.spans:
         if isinstance(span.what, Forward):
             number = span.what.micro_batch
             starts[number] = min(span.start, starts.get(number, math.inf))
             ends[number] = max(span.end, ends.get(number, 0.0))
     under_way = [ends[number] - starts[number] for number in range(SETTLED, STREAM)]
     last, settled = STREAM - 1, SETTLED - 1
-    return Timed(statistics.fmean(under_way), (ends[last] - ends[settled]) / (last - settled))
+    return MethodSeconds(statistics.fmean(under_way), (ends[last] - ends[settled]) / (last - settled))
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,25 @@ class Case:
     """A cluster, and both networks as its devices run them."""
 
     cluster: Cluster
-    original: Known
-    decoupled: Known
+    original: ProfiledNetwork
+    decoupled: ProfiledNetwork
     streams: int
     """Plans of a strategy, the fastest of one sample first, that are looked at as streams."""
 
-    def plans(self, known: Known, strategy: str) -> list[PlanCandidate]:
-        return plan_for(known.network, self.cluster, known.on(self.cluster), strategy=strategy).candidates
+    def plans(self, profiled: ProfiledNetwork, strategy: str) -> list[PlanCandidate]:
+        return plan_for(profiled.network, self.cluster, profiled.on(self.cluster), strategy=strategy).candidates
 
-    def _timed(self, known: Known, candidates: Sequence[PlanCandidate], order: str = "") -> Timed:
+    def _timed(self, profiled: ProfiledNetwork, candidates: Sequence[PlanCandidate], order: str = "") -> MethodSeconds:
         """The best latency of any plan, and the best throughput of any, as if both were asked for."""
-        profile = known.on(self.cluster)
-        plans = [one.plan for one in candidates[: self.streams] if one.plan is not None]
+        profile = profiled.on(self.cluster)
+        plans = [candidate.plan for candidate in candidates[: self.streams] if candidate.plan is not None]
         if order:
             plans = [msgspec.structs.replace(plan, order="interleave") for plan in plans]
-        streams = [streamed(plan, known, self.cluster, profile) for plan in plans]
-        latency = min(one.latency for one in streams) if order else candidates[0].seconds
-        return Timed(latency, min(one.interval for one in streams))
+        streams = [streamed(plan, profiled, self.cluster, profile) for plan in plans]
+        latency = min(stream.latency for stream in streams) if order else candidates[0].seconds
+        return MethodSeconds(latency, min(stream.interval for stream in streams))
 
-    def methods(self) -> dict[str, Timed]:
+    def methods(self) -> dict[str, MethodSeconds]:
         channels = self.plans(self.decoupled, "channels")
         return {
             ONE: self._timed(self.original, self.plans(self.original, "single")),
@@ -106,11 +106,11 @@ class Case:
         }
 
 
-Table = Mapping[str, Mapping[str, Timed]]
+Table = Mapping[str, Mapping[str, MethodSeconds]]
 """Pair of rate and round trip -> method -> seconds."""
 
 
-def ahead_of(methods: Mapping[str, Timed], others: Sequence[str] = TILED) -> tuple[float, float]:
+def ahead_of(methods: Mapping[str, MethodSeconds], others: Sequence[str] = TILED) -> tuple[float, float]:
     """How many times as fast as the best of others: latency with schemes 1+2, throughput with 1+2+3."""
     latency = min(methods[name].latency for name in others) / methods[BOTH].latency
     interval = min(methods[name].interval for name in others) / methods[ALL].interval
@@ -123,13 +123,13 @@ def devices_of(pair: str, count: int = 0) -> Cluster:
 
 
 def table(
-    original: Known, decoupled: Known, pairs: Iterable[str], streams: int, say: Progress
-) -> dict[str, dict[str, Timed]]:
-    found = {}
+    original: ProfiledNetwork, decoupled: ProfiledNetwork, pairs: Iterable[str], streams: int, say: Progress
+) -> dict[str, dict[str, MethodSeconds]]:
+    rows = {}
     for pair in pairs:
         say(f"simulating {original.network.name} at {pair_text(pair)}")
-        found[pair] = Case(devices_of(pair), original, decoupled, streams).methods()
-    return found
+        rows[pair] = Case(devices_of(pair), original, decoupled, streams).methods()
+    return rows
 
 
 def pair_text(pair: str) -> str:
@@ -143,20 +143,28 @@ class Simulated:
 
     tables: dict[str, Table]
     """Model -> its table, four devices."""
-    two: dict[str, Mapping[str, Timed]]
+    two: dict[str, Mapping[str, MethodSeconds]]
     """Model -> two devices, at the pair for scaling."""
     unscaled: dict[str, Table]
     factor: float
 
 
 def bench_simulated(
-    library: Library, subjects: Sequence[Subject], reference: Subject, pairs: Sequence[str], streams: int, say: Progress
+    library: Library,
+    subjects: Sequence[DecnnNetwork],
+    reference: DecnnNetwork,
+    pairs: Sequence[str],
+    streams: int,
+    say: Progress,
 ) -> tuple[Figures, Simulated]:
     """Networks over links, and what we are ahead of."""
-    measured = {one: (library.known(one, decoupled=False), library.known(one, decoupled=True)) for one in subjects}
-    factor = reference.paper_seconds / library.known(reference, decoupled=False).seconds
+    measured = {
+        subject: (library.profiled(subject, decoupled=False), library.profiled(subject, decoupled=True))
+        for subject in subjects
+    }
+    factor = reference.paper_seconds / library.profiled(reference, decoupled=False).seconds
     tables: dict[str, Table] = {}
-    two: dict[str, Mapping[str, Timed]] = {}
+    two: dict[str, Mapping[str, MethodSeconds]] = {}
     for subject, (original, decoupled) in measured.items():
         slow = (original.scaled(factor), decoupled.scaled(factor))
         tables[subject.model] = table(*slow, pairs, streams, say)
@@ -164,49 +172,54 @@ def bench_simulated(
             two[subject.model] = Case(devices_of(SCALING, 2), *slow, streams).methods()
     plain: dict[str, Table] = {}
     if reference in measured:
-        plain[reference.model] = table(*measured[reference], [one for one in pairs if one in UNSCALED], streams, say)
-    found = Simulated(tables, two, plain, factor)
-    return _figures(found, measured, reference), found
+        plain[reference.model] = table(*measured[reference], [pair for pair in pairs if pair in UNSCALED], streams, say)
+    simulated = Simulated(tables, two, plain, factor)
+    return _figures(simulated, measured, reference), simulated
 
 
-def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], reference: Subject) -> Figures:
-    rows_of_all = [own for rows in found.tables.values() for own in rows.values()]
-    latency, throughput = (min(ahead_of(own)[place] for own in rows_of_all) for place in range(2))
+def _figures(
+    simulated: Simulated,
+    measured: Mapping[DecnnNetwork, tuple[ProfiledNetwork, ProfiledNetwork]],
+    reference: DecnnNetwork,
+) -> Figures:
+    rows_of_all = [row for rows in simulated.tables.values() for row in rows.values()]
+    latency, throughput = (min(ahead_of(methods)[place] for methods in rows_of_all) for place in range(2))
     figures: Figures = {
         "worst_vs_rivals": min(latency, throughput),
         "worst_vs_rivals_latency": latency,
         "worst_vs_rivals_throughput": throughput,
-        "worst_vs_one_device": min(min(ahead_of(own, (ONE,))) for own in rows_of_all),
-        "worst_vs_one_device_decoupled": min(min(ahead_of(own, (ALONE,))) for own in rows_of_all),
+        "worst_vs_one_device": min(min(ahead_of(methods, (ONE,))) for methods in rows_of_all),
+        "worst_vs_one_device_decoupled": min(min(ahead_of(methods, (ALONE,))) for methods in rows_of_all),
     }
-    gains = {model: _gain(rows[WEAK]) for model, rows in found.tables.items() if WEAK in rows}
+    gains = {model: _gain(rows[WEAK]) for model, rows in simulated.tables.items() if WEAK in rows}
     if gains:
         figures["scheme3_gain"] = statistics.geometric_mean(gains.values())
         figures |= {f"scheme3_gain_{model}": gain for model, gain in gains.items()}
-    for model, rows in found.tables.items():
-        for pair, own in rows.items():
-            figures |= _speedups(f"{model}_{pair}", own)
-            latency, throughput = ahead_of(own)
+    for model, rows in simulated.tables.items():
+        for pair, methods in rows.items():
+            figures |= _speedups(f"{model}_{pair}", methods)
+            latency, throughput = ahead_of(methods)
             figures[f"vs_rivals_latency_{model}_{pair}"] = latency
             figures[f"vs_rivals_throughput_{model}_{pair}"] = throughput
-    for model, own in found.two.items():
-        figures |= _speedups(f"{model}_{SCALING}_2devices", own)
-    for rows in found.unscaled.values():
-        figures["unscaled_worst_vs_rivals"] = min(min(ahead_of(own)) for own in rows.values())
-    figures["slower_factor"] = found.factor
-    figures |= {f"table_{model}": _text(model, rows) for model, rows in found.tables.items()}
-    figures |= {f"table_{model}_unscaled": _text("", rows) for model, rows in found.unscaled.items()}
-    figures |= {f"table_{model}_2devices": _text("", {SCALING: own}) for model, own in found.two.items()}
+    for model, methods in simulated.two.items():
+        figures |= _speedups(f"{model}_{SCALING}_2devices", methods)
+    for rows in simulated.unscaled.values():
+        figures["unscaled_worst_vs_rivals"] = min(min(ahead_of(methods)) for methods in rows.values())
+    figures["slower_factor"] = simulated.factor
+    figures |= {f"table_{model}": _text(model, rows) for model, rows in simulated.tables.items()}
+    figures |= {f"table_{model}_unscaled": _text("", rows) for model, rows in simulated.unscaled.items()}
+    figures |= {f"table_{model}_2devices": _text("", {SCALING: methods}) for model, methods in simulated.two.items()}
     return figures | {
         PROFILE_MACHINE: profiled_here(),
         "simulated_setting": "layers' forward passes measured on one core of this machine, one thread, one sample, "
         "what the thread computed, the fastest kernels of each network, original and decoupled in turns, the least of "
         "some medians; all "
-        f"{found.factor:.3g} times slower, so that {reference.model} takes "
+        f"{simulated.factor:.3g} times slower, so that {reference.model} takes "
         f"{1e3 * reference.paper_seconds:g} ms on one device as in the paper; then "
         + ", ".join(
-            f"{subject.model} {1e3 * found.factor * original.seconds:.0f} ms (paper {1e3 * subject.paper_seconds:g}), "
-            f"decoupled ({subject.decoupled_text}) {1e3 * found.factor * decoupled.seconds:.0f} ms"
+            f"{subject.model} {1e3 * simulated.factor * original.seconds:.0f} ms "
+            f"(paper {1e3 * subject.paper_seconds:g}), "
+            f"decoupled ({subject.decoupled_text}) {1e3 * simulated.factor * decoupled.seconds:.0f} ms"
             for subject, (original, decoupled) in measured.items()
         )
         + "; 4 equal devices, each port limited to the rate, delay one way half the round trip, the picture at hand on "
@@ -215,26 +228,26 @@ def _figures(found: Simulated, measured: Mapping[Subject, tuple[Known, Known]], 
     }  # fmt: skip
 
 
-def _gain(methods: Mapping[str, Timed]) -> float:
+def _gain(methods: Mapping[str, MethodSeconds]) -> float:
     return methods[BOTH].interval / methods[ALL].interval
 
 
-def _speedups(name: str, methods: Mapping[str, Timed]) -> Figures:
+def _speedups(name: str, methods: Mapping[str, MethodSeconds]) -> Figures:
     """Over one device with the original network."""
-    one = methods[ONE]
+    alone = methods[ONE]
     return {
-        f"speedup_latency_{name}": one.latency / methods[BOTH].latency,
-        f"speedup_throughput_{name}": one.interval / methods[ALL].interval,
+        f"speedup_latency_{name}": alone.latency / methods[BOTH].latency,
+        f"speedup_throughput_{name}": alone.interval / methods[ALL].interval,
     }
 
 
 def _text(model: str, rows: Table) -> str:
     lines = []
-    for pair, own in rows.items():
+    for pair, methods in rows.items():
         parts = []
         for name in METHODS:
             paper = DECNN_SPEEDUPS.get((model, pair, name))
-            beside = f" ({own[ONE].latency / own[name].latency:.2f}x, paper {paper:g}x)" if paper else ""
-            parts.append(f"{name} {1e3 * own[name].latency:.0f} ms {1 / own[name].interval:.2f}/s{beside}")
+            beside = f" ({methods[ONE].latency / methods[name].latency:.2f}x, paper {paper:g}x)" if paper else ""
+            parts.append(f"{name} {1e3 * methods[name].latency:.0f} ms {1 / methods[name].interval:.2f}/s{beside}")
         lines.append(f"{pair_text(pair)}: " + ", ".join(parts))
     return "\n  " + "\n  ".join(lines)

@@ -32,7 +32,7 @@ WARM_UPS = 2
 
 
 _AT_ONE_MOMENT_SECONDS = 0.002
-"""Answers of one batch are told one after another within this."""
+"""Answers of one batch are logged within this time of each other."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Ran:
     """A stream that has ended: batches asked one by one, each when the one before was answered, then many at once."""
 
     turns: int
-    """So many batches were asked one by one: most are of one sample."""
+    """How many batches were sent one by one; most hold one sample."""
     asked: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
     logs: Mapping[str, DeviceLog] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Ran:
     @property
     def latency(self) -> float:
         """From asking to the answer, of batches one by one."""
-        own = zip(self.asked[WARM_UPS : self.turns], self.answered[WARM_UPS : self.turns], strict=True)
-        return statistics.median(end - start for start, end in own)
+        turns = zip(self.asked[WARM_UPS : self.turns], self.answered[WARM_UPS : self.turns], strict=True)
+        return statistics.median(end - start for start, end in turns)
 
     @property
     def interval(self) -> float:
@@ -78,7 +78,7 @@ class Ran:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device that holds most."""
+        """Return the peak bytes of the device that holds most."""
         return max(log.peak_bytes for log in self.logs.values())
 
 
@@ -101,10 +101,10 @@ class Stand:
     ) -> Ran:  # fmt: skip
         """Batches one by one, and then some samples at once. With `memory` the first of them counts tensor bytes;
         `traced`: when each action began and ended is noted, which takes a little."""
-        own = self.kernels if kernels is None else kernels
+        chosen = self.kernels if kernels is None else kernels
         spans = range(WARM_UPS, turns) if traced and plan.steps_per_round == 1 else range(0)
         order = Order(
-            self.graph, plan, RunState(dict(self.graph.state)), 0, kernels=dict.fromkeys(plan.devices, own),
+            self.graph, plan, RunState(dict(self.graph.state)), 0, kernels=dict.fromkeys(plan.devices, chosen),
             trace_steps=spans, memory_step=0 if memory else -1, wait_limit_seconds=ANSWER_SECONDS,
         )  # fmt: skip
         streaming = Streaming(
@@ -114,23 +114,23 @@ class Stand:
             RetryPolicy(attempts=0),
             most_waiting=max(plan.step_size, at_once),
         )
-        found = Ran(turns)
+        ran = Ran(turns)
         try:
             streaming.start()
             values = named_sample(self.graph, self.sample)
             for number in range(turns + at_once):
-                found.asked.append(time.monotonic())
+                ran.asked.append(time.monotonic())
                 size = plan.step_size if number < turns else 1
                 future = [streaming.submit(values, ANSWER_SECONDS) for _ in range(size)][-1]
-                future.add_done_callback(partial(_note, found.answered))
+                future.add_done_callback(partial(_note, ran.answered))
                 if number < turns or number == turns + at_once - 1:
-                    found.last = future.result(ANSWER_SECONDS)  # answers come in order: this is the last one
+                    ran.last = future.result(ANSWER_SECONDS)  # answers come in order: this is the last one
         except BaseException:
             streaming.close(cancel=True)
             raise
         streaming.close()
-        found.logs = streaming.logs
-        return found
+        ran.logs = streaming.logs
+        return ran
 
 
 def _moments(answered: list[float]) -> tuple[list[float], list[int]]:

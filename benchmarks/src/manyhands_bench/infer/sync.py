@@ -5,9 +5,10 @@ from __future__ import annotations
 from manyhands.facts.cluster import preset
 from manyhands.facts.network import Network
 from manyhands.plans.inference import plan_for
-from manyhands.schedule.synchronisation import SyncCount, sync_points, window_exchanges
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.infer.networks import GROUPS, Library, Subject
+from manyhands.schedule.synchronisation import SyncCount, sync_points
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.infer.networks import GROUPS, DecnnNetwork, Library
+from manyhands_bench.infer.window_exchanges import window_exchanges
 from manyhands_bench.papers import DECNN_TABLES_1_AND_3
 
 CLUSTER = "decnn-240-20"
@@ -15,7 +16,7 @@ GRIDS = {"1d": (GROUPS, 1), "2d": (2, 2)}
 STRATEGIES = {"1d": "modnn", "2d": "coates", "channels": "channels"}
 
 
-def bench_sync(library: Library, subject: Subject, say: Progress) -> Figures:
+def bench_sync(library: Library, subject: DecnnNetwork, say: Progress) -> Figures:
     """Tiles in rows, tiles in rows and columns, channels: as the paper counts them, and as our plans do it."""
     say("synchronisation points")
     original = library.graph(subject, decoupled=False).network

@@ -1,5 +1,5 @@
-"""Figures of `manyhands bench pipeline`: how fast and how right the planner is, its plans beside the rivals', simulated
-with the device catalogue, and measured beside PyTorch's own."""
+"""Figures of `manyhands bench pipeline`: planning time and optimality, plans beside those of the baselines (simulated
+with the device catalogue), and pipelines measured beside PyTorch's own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing, estimate_cluster
 from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.hybrid import Search, pipelines
-from manyhands.planner.shares import offloaded
 from manyhands.planner.steps import Steps
 from manyhands.plans.networks import load_network
 from manyhands.profiler.this_machine import identify
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.capture.measure import Figures, Progress
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.pipeline import measured
 from manyhands_bench.pipeline.exhaustive import Exhaustive
+from manyhands_bench.pipeline.offloading import offloaded
+from manyhands_bench.pipeline.overhead import executor_overhead
 from manyhands_bench.pipeline.studies import draw_pipeline_studies
 
 REPEATS = 5
@@ -41,7 +42,7 @@ LOCAL_NORM = Batch(1, 1, is_synchronised=False)
 
 
 @dataclass(frozen=True)
-class Subject:
+class Table4Network:
     """A network of the paper's Table 4, with its input and mini-batch."""
 
     model: str
@@ -50,16 +51,16 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("efficientnet-b1", (3, 32, 32), 2048),
-    Subject("mobilenetv2", (3, 32, 32), 2048),
-    Subject("resnet50", (3, 224, 224), 256),
-    Subject("bert-small", None, 2048),
+    Table4Network("efficientnet-b1", (3, 32, 32), 2048),
+    Table4Network("mobilenetv2", (3, 32, 32), 2048),
+    Table4Network("resnet50", (3, 224, 224), 256),
+    Table4Network("bert-small", None, 2048),
 )
 ENVIRONMENTS = ("env-a", "env-b", "env-b-1000", "env-c")
 
 
 @cache
-def network_of(subject: Subject, granularity: str = "blocks") -> Network:
+def network_of(subject: Table4Network, granularity: str = "blocks") -> Network:
     return load_network(subject.model, subject.shape, granularity)
 
 
@@ -76,12 +77,12 @@ def bench_planner(quick: bool, say: Progress) -> Figures:
 
     wide = _wide_cluster()
     resnet = network_of(SUBJECTS[2])
-    known = estimate_cluster(resnet, wide)
+    profile_of_64 = estimate_cluster(resnet, wide)
     return {
         "plan_seconds": _median_seconds(repeats, lambda: plan_fine(None)),
         "plan_seconds_given_micro_batches": _median_seconds(repeats, lambda: plan_fine(32)),
         "plan_seconds_64_devices": _median_seconds(
-            1 if quick else 3, lambda: pipelines(resnet, wide, known, 1024, like=LOCAL_NORM)
+            1 if quick else 3, lambda: pipelines(resnet, wide, profile_of_64, 1024, like=LOCAL_NORM)
         ),
         "plan_layers": len(fine.layers),
         "plan_setting": f"efficientnet-b1 3x32x32 cut at operators ({len(fine.layers)} layers), env-c, batch 2048, "
@@ -112,26 +113,26 @@ def bench_optimality(quick: bool, say: Progress) -> Figures:
     say("drawn instances against exhaustive search")
     gaps, missed, losses = [], 0, []
     algorithm_1: dict[int, list[float]] = {1: [], 2: [], 4: []}
-    network = network_of(Subject("tiny", None, 8))
+    network = network_of(Table4Network("tiny", None, 8))
     for cluster, profile, batch in _drawn(network, 40 if quick else DRAWN):
         best = min((seconds for seconds, _ in Exhaustive(network, cluster, profile, batch).all()), default=None)
         steps = Steps(PlanningContext(network, cluster, profile, batch.samples, batch.optimizer_slots), batch)
-        found, single = Search(steps).best(), Search(steps, keep_fronts=False).best()
+        pareto, single = Search(steps).best(), Search(steps, keep_fronts=False).best()
         if best is None:
-            assert found is None, "a plan was found where there is none"
+            assert pareto is None, "a plan was found where there is none"
             continue
-        assert found is not None
-        gaps.append(found.seconds / best - 1)
+        assert pareto is not None
+        gaps.append(pareto.seconds / best - 1)
         if single is None or single.seconds > best * (1 + 1e-9):
             missed += 1
             losses.append(single.seconds / best - 1 if single is not None else float("inf"))
-        for block, own in algorithm_1.items():
-            own.extend(_algorithm_1_gaps(network, cluster, profile, batch, block))
+        for block, block_gaps in algorithm_1.items():
+            block_gaps.extend(_algorithm_1_gaps(network, cluster, profile, batch, block))
     return {
         "optimality_gap": max(gaps), "optimality_instances": len(gaps), "recurrence_misses_part": missed / len(gaps),
         "recurrence_worst_loss": max(losses, default=0.0),
-        **{f"algorithm_1_gap_block_{block}": statistics.mean(own) for block, own in algorithm_1.items()},
-        "algorithm_1_worst_gap": max(max(own) for own in algorithm_1.values()),
+        **{f"algorithm_1_gap_block_{block}": statistics.mean(block_gaps) for block, block_gaps in algorithm_1.items()},
+        "algorithm_1_worst_gap": max(max(block_gaps) for block_gaps in algorithm_1.values()),
         "optimality_setting": f"{network.name}, {len(network.layers)} layers, 2 to 4 drawn devices, ladders, links, "
         "memory and micro-batches (seed 6); every cut, group and share; gap of Algorithm 1: its slowest device",
     }  # fmt: skip
@@ -153,7 +154,7 @@ def _drawn(network: Network, count: int) -> Iterator[tuple[Cluster, Profile, Bat
                 each = draw.uniform(0.2, 2.0) * 1e-3 / speed
                 times = [each * size ** draw.uniform(0.6, 1.0) for size in (1, 2, 4, 8)]
                 steady = [max(times[: place + 1]) for place in range(4)]
-                ladder = [Timing(size, own, 2 * own) for size, own in zip((1, 2, 4, 8), steady)]
+                ladder = [Timing(size, seconds, 2 * seconds) for size, seconds in zip((1, 2, 4, 8), steady)]
                 layers.append(LayerTiming(layer.name, tuple(ladder)))
             profiles[name] = DeviceProfile(
                 network.name, network.fingerprint, network.input_text, network.granularity, name, "measured",
@@ -166,7 +167,7 @@ def _drawn(network: Network, count: int) -> Iterator[tuple[Cluster, Profile, Bat
 def _algorithm_1_gaps(
     network: Network, cluster: Cluster, profile: Profile, batch: Batch, block: int
 ) -> Iterator[float]:
-    """All devices on the whole network: what Algorithm 1 loses there."""
+    """Return how much slower Algorithm 1's shares are than the best, with all devices on the whole network."""
     exhaustive, layers = Exhaustive(network, cluster, profile, batch), len(network.layers)
     names = exhaustive.names
     if len(names) > batch.samples:
@@ -176,14 +177,14 @@ def _algorithm_1_gaps(
         return lambda samples: sum(exhaustive.times(name, 0, layers, samples))
 
     seconds = [seconds_of(name) for name in names]
-    found = offloaded(seconds, [batch.samples] * len(names), batch.samples, block)
+    shares = offloaded(seconds, [batch.samples] * len(names), batch.samples, block)
     roomy = msgspec.structs.replace(
-        cluster, devices=tuple(msgspec.structs.replace(one, memory_bytes=10**15) for one in cluster.devices)
+        cluster, devices=tuple(msgspec.structs.replace(device, memory_bytes=10**15) for device in cluster.devices)
     )
     best = Exhaustive(network, roomy, profile, batch).shares(0, layers, names, 1)
-    assert found is not None
+    assert shares is not None
     assert best is not None
-    slowest = [max(own(y) for own, y in zip(seconds, share)) for share in (found, best)]
+    slowest = [max(device_seconds(y) for device_seconds, y in zip(seconds, share)) for share in (shares, best)]
     yield slowest[0] / slowest[1] - 1
 
 
@@ -197,8 +198,8 @@ def bench_prediction(quick: bool, say: Progress) -> Figures:
             cluster = preset(environment)
             profile = estimate_cluster(network, cluster)
             best = pipelines(network, cluster, profile, subject.batch_size, like=LOCAL_NORM)[0]
-            found = simulate(best.plan(network), network, cluster, profile, keep_spans=False).seconds
-            errors[f"{subject.model} {environment}"] = abs(best.seconds - found) / found
+            simulated = simulate(best.plan(network), network, cluster, profile, keep_spans=False).seconds
+            errors[f"{subject.model} {environment}"] = abs(best.seconds - simulated) / simulated
     worst = max(errors, key=errors.__getitem__)
     return {
         "prediction_error": statistics.median(errors.values()),
@@ -217,21 +218,21 @@ def bench_table_4(quick: bool, say: Progress) -> Figures:
         for environment in ENVIRONMENTS:
             say(f"Table 4, {subject.model} on {environment}")
             table = compare(network, preset(environment), batch_size=subject.batch_size, batch_norm="local")
-            ours, rival = table.ours, table.best_baseline()
+            ours, baseline = table.ours, table.best_baseline()
             against = {name: _over(table, name) for name in (ALONE, "data parallel", "pipeline parallel")}
             key = f"{subject.model}_{environment}".replace("-", "_")
-            if rival is not None:
-                least = min(least, rival.seconds / ours.seconds)
-                figures[f"vs_best_rival_{key}"] = rival.seconds / ours.seconds
+            if baseline is not None:
+                least = min(least, baseline.seconds / ours.seconds)
+                figures[f"vs_best_rival_{key}"] = baseline.seconds / ours.seconds
             for short, name in (("device", ALONE), ("dp", "data parallel"), ("pp", "pipeline parallel")):
                 if against[name] is not None:
                     figures[f"speedup_{short}_{key}"] = against[name] or 0.0
             paper = ASTEROID_TABLE_4.get((subject.model, environment))
             lines.append(
                 f"{subject.model} {environment}: "
-                + "/".join("OOM" if one is None else f"{one:.1f}" for one in against.values())
+                + "/".join("OOM" if ratio is None else f"{ratio:.1f}" for ratio in against.values())
                 + (f" (paper {'/'.join(map(str, paper))})" if paper else "")
-                + f", best rival {rival.name if rival else 'none'}; {table.why}"
+                + f", best baseline {baseline.name if baseline else 'none'}; {table.why}"
             )
             if environment == "env-a" and subject.model in ASTEROID_TABLE_2:
                 figures[f"volume_mb_hpp_{subject.model}".replace("-", "_")] = ours.volume / 1e6
@@ -240,7 +241,7 @@ def bench_table_4(quick: bool, say: Progress) -> Figures:
         "table4_min_vs_rivals": least,
         **figures,
         "table4": "over the best device / data parallel / pipeline parallel, simulated with the catalogue, batch norm "
-        "local; OOM: the rival runs out of memory. " + " | ".join(lines),
+        "local; OOM: the baseline runs out of memory. " + " | ".join(lines),
         "table2_paper": "; ".join(
             f"{model}: HDP {hdp} MB, HPP {hpp} MB" for model, (hdp, hpp) in ASTEROID_TABLE_2.items()
         ),
@@ -258,7 +259,7 @@ def bench_pipeline(
     """Every figure of `manyhands bench pipeline`, flat; `full` draws the paper's studies into `out` too."""
     say = on_progress or (lambda text: None)
     figures: Figures = {"machine": identify(1).text, "quick": int(quick), PROFILE_MACHINE: ESTIMATED}
-    figures |= measured.executor_overhead(say, quick)
+    figures |= executor_overhead(say, quick)
     figures |= measured.bench_local(say, quick)
     figures |= measured.bench_lab(say, quick)
     figures |= measured.summary(figures)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = ("#E45756", "#F58518", "#54A24B", "#4C78A8", "#B279A2", "#9D755D", "#72B7B2")
 
@@ -33,7 +34,7 @@ def draw_policies(
     """Fig. 15b, right: peak memory as bars and throughput as a line, by warm-up policy."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    axes.bar(range(len(names)), [peak_bytes / 1e6 for peak_bytes in memory], 0.55, color="#4C78A8", label="peak memory")
+    axes.bar(range(len(names)), [peak / 1e6 for peak in memory], 0.55, color="#4C78A8", label="peak memory")
     other = axes.twinx()
     other.plot(range(len(names)), speed, marker="o", color="#F58518", label="throughput")
     other.set_ylim(0, 1.15 * max(speed))

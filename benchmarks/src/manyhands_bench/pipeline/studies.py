@@ -28,7 +28,7 @@ from manyhands.plans.networks import load_network
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.plans.simulating import simulate
 from manyhands.simulator.result import Simulation
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies
 
 SMALL_INPUT = (3, 32, 32)
@@ -58,7 +58,7 @@ def draw_pipeline_studies(out: Path, quick: bool, say: Progress) -> Figures:
 def _runs(plan: Plan, network: Network, cluster: Cluster) -> tuple[float, Simulation]:
     """Samples per second, 0 where it runs out of memory."""
     result = simulate(plan, network, cluster, keep_spans=False)
-    fits = all(one.peak_bytes <= one.memory_bytes for one in result.devices.values())
+    fits = all(device.peak_bytes <= device.memory_bytes for device in result.devices.values())
     return (result.samples_per_second if fits else 0.0), result
 
 
@@ -87,12 +87,12 @@ def _ablation(out: Path, models: Sequence[str], say: Progress) -> Figures:
 
 
 def _without_limits(cluster: Cluster, link: Link) -> Cluster:
-    devices = tuple(msgspec.structs.replace(one, memory_bytes=10**18) for one in cluster.devices)
+    devices = tuple(msgspec.structs.replace(device, memory_bytes=10**18) for device in cluster.devices)
     return Cluster("without limits", devices, link)
 
 
 def _naive(network: Network, cluster: Cluster) -> Plan:
-    """All devices alike, links without limit, memory without end."""
+    """Plan as if devices were equal, and links and memory unlimited."""
     endless = [
         msgspec.structs.replace(
             cluster.devices[0], name=name, memory_bytes=10**18, up_bytes_per_second=1e15, down_bytes_per_second=1e15
@@ -122,14 +122,14 @@ def _policies(out: Path, model: str, say: Progress) -> Figures:
     document = {"devices": [{"kind": "jetson-tx2", "name": "tx2", "count": 3, "port": "100 Mbit/s"}]}
     cluster = Cluster.from_dict({"name": "tx2x3", **document, "link": {"rate": "100 Mbit/s", "delay": "0.3 ms"}})
     network = load_network(model, SMALL_INPUT)
-    found = pipelines(network, cluster, estimate_cluster(network, cluster), 2048, micro_batches=16, like=LOCAL_NORM)
-    cuts = [stage.first for stage in found[0].stages[1:]] if len(found[0].stages) == 3 else None
+    plans = pipelines(network, cluster, estimate_cluster(network, cluster), 2048, micro_batches=16, like=LOCAL_NORM)
+    cuts = [stage.first for stage in plans[0].stages[1:]] if len(plans[0].stages) == 3 else None
     options = {"batch_size": 2048, "micro_batches": 16, "batch_norm": "local"}
     results = {
         policy: _runs(pipeline_plan(network, cluster, cuts, warm_up=policy, **options), network, cluster)  # type: ignore[arg-type]
         for policy in POLICIES
     }
-    memory = [max(one.peak_bytes for one in results[policy][1].devices.values()) for policy in POLICIES]
+    memory = [max(device.peak_bytes for device in results[policy][1].devices.values()) for policy in POLICIES]
     speed = [results[policy][1].samples_per_second for policy in POLICIES]
     draw_policies(POLICIES, memory, speed, out / "fig_15b_policies.png", f"Fig. 15b: warm-up policies, {model}, 3 TX2")
     gpipe = pipeline_plan(network, cluster, cuts, order="gpipe", **options)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def _policies(out: Path, model: str, say: Progress) -> Figures:
         "backward after forward": _runs(gpipe, network, cluster)[1],
         "data parallel": _runs(parallel, network, cluster)[1],
     }
-    bars = {name: [one.peak_bytes / 1e6 for one in result.devices.values()] for name, result in by_order.items()}
+    bars = {name: [device.peak_bytes / 1e6 for device in result.devices.values()] for name, result in by_order.items()}
     draw_bars(
         cluster.names, bars, out / "fig_15b_memory.png", up="peak MB", title=f"Fig. 15b: memory by order, {model}"
     )

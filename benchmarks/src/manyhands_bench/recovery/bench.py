@@ -19,6 +19,7 @@ import torch
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job.evaluation import captured
 from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
@@ -26,16 +27,16 @@ from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.session.lab_session import lab_cluster
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.pipeline.measured import plan_text
-from manyhands_bench.pipeline.torch_pipeline import Setting
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.pipeline.ours import plan_text
+from manyhands_bench.pipeline.torch_setting import TorchSetting
 from manyhands_bench.recovery.plots import Passage, draw_passages
 from manyhands_bench.recovery.site import DrawnPictures, Groups, Site, Strike, Trip
 from manyhands_bench.recovery.soak import loss_difference, soak, soak_site
 from manyhands_bench.recovery.torchrun import NODES, TUNED, seconds_after_kill
 
-SETTING = Setting("mobilenetv2", (3, 32, 32), 32, 4)
-QUICK = Setting("tiny", (1, 16, 16), 32, 2)
+SETTING = TorchSetting("mobilenetv2", (3, 32, 32), 32, 4)
+QUICK = TorchSetting("tiny", (1, 16, 16), 32, 2)
 OPTIMIZER = Optimizer("SGD", lr=1e-5, momentum=0.9)
 """Small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and faster ones blow up the last bit a hundred-fold
 in every step, in whichever order sums are taken."""
@@ -49,29 +50,29 @@ SEED = 7
 
 
 @dataclass(frozen=True)
-class Extent:
+class RecoveryExtent:
     """How much is measured."""
 
-    setting: Setting
+    setting: TorchSetting
     workers: int
     struck: int | None
-    """So many of the workers, from the first on; None: all."""
+    """How many of the workers are struck, from the first on; None: all."""
     steps_after: int
-    """That a run goes on after the failure."""
+    """Steps that a run makes after the failure."""
     blocks: int
-    """Of turns, with light and heavy plans and with and without copies."""
+    """Blocks of turns: incremental and full plans, with and without backups."""
     steps: int
-    """Of a block."""
+    """Steps of a block."""
     measure_seconds: float
     """0: estimated."""
 
 
-FULL = Extent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
-QUICK_EXTENT = Extent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds=0.0)
+FULL = RecoveryExtent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
+QUICK_EXTENT = RecoveryExtent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds=0.0)
 
 
 @dataclass
-class Found:
+class Recoveries:
     """Trips by device, for each way."""
 
     light: dict[str, Trip] = field(default_factory=dict)
@@ -89,13 +90,16 @@ def shape_of(names: Sequence[str]) -> Groups:
     return ((first,), tuple(others[:-1]), (others[-1],)) if len(others) > 2 else ((first,), tuple(others))
 
 
-def site_for(session: Session, setting: Setting, measure_seconds: float, dtype: torch.dtype = torch.float32) -> Site:
+def site_for(
+    session: Session, setting: TorchSetting, measure_seconds: float, dtype: torch.dtype = torch.float32
+) -> Site:
     torch.manual_seed(0)
+    module, loss = build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss)
+    data = DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype)
+    graph = captured(module, data, loss, granularity="blocks", name=setting.model)
     return Site.of(
-        session, build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss),
-        DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype), OPTIMIZER, name=setting.model,
-        samples=setting.samples, micro_batches=setting.micro_batches, groups=shape_of(session.cluster.names),
-        measure_seconds=measure_seconds,
+        session, graph, data, OPTIMIZER, samples=setting.samples, micro_batches=setting.micro_batches,
+        groups=shape_of(session.cluster.names), measure_seconds=measure_seconds,
     )  # fmt: skip
 
 
@@ -105,7 +109,7 @@ def site_for(session: Session, setting: Setting, measure_seconds: float, dtype: 
 class Failures:
     """Runs through failures of one site's workers."""
 
-    def __init__(self, site: Site, extent: Extent, say: Progress) -> None:
+    def __init__(self, site: Site, extent: RecoveryExtent, say: Progress) -> None:
         self.site, self.extent, self.say = site, extent, say
         self.drawing = random.Random(SEED)
         self.steps = STEPS_BEFORE + extent.steps_after
@@ -125,7 +129,7 @@ class Failures:
         return sum(trip.rounds_lost(self.steps) for trip in trips)
 
 
-def bench_exactness(session: Session, extent: Extent, backup_every: int, say: Progress) -> Figures:
+def bench_exactness(session: Session, extent: RecoveryExtent, backup_every: int, say: Progress) -> Figures:
     """In float64, where rounding does not hide anything: losses through a failure are those of a calm run."""
     site = replace(site_for(session, extent.setting, 0.0, torch.float64), backup_every=backup_every)
     failures = Failures(site, extent, lambda text: say(f"float64: {text}"))
@@ -137,24 +141,24 @@ def bench_exactness(session: Session, extent: Extent, backup_every: int, say: Pr
     return {"losses_differ": loss_difference(trip, failures.calm), "rounds_lost": lost}
 
 
-def bench_failures(site: Site, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_failures(site: Site, extent: RecoveryExtent, out: Path | None, say: Progress) -> Figures:
     """Every device in turn: killed, with light and heavy re-planning; stopped; and how fast the rest is afterwards."""
     failures = Failures(site, extent, say)
-    found, after = Found(), {}
+    recoveries, after = Recoveries(), {}
     names = site.session.cluster.names[: extent.struck]
     for place, name in enumerate(names):
         ways = ("light", "heavy") if place % 2 == 0 else ("heavy", "light")
         for how in ways:
-            getattr(found, how)[name] = failures.trip(name, how)
+            getattr(recoveries, how)[name] = failures.trip(name, how)
             if how == ways[-1]:
                 say(f"without {name}, light and heavy in turns")
-                after[name] = _speed_after(site, found.light[name], found.heavy[name], extent)
+                after[name] = _speed_after(site, recoveries.light[name], recoveries.heavy[name], extent)
             site.bring_back([name])
-        found.silent[name] = failures.trip(name, "light", signal.SIGSTOP)
+        recoveries.silent[name] = failures.trip(name, "light", signal.SIGSTOP)
         site.bring_back([name])
     if out is not None:
-        _draw(found, names[min(1, len(names) - 1)], extent.setting, out)
-    return _failure_figures(site, failures, found, after, extent)
+        _draw(recoveries, names[min(1, len(names) - 1)], extent.setting, out)
+    return _failure_figures(site, failures, recoveries, after, extent)
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class After:
     predicted: float
 
 
-def _speed_after(site: Site, light: Trip, heavy: Trip, extent: Extent) -> After:
+def _speed_after(site: Site, light: Trip, heavy: Trip, extent: RecoveryExtent) -> After:
     """In blocks by turns."""
     plans = [trip.outcome.plan for trip in (light, heavy)]
     ours, other = (plan for plan in plans if plan is not None)
@@ -184,48 +188,54 @@ def _median(trips: dict[str, Trip], what: Callable[[Trip], float]) -> float:
     return float(statistics.median(what(trip) for trip in trips.values()))
 
 
-def _failure_figures(site: Site, failures: Failures, found: Found, after: dict[str, After], extent: Extent) -> Figures:
+def _failure_figures(
+    site: Site, failures: Failures, recoveries: Recoveries, after: dict[str, After], extent: RecoveryExtent
+) -> Figures:
     light, heavy = (
-        _median(one, lambda trip: trip.recovery_seconds) for one in (found.light, found.heavy)
+        _median(trips, lambda trip: trip.recovery_seconds) for trips in (recoveries.light, recoveries.heavy)
     )  # fmt: skip
-    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+    ratios = [
+        recoveries.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in recoveries.light.items()
+    ]
     silence_seconds = site.session.coordinator.times.timeout_seconds
     return {
         "recovery_seconds": light,
-        "recovery_seconds_worst": max(trip.recovery_seconds for trip in found.light.values()),
+        "recovery_seconds_worst": max(trip.recovery_seconds for trip in recoveries.light.values()),
         "recovery_seconds_heavy": heavy,
         "light_vs_heavy": statistics.median(ratios),
-        "recovery_seconds_silent": _median(found.silent, lambda trip: trip.recovery_seconds),
+        "recovery_seconds_silent": _median(recoveries.silent, lambda trip: trip.recovery_seconds),
         "silence_seconds": silence_seconds,
-        "detect_seconds": _median(found.light, lambda trip: trip.detect_seconds),
-        "replan_seconds": _median(found.light, lambda trip: trip.replan_seconds),
-        "replan_seconds_heavy": _median(found.heavy, lambda trip: trip.replan_seconds),
-        "first_round_seconds": _median(found.light, lambda trip: trip.first_round_seconds),
-        "caught_up_seconds": _median(found.light, lambda trip: trip.caught_up_seconds),
-        "rounds_replayed": _median(found.light, lambda trip: trip.facts["replayed"]),
-        "bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
-        "bytes_moved_heavy": _median(found.heavy, lambda trip: trip.facts["bytes_moved"]),
-        "throughput_after": statistics.median(one.measured for one in after.values()),
-        "throughput_after_least": min(one.measured for one in after.values()),
-        "throughput_after_predicted": statistics.median(one.predicted for one in after.values()),
-        "rounds_lost": failures.rounds_lost(found.every),
-        "losses_differ_float32": max(loss_difference(trip, failures.calm) for trip in found.every),
+        "detect_seconds": _median(recoveries.light, lambda trip: trip.detect_seconds),
+        "replan_seconds": _median(recoveries.light, lambda trip: trip.replan_seconds),
+        "replan_seconds_heavy": _median(recoveries.heavy, lambda trip: trip.replan_seconds),
+        "first_round_seconds": _median(recoveries.light, lambda trip: trip.first_round_seconds),
+        "caught_up_seconds": _median(recoveries.light, lambda trip: trip.caught_up_seconds),
+        "rounds_replayed": _median(recoveries.light, lambda trip: trip.facts["replayed"]),
+        "bytes_moved": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"]),
+        "bytes_moved_heavy": _median(recoveries.heavy, lambda trip: trip.facts["bytes_moved"]),
+        "throughput_after": statistics.median(trips.measured for trips in after.values()),
+        "throughput_after_least": min(trips.measured for trips in after.values()),
+        "throughput_after_predicted": statistics.median(trips.predicted for trips in after.values()),
+        "rounds_lost": failures.rounds_lost(recoveries.every),
+        "losses_differ_float32": max(loss_difference(trip, failures.calm) for trip in recoveries.every),
         "round_seconds": failures.round_seconds,
         "backup_every": site.backup_every,
-        "failures": len(found.every),
+        "failures": len(recoveries.every),
         "recovery_setting": f"{extent.setting}, float32, batch norm synchronised, SGD with momentum; "
         f"{len(site.session.cluster.names)} workers of {site.session.threads} thread(s) as "
         f"{plan_text(site.plan)}; struck at a random moment of round {STEPS_BEFORE}, seconds from the signal to the "
         f"start of the next round that was completed",
         "recovery_each": "; ".join(
-            f"{name}: light {found.light[name].recovery_seconds:.2f} s, heavy {found.heavy[name].recovery_seconds:.2f} "
-            f"s, silent {found.silent[name].recovery_seconds:.2f} s (limit {silence_seconds:g} s)"
-            for name in found.light
+            f"{name}: light {recoveries.light[name].recovery_seconds:.2f} s, "
+            f"heavy {recoveries.heavy[name].recovery_seconds:.2f} s, "
+            f"silent {recoveries.silent[name].recovery_seconds:.2f} s (limit {silence_seconds:g} s)"
+            for name in recoveries.light
         ),
         "plans_after": "; ".join(
-            f"without {name}: light {_plan_after(found.light[name])}, heavy {_plan_after(found.heavy[name])}, light's "
-            f"throughput over heavy's {one.measured:.2f}, predicted {one.predicted:.2f}"
-            for name, one in after.items()
+            f"without {name}: light {_plan_after(recoveries.light[name])}, "
+            f"heavy {_plan_after(recoveries.heavy[name])}, light's throughput over heavy's {ratio.measured:.2f}, "
+            f"predicted {ratio.predicted:.2f}"
+            for name, ratio in after.items()
         ),
     }
 
@@ -234,10 +244,10 @@ def _plan_after(trip: Trip) -> str:
     return plan_text(trip.outcome.plan).partition(";")[0] if trip.outcome.plan is not None else ""
 
 
-def _draw(found: Found, name: str, setting: Setting, out: Path) -> None:
+def _draw(recoveries: Recoveries, name: str, setting: TorchSetting, out: Path) -> None:
     """Fig. 17: when B is gone."""
     passages = []
-    for how, trips in (("light", found.light), ("heavy", found.heavy)):
+    for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
         trip = trips[name]
         rounds = tuple(moment - trip.struck_at for moment, _, _ in trip.steps)
         passages.append(Passage(how, rounds, trip.recovery_seconds, setting.samples))
@@ -248,7 +258,7 @@ def _draw(found: Found, name: str, setting: Setting, out: Path) -> None:
 # What being ready costs
 
 
-def bench_backups(site: Site, extent: Extent, say: Progress) -> Figures:
+def bench_backups(site: Site, extent: RecoveryExtent, say: Progress) -> Figures:
     """Rounds with copies travelling over rounds without, in blocks by turns."""
     ratios, pairs = [], []
     for block in range(extent.blocks):
@@ -264,19 +274,19 @@ def bench_backups(site: Site, extent: Extent, say: Progress) -> Figures:
     }
 
 
-# The rival
+# The baseline: torchrun
 
 
-def bench_torchrun(setting: Setting, say: Progress) -> Figures:
+def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
     """As torchrun does out of the box, and with a rendezvous that waits as little as ours does."""
-    found: Figures = {}
+    figures: Figures = {}
     try:
         for key, rendezvous in (("torchrun_seconds", ""), ("torchrun_tuned_seconds", TUNED)):
             say(f"torchrun, {rendezvous or 'as it is'}")
-            found[key] = seconds_after_kill(setting.model, setting.shape, setting.samples, rendezvous)
+            figures[key] = seconds_after_kill(setting.model, setting.shape, setting.samples, rendezvous)
     except ManyhandsError as error:
-        found["torchrun_skipped"] = error.message
-    return found | {
+        figures["torchrun_skipped"] = error.message
+    return figures | {
         "torchrun_setting": f"{setting.model}, batch {setting.samples // NODES} each, DistributedDataParallel over "
         f"gloo, {NODES} nodes of 1 process (--nnodes={NODES - 1}:{NODES} --max-restarts=3, c10d), the last node killed "
         f"(agent and worker), from the kill to the next step's start; tuned: --rdzv-conf={TUNED}",
@@ -286,11 +296,11 @@ def bench_torchrun(setting: Setting, say: Progress) -> Figures:
 # The lab
 
 
-def bench_lab(extent: Extent, say: Progress) -> Figures:
+def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
     """The same kills at 100 Mbit/s, light and heavy; all seconds are the lab's own."""
     if why := missing():
         return {"lab_skipped": why}
-    found = Found()
+    recoveries = Recoveries()
     with open_session(lab_cluster(LAB)) as session:
         names = session.cluster.names[: extent.struck]
         rate = min(device.down_bytes_per_second for device in session.cluster.devices)
@@ -298,33 +308,35 @@ def bench_lab(extent: Extent, say: Progress) -> Figures:
         site = site_for(session, extent.setting, extent.measure_seconds)
         failures = Failures(site, extent, lambda text: say(f"lab: {text}"))
         for name in names:
-            for how, trips in (("light", found.light), ("heavy", found.heavy)):
+            for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
                 trips[name] = failures.trip(name, how)
                 site.bring_back([name])
-        shape, lost = plan_text(site.plan), failures.rounds_lost(found.every)
-    ratios = [found.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in found.light.items()]
+        shape, lost = plan_text(site.plan), failures.rounds_lost(recoveries.every)
+    ratios = [
+        recoveries.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in recoveries.light.items()
+    ]
     return {
-        "lab_recovery_seconds": _median(found.light, lambda trip: trip.recovery_seconds),
-        "lab_recovery_seconds_heavy": _median(found.heavy, lambda trip: trip.recovery_seconds),
+        "lab_recovery_seconds": _median(recoveries.light, lambda trip: trip.recovery_seconds),
+        "lab_recovery_seconds_heavy": _median(recoveries.heavy, lambda trip: trip.recovery_seconds),
         "lab_light_vs_heavy": statistics.median(ratios),
-        "lab_bytes_moved": _median(found.light, lambda trip: trip.facts["bytes_moved"]),
-        "lab_bytes_seconds": _median(found.light, lambda trip: trip.facts["bytes_moved"] / rate),
+        "lab_bytes_moved": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"]),
+        "lab_bytes_seconds": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"] / rate),
         "lab_round_seconds": failures.round_seconds,
         "lab_backup_every": site.backup_every,
         "lab_rounds_lost": lost,
         "lab_scale": scale,
-        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in life, so at "
+        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in real time, so at "
         f"{rate * 8 / 1e6:.3g} Mbit/s; {shape}; "
-        + "; ".join(f"{name}: {_lab_text(found, name, rate)}" for name in names),
+        + "; ".join(f"{name}: {_lab_text(recoveries, name, rate)}" for name in names),
     }
 
 
-def _lab_text(found: Found, name: str, rate: float) -> str:
-    """Both ways, beside what moving the bytes alone takes."""
+def _lab_text(recoveries: Recoveries, name: str, rate: float) -> str:
+    """Describe both ways of re-planning, beside the seconds that moving the bytes alone takes."""
     return ", ".join(
         f"{how} {trip.recovery_seconds:.2f} s ({trip.facts['bytes_moved'] / 1e6:.2f} MB: "
         f"{trip.facts['bytes_moved'] / rate:.2f} s)"
-        for how, trip in (("light", found.light[name]), ("heavy", found.heavy[name]))
+        for how, trip in (("light", recoveries.light[name]), ("heavy", recoveries.heavy[name]))
     )
 
 

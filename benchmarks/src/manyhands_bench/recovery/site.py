@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import Prefetcher, length
@@ -25,7 +24,6 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.graph.graph import Graph
-from manyhands.job.evaluation import captured
 from manyhands.job.replanning import Replanner, chosen_backups
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.runtime.assembly import JOIN_SECONDS
@@ -80,11 +78,11 @@ class Trip:
     struck_at: float = 0.0
     steps: list[tuple[float, int, float]] = field(default_factory=list)
     """When it ended, step, loss."""
-    told: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
+    events: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
 
     def when(self, event: str) -> float:
-        """When it was told first."""
-        return next(moment for moment, name, _ in self.told if name == event)
+        """Return when the event was first logged."""
+        return next(moment for moment, name, _ in self.events if name == event)
 
     @property
     def recovery_seconds(self) -> float:
@@ -113,12 +111,12 @@ class Trip:
 
     def recoveries_after(self, event: str) -> list[float]:
         """Seconds of those whose last cause was a loss, or a join."""
-        found, cause = [], ""
-        for _, name, facts in self.told:
+        seconds, cause = [], ""
+        for _, name, facts in self.events:
             if name == "recovered" and cause == event:
-                found.append(float(facts["seconds"]))
+                seconds.append(float(facts["seconds"]))
             cause = name if name in ("lost", "joined", "leaving") else cause
-        return found
+        return seconds
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -130,8 +128,12 @@ class Trip:
 
     def rounds_lost(self, steps: int) -> int:
         """Rounds that were not reported exactly once, in order."""
-        found = [step for _, step, _ in self.steps]
-        return 0 if found == list(range(steps)) else len(set(range(steps)) ^ set(found)) + len(found) - len(set(found))
+        completed = [step for _, step, _ in self.steps]
+        return (
+            0
+            if completed == list(range(steps))
+            else len(set(range(steps)) ^ set(completed)) + len(completed) - len(set(completed))
+        )
 
 
 @dataclass
@@ -150,12 +152,13 @@ class Site:
 
     @classmethod
     def of(
-        cls, session: Session, module: nn.Module, loss: Any, data: Dataset[Any], optimizer: Optimizer, *,
-        name: str, samples: int, micro_batches: int, groups: Groups, measure_seconds: float,
+        cls, session: Session, graph: Graph, data: Dataset[Any], optimizer: Optimizer, *, samples: int,
+        micro_batches: int, groups: Groups, measure_seconds: float,
     ) -> Site:  # fmt: skip
-        """In the shape that is asked for: balanced cuts, shares by speed. Measured as things are now, or, in no time,
-        estimated."""
-        graph = captured(module, data, loss, granularity="blocks", name=name)
+        """Return a job whose stages are `groups`, with balanced cuts and shares by speed.
+
+        measure_seconds   how long the devices are measured first; 0: their times are estimated from the catalogue
+        """
         size = samples // micro_batches
         cluster = session.cluster
         if measure_seconds:
@@ -177,7 +180,7 @@ class Site:
         self, steps: int, *, how: str = "light", strike: Strike | None = None, on_step: OnStep | None = None,
         snapshots: tuple[int, ...] = (),
     ) -> Trip:  # fmt: skip
-        """So many steps from the beginning, as `mh.train` runs them, whatever happens to the workers."""
+        """Train `steps` steps from the beginning as `mh.train` does, whatever happens to the workers."""
         trip = Trip()
         replanner = Replanner(
             self.session, self.graph, self.cluster, self.profile, STRATEGY, self.optimizer,
@@ -196,19 +199,19 @@ class Site:
             if on_step is not None:
                 on_step(step, job)
 
-        def told(event: str, /, **facts: Any) -> None:
-            trip.told.append((time.monotonic(), event, facts))
+        def log(event: str, /, **facts: Any) -> None:
+            trip.events.append((time.monotonic(), event, facts))
 
         with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
             job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, RetryPolicy(how, wait_seconds=JOIN_SECONDS),
-                on_step=stepped, log_event=told,
+                on_step=stepped, log_event=log,
             )  # fmt: skip
             trip.outcome = job.run()
         return trip
 
     def predicted_seconds(self, plan: Plan) -> float:
-        """Of a round, by what was measured before."""
+        """Return the predicted seconds of a round."""
         return simulate(plan, self.graph.network, self.cluster, self.profile, keep_spans=False).seconds
 
     def _batches(self, first: int, last: int) -> Prefetcher:

@@ -21,11 +21,12 @@ from manyhands.data.digits import load_digits
 from manyhands.data.loader import length
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job.evaluation import captured
 from manyhands.models.tiny import tiny
 from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.order import RunState, snapshot_steps
 from manyhands.session.session import Session
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.recovery.site import Site, Trip
 
 OPTIMIZER = Optimizer("SGD", lr=0.02, momentum=0.9)
@@ -33,15 +34,15 @@ SAMPLES, MICRO_BATCHES = 32, 2
 STEPS_PER_KILL = 8
 STEPS_BETWEEN_SNAPSHOTS = 40
 MOST_DELAY_SECONDS = 0.5
-"""After a round has ended, at most so long: kills fall into rounds, recoveries and joins alike."""
+"""The longest time from the end of a round to a kill: kills fall into rounds, recoveries and joins alike."""
 STOPPED_PART = 0.15
-"""Of the kills, so many are stops (SIGSTOP): a silent loss."""
+"""The part of the kills that are stops (SIGSTOP): a loss without a closed connection."""
 LEFT_ALIVE = 2
-"""So many workers are never killed at a time: weights are at two places."""
+"""How many workers are spared at a time: weights are at two places."""
 BACK_SECONDS = 120.0
 SEED = 20240707
 MOST_SECONDS = 500.0
-"""No more kills after that, from the undisturbed run's start: only rounds are left then."""
+"""Seconds after which no worker is killed any more; the remaining rounds run undisturbed."""
 
 
 def digits_in_float64() -> Dataset[Any]:
@@ -55,9 +56,10 @@ def soak_site(session: Session) -> Site:
     stage on one device each, the others share the one between."""
     torch.manual_seed(0)
     first, *others, last = session.cluster.names
+    module, data = tiny(width=8).double(), digits_in_float64()
+    graph = captured(module, data, cross_entropy, granularity="blocks", name="tiny-float64")
     return Site.of(
-        session, tiny(width=8).double(), cross_entropy, digits_in_float64(), OPTIMIZER, name="tiny-float64",
-        samples=SAMPLES, micro_batches=MICRO_BATCHES, measure_seconds=0.0,
+        session, graph, data, OPTIMIZER, samples=SAMPLES, micro_batches=MICRO_BATCHES, measure_seconds=0.0,
         groups=((first,), tuple(others), (last,)) if others else ((first,), (last,)),
     )  # fmt: skip
 
@@ -78,7 +80,7 @@ class Reaper:
     done: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
     """When, whom, how."""
     struck: dict[str, signal.Signals] = field(default_factory=dict)
-    """Who was, and has not been started again."""
+    """Workers that were struck and have not been started again."""
     armed: int = 0
     thread: threading.Thread | None = None
 
@@ -155,7 +157,7 @@ def soak(site: Site, kills: int, say: Progress) -> Figures:
     began = time.monotonic()
     rough = site.travel(steps, how="auto", on_step=reaper.on_step, snapshots=snapshots)
     seconds = time.monotonic() - began
-    events = [name for _, name, _ in rough.told]
+    events = [name for _, name, _ in rough.events]
     recoveries = rough.outcome.recoveries
     after_loss, after_join = (rough.recoveries_after(event) for event in ("lost", "joined"))
     return {
@@ -183,21 +185,21 @@ def soak(site: Site, kills: int, say: Progress) -> Figures:
     }
 
 
-def loss_difference(one: Trip, other: Trip) -> float:
+def loss_difference(trip: Trip, other: Trip) -> float:
     """The worst relative difference between two runs' losses."""
-    pairs = zip(one.losses, other.losses, strict=True)
+    pairs = zip(trip.losses, other.losses, strict=True)
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
-def weight_difference(one: RunState | None, other: RunState | None) -> float:
+def weight_difference(state: RunState | None, other: RunState | None) -> float:
     """The worst difference over the largest number of the tensor that it is in."""
-    assert one is not None
+    assert state is not None
     assert other is not None
     worst = 0.0
     for name, wanted in other.weights.items():
         size = float(wanted.double().abs().max()) if wanted.numel() else 0.0
         if size:
-            worst = max(worst, float((one.weights[name].double() - wanted.double()).abs().max()) / size)
+            worst = max(worst, float((state.weights[name].double() - wanted.double()).abs().max()) / size)
     return worst
 
 

@@ -24,11 +24,11 @@ from manyhands.facts.errors import TimedOut
 
 NODES = 3
 STEPS_BEFORE = 8
-"""That every node has begun when one is killed."""
+"""Steps that every node has begun when one is killed."""
 STEPS_BETWEEN_CHECKPOINTS = 10
 LIMIT_SECONDS = 240.0
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-"""Of the rendezvous: what it waits for others to join, and until it misses one."""
+"""Time-outs of the rendezvous: how long it waits for others to join, and for a heartbeat."""
 _MOST_STEPS = 100_000
 _POLL_SECONDS = 0.05
 
@@ -72,17 +72,17 @@ def _agent(
 
 
 def _begun(log: Path, rank: int) -> list[tuple[float, int, int]]:
-    """Of each step that a rank has begun: when, which, and how many ranks there were."""
+    """Return for each step that a rank has begun: when, which, and how many ranks there were."""
     try:
         lines = log.with_suffix(f".{rank}").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    moments = []
     for line in lines:
         with contextlib.suppress(ValueError):  # one that is being written
             moment, step, world = json.loads(line)
-            found.append((float(moment), int(step), int(world)))
-    return found
+            moments.append((float(moment), int(step), int(world)))
+    return moments
 
 
 def _after(log: Path) -> list[float]:
@@ -104,12 +104,12 @@ def _end_tree(process: int) -> None:
     """A node: the agent and what it has started."""
     import psutil
 
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = [child.pid for child in psutil.Process(process).children(recursive=True)]
-    for one in (process, *found):
+        children = [child.pid for child in psutil.Process(process).children(recursive=True)]
+    for pid in (process, *children):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 # The worker
@@ -125,9 +125,9 @@ def main() -> None:
     from manyhands.runtime.processes import keep_memory
 
     log, model, size, samples = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    shape = tuple(int(one) for one in size.split("x"))
+    shape = tuple(int(extent) for extent in size.split("x"))
     torch.set_num_threads(1)
-    keep_memory()  # what our workers do; the rival is tuned alike
+    keep_memory()  # what our workers do; the baseline is tuned alike
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

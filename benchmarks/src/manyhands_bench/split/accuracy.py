@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from manyhands.data.order import BatchOrder
 from manyhands.data.sets import load
-from manyhands.executor.rehearsal import Rehearsal, weight_change_rates
+from manyhands.executor.rehearsal import Rehearsal
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Replay, ReplayMode
@@ -27,9 +27,10 @@ from manyhands.models.registry import build
 from manyhands.planner.split_profile import candidate_cuts
 from manyhands.profiler.threads import with_threads
 from manyhands.split.calibration import CalibrationSet
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.split.plots import Study, draw_lines, draw_studies
 from manyhands_bench.split.site import MODE, K
+from manyhands_bench.split.weight_changes import weight_change_rates
 
 BATCH = 32
 WIDTH = 16
@@ -43,7 +44,7 @@ MODES: dict[str, ReplayMode] = {"window": "window", "grouped": "grouped"}
 
 
 @dataclass(frozen=True)
-class Extent:
+class SplitAccuracyExtent:
     """How much is trained."""
 
     samples: int
@@ -51,16 +52,16 @@ class Extent:
     scored: int
     """Pictures to score on."""
     steps: int
-    """Of a training that counts."""
+    """Steps of a training that counts."""
     seeds: int
     study_steps: int
-    """Of a training of the studies; 0: no studies."""
+    """Steps of a training of the studies; 0: no studies."""
     ks: Sequence[int] = (1, 3, 5, 8, 12)
     bits: Sequence[int] = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Way:
+class SplitVariant:
     """How a training is cut, how late, how packed."""
 
     k: int = 0
@@ -72,12 +73,12 @@ class Way:
 
 OTHER_MODE = next(mode for mode in MODES if mode != MODE)
 WAYS = {
-    "normal": Way(cut=0),
-    "pipeline": Way(K),
-    f"pipeline_{OTHER_MODE}": Way(K, mode=OTHER_MODE),
-    "8bit": Way(K, 8),
-    f"8bit_{OTHER_MODE}": Way(K, 8, mode=OTHER_MODE),
-    "8bit_no_feedback": Way(K, 8, feeds_back=False),
+    "normal": SplitVariant(cut=0),
+    "pipeline": SplitVariant(K),
+    f"pipeline_{OTHER_MODE}": SplitVariant(K, mode=OTHER_MODE),
+    "8bit": SplitVariant(K, 8),
+    f"8bit_{OTHER_MODE}": SplitVariant(K, 8, mode=OTHER_MODE),
+    "8bit_no_feedback": SplitVariant(K, 8, feeds_back=False),
 }
 
 
@@ -92,10 +93,10 @@ class Trainings:
     cuts: tuple[int, ...]
     norms: list[float] = field(default_factory=list)
     last_loss: float = math.nan
-    """Of the last training: the mean over its last tenth, on what it trained on."""
+    """Training loss of the last training: the mean over its last tenth."""
 
     @classmethod
-    def of(cls, path: Path, extent: Extent) -> Trainings:
+    def of(cls, path: Path, extent: SplitAccuracyExtent) -> Trainings:
         sets = load(path, input_shape=SHAPE)
         graphs = {seed: _graph(seed, sets.num_classes, sets.input_shape) for seed in range(extent.seeds)}
         train = CalibrationSet.of(graphs[0], sets.train, extent.samples)
@@ -105,7 +106,7 @@ class Trainings:
     def optimizer(self, steps: int) -> Optimizer:
         return Optimizer("SGD", lr=LEARNING_RATE, momentum=0.9, schedule=("CosineAnnealingLR", {"T_max": steps}))
 
-    def score(self, way: Way, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
+    def score(self, way: SplitVariant, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
         """Accuracy on pictures that were held out."""
         order = BatchOrder(self.train.count, BATCH, shuffle=True, seed=seed)
         rehearsal = Rehearsal(
@@ -131,7 +132,7 @@ def _graph(seed: int, classes: int, shape: tuple[int, ...]) -> Graph:
     return capture(module, torch.zeros(BATCH, *shape), loss=cross_entropy, target=torch.zeros(BATCH, dtype=torch.long))
 
 
-def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_accuracy(path: Path, extent: SplitAccuracyExtent, out: Path | None, say: Progress) -> Figures:
     """Normal training beside pipelines, packed and not; and the studies as pictures."""
     try:
         trainings = Trainings.of(path, extent)
@@ -146,7 +147,7 @@ def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) 
                 scores[name].append(trainings.score(way, seed, extent.steps, keeps_norms=name == "normal" and not seed))
                 losses[name].append(trainings.last_loss)
         figures = _accuracy_figures(scores, trainings, extent)
-        figures |= {f"training_loss_{name}": statistics.mean(own) for name, own in losses.items()}
+        figures |= {f"training_loss_{name}": statistics.mean(by_seed) for name, by_seed in losses.items()}
         if out is not None:
             _draw_changes(trainings.norms, out)
             if extent.study_steps:
@@ -154,8 +155,8 @@ def bench_accuracy(path: Path, extent: Extent, out: Path | None, say: Progress) 
     return figures
 
 
-def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: Extent) -> Figures:
-    mean = {name: statistics.mean(own) for name, own in scores.items()}
+def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, extent: SplitAccuracyExtent) -> Figures:
+    mean = {name: statistics.mean(by_seed) for name, by_seed in scores.items()}
     return {
         **{f"accuracy_{name}": value for name, value in mean.items()},
         **{f"accuracy_drop_{name}": mean["normal"] - value for name, value in mean.items() if name != "normal"},
@@ -166,7 +167,7 @@ def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, exte
         "order of its own; rehearsed in one process as edge and server compute it, gradients as late as K allows; the "
         "drop depends on how far training has come: see training_loss, which running ahead raises",
         "accuracy_each": "; ".join(
-            f"{name} {', '.join(f'{one:.4f}' for one in own)}" for name, own in scores.items()
+            f"{name} {', '.join(f'{score:.4f}' for score in by_seed)}" for name, by_seed in scores.items()
         ),
     }  # fmt: skip
 
@@ -176,8 +177,8 @@ def _draw_changes(norms: Sequence[float], out: Path) -> None:
     third = max(1, len(norms) // 3)
     parts = {"first third": norms[:third], "second third": norms[third : 2 * third], "last third": norms[2 * third :]}
     lines = {
-        name: [(float(k), statistics.fmean(weight_change_rates([*own], k))) for k in CHANGES_OF if len(own) > k]
-        for name, own in parts.items()
+        name: [(float(k), statistics.fmean(weight_change_rates([*part], k))) for k in CHANGES_OF if len(part) > k]
+        for name, part in parts.items()
     }
     draw_lines(
         {name: line for name, line in lines.items() if line}, out / "eq_6.png", across="K", up="change of ‖w‖₁, %",
@@ -185,23 +186,23 @@ def _draw_changes(norms: Sequence[float], out: Path) -> None:
     )  # fmt: skip
 
 
-def _studies(trainings: Trainings, extent: Extent, out: Path, say: Progress) -> Figures:
+def _studies(trainings: Trainings, extent: SplitAccuracyExtent, out: Path, say: Progress) -> Figures:
     """Fig. 6-8: accuracy against K, the cut, and bits."""
     steps, seeds = extent.study_steps, extent.seeds if extent.study_steps >= extent.steps else 1
     figures: Figures = {}
 
-    def score(name: str, way: Way) -> float:
+    def score(name: str, way: SplitVariant) -> float:
         say(f"study, {name}")
-        found = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
-        figures[f"study_{name}"] = found
-        return found
+        mean = statistics.mean(trainings.score(way, seed, steps) for seed in range(seeds))
+        figures[f"study_{name}"] = mean
+        return mean
 
     normal = score("normal", WAYS["normal"])
-    by_k = [score(f"k_{k}", Way(k)) for k in extent.ks]
+    by_k = [score(f"k_{k}", SplitVariant(k)) for k in extent.ks]
     cuts = trainings.cuts
-    by_cut = [score(f"cut_{cut}", Way(K, cut=cut)) for cut in cuts]
-    fed = [score(f"bits_{bits}", Way(K, bits)) for bits in extent.bits]
-    not_fed = [score(f"bits_{bits}_no_feedback", Way(K, bits, feeds_back=False)) for bits in extent.bits]
+    by_cut = [score(f"cut_{cut}", SplitVariant(K, cut=cut)) for cut in cuts]
+    fed = [score(f"bits_{bits}", SplitVariant(K, bits)) for bits in extent.bits]
+    not_fed = [score(f"bits_{bits}_no_feedback", SplitVariant(K, bits, feeds_back=False)) for bits in extent.bits]
     draw_studies(
         [
             Study("K", [str(k) for k in extent.ks], {"32 bits": by_k}),

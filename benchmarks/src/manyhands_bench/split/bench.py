@@ -1,4 +1,4 @@
-"""Figures of `manyhands bench split`: split training over recorded links beside its rivals, and what accuracy it costs.
+"""Figures of `manyhands bench split`: split training over recorded links beside its baselines, and its accuracy.
 
 An edge that is slowed down and a server are two processes of this machine; the link between them follows recordings.
 """
@@ -10,32 +10,31 @@ from pathlib import Path
 
 from manyhands.profiler.this_machine import identify
 from manyhands.split.session import open_two
-from manyhands_bench.capture.measure import Figures, Progress
-from manyhands_bench.split.accuracy import Extent as Accuracies
-from manyhands_bench.split.accuracy import bench_accuracy
-from manyhands_bench.split.site import Setting, SplitSite
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.split.accuracy import SplitAccuracyExtent, bench_accuracy
+from manyhands_bench.split.site import SplitSetting, SplitSite
 from manyhands_bench.split.traces import (
     MORE_TRACES,
     RATES,
     TRACES,
+    TraceExtent,
     bench_bytes,
     bench_traces,
     skipped,
 )
-from manyhands_bench.split.traces import Extent as Runs
 
 SHARED = Path("../shared/data")
 TRACES_FOLDER, PICTURES = SHARED / "traces", SHARED / "cifar10_jpeg.npz"
-SETTING = Setting("mobilenetv3-large", (3, 32, 32), 8, 16.0, small_images=True)
+SETTING = SplitSetting("mobilenetv3-large", (3, 32, 32), 8, 16.0, small_images=True)
 """The paper's network for CIFAR-10. A TX2 or a Pi is further from the paper's server than 16 times, but so is that
 server from a core of this machine."""
-QUICK_SETTING = Setting("tiny", (1, 16, 16), 8, 4.0)
-RUNS = Runs(TRACES, 11.0, 150, RATES, 3.0, 4, 60.0)
-FULL_RUNS = Runs(TRACES | MORE_TRACES, 60.0, 400, (0.5, 1, 2, 5, 10, 20, 40, 80, 200), 12.0, 8, 110.0)
-QUICK_RUNS = Runs({name: TRACES[name] for name in ("foot", "lte_verizon")}, 1.0, 60, (25.0,), 0.5, 3, 2.0)
-ACCURACIES = Accuracies(3000, 10_000, 1500, 3, 200, ks=(1, 3, 5, 12), bits=(2, 4, 8))
-FULL_ACCURACIES = Accuracies(12_000, 10_000, 4000, 3, 4000)
-QUICK_ACCURACIES = Accuracies(256, 128, 8, 1, 4, ks=(1, 3), bits=(4, 8))
+QUICK_SETTING = SplitSetting("tiny", (1, 16, 16), 8, 4.0)
+RUNS = TraceExtent(TRACES, 11.0, 150, RATES, 3.0, 4, 60.0)
+FULL_RUNS = TraceExtent(TRACES | MORE_TRACES, 60.0, 400, (0.5, 1, 2, 5, 10, 20, 40, 80, 200), 12.0, 8, 110.0)
+QUICK_RUNS = TraceExtent({name: TRACES[name] for name in ("foot", "lte_verizon")}, 1.0, 60, (25.0,), 0.5, 3, 2.0)
+ACCURACIES = SplitAccuracyExtent(3000, 10_000, 1500, 3, 200, ks=(1, 3, 5, 12), bits=(2, 4, 8))
+FULL_ACCURACIES = SplitAccuracyExtent(12_000, 10_000, 4000, 3, 4000)
+QUICK_ACCURACIES = SplitAccuracyExtent(256, 128, 8, 1, 4, ks=(1, 3), bits=(4, 8))
 QUICK_MEASURE_SECONDS = 0.2
 
 

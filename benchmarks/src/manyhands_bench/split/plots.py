@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#9D755D", "#72B7B2")
 MOST_POINTS = 200
@@ -57,8 +58,8 @@ def draw_course(course: Course, path: Path, title: str) -> Path:
         ({"cut": cuts}, "layers at the edge"),
         ({"speed": course.speeds}, "samples/s"),
     ]
-    for axes, (panel_lines, up) in zip(panels, lines):
-        for place, (name, line) in enumerate(panel_lines.items()):
+    for axes, (curves, up) in zip(panels, lines):
+        for place, (name, line) in enumerate(curves.items()):
             moments, values = _held(_thinned(line), course.end)
             axes.step(moments, values, where="post", color=_COLOURS[place], linewidth=1.4, label=name)
         for moment, _ in course.cuts[1:]:

@@ -1,6 +1,6 @@
 """Where `manyhands bench split` trains: an edge that is slowed down and a server, one network, and timed runs of it.
 
-Workers, capture and measurements are made once and serve all runs: ours and every rival's.
+Workers, capture and measurements are made once and serve all runs: ours and every baseline's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ K = 5
 SLICE_SECONDS = 0.5
 LONGEST_PREDICTED_SECONDS = 600.0
 MODE = "grouped"
-"""As `split_train` does without being told."""
+"""The default of `split_train`."""
 """What counts as ours; the other mode is measured beside it."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class SplitSetting:
     """What is trained, and how much slower the edge is than the server."""
 
     model: str
@@ -76,7 +76,7 @@ class Round:
 
 
 @dataclass
-class Timed:
+class TimedSplit:
     """One run, and when each of its rounds ended."""
 
     steps: int
@@ -96,13 +96,13 @@ class Timed:
     def done_at(self, moment: float) -> float:
         """Batches that were done by then; in a round they come evenly."""
         done = 0.0
-        for one in self.rounds:
-            part = (moment - one.begin) / max(one.end - one.begin, 1e-9)
-            done += one.steps * min(max(part, 0.0), 1.0)
+        for round in self.rounds:
+            part = (moment - round.begin) / max(round.end - round.begin, 1e-9)
+            done += round.steps * min(max(part, 0.0), 1.0)
         return done
 
     def seconds_within(self, begin: float, end: float) -> float:
-        """Of 100 batches, as it was between two moments."""
+        """Return the seconds of 100 batches, at the speed between two moments."""
         done = self.done_at(end) - self.done_at(begin)
         return 100 * (end - begin) / done if done else math.inf
 
@@ -116,37 +116,37 @@ class Timed:
         assert self.result.deployment is not None
         changes = self.result.changes
         first = changes[0].before if changes else self.result.deployment
-        return [(0, first), *((one.step, one.after) for one in changes)]
+        return [(0, first), *((change.step, change.after) for change in changes)]
 
     def stretches(self) -> list[tuple[Deployment, list[Round]]]:
         """Rounds without a change between them."""
-        found = []
-        known = self.deployments()
-        for (step, deployment), after in itertools.zip_longest(known, known[1:]):
+        stretches = []
+        deployments = self.deployments()
+        for (step, deployment), after in itertools.zip_longest(deployments, deployments[1:]):
             end = self.steps if after is None else after[0]
-            rounds = [one for one in self.rounds if step <= one.first_step < end]
+            rounds = [round for round in self.rounds if step <= round.first_step < end]
             if rounds:
-                found.append((deployment, rounds))
-        return found
+                stretches.append((deployment, rounds))
+        return stretches
 
     def predictions(self, trace: LinkTrace) -> list[tuple[float, float]]:
-        """Of each stretch: seconds as predicted at the rates that were in force, and as measured."""
-        found = []
+        """Return for each stretch the seconds predicted at the rates in force, and the seconds measured."""
+        pairs = []
         for deployment, rounds in self.stretches():
-            predicted = sum(self._predicted(deployment, one, trace) for one in rounds)
-            found.append((predicted, sum(one.end - one.begin for one in rounds)))
-        return found
+            predicted = sum(self._predicted(deployment, round, trace) for round in rounds)
+            pairs.append((predicted, sum(round_.end - round_.begin for round_ in rounds)))
+        return pairs
 
-    def _predicted(self, deployment: Deployment, one: Round, trace: LinkTrace) -> float:
+    def _predicted(self, deployment: Deployment, round_: Round, trace: LinkTrace) -> float:
         """How long its batches should take from its beginning on, as the rates were from moment to moment."""
-        left, now = 1.0, one.begin
-        while left > 0 and now < one.begin + LONGEST_PREDICTED_SECONDS:
+        left, now = 1.0, round_.begin
+        while left > 0 and now < round_.begin + LONGEST_PREDICTED_SECONDS:
             rates = mean_rates(trace, now, now + SLICE_SECONDS)
-            whole = seconds_of(self.profile, rates, one.steps, deployment, drains=self.mode == "grouped")
+            whole = seconds_of(self.profile, rates, round_.steps, deployment, drains=self.mode == "grouped")
             done = min(left, SLICE_SECONDS / whole)
             now += done * whole if done == left else SLICE_SECONDS
             left -= done
-        return now - one.begin
+        return now - round_.begin
 
     def moments(self) -> list[tuple[float, int]]:
         """(seconds, cut): when each deployment's first round began."""
@@ -172,14 +172,14 @@ class SplitSite:
     """Two ends, and what they train."""
 
     two: Two
-    setting: Setting
+    setting: SplitSetting
     graph: Graph
     module: nn.Module
     data: Dataset[Any]
     folder: Path
 
     @classmethod
-    def of(cls, two: Two, setting: Setting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
+    def of(cls, two: Two, setting: SplitSetting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
         """Captured and measured as things are now; later runs find the measurements where these are kept."""
         data = DrawnPictures(setting.shape, 32 * setting.batch_size, CLASSES, torch.float32)
         module = setting.module()
@@ -194,9 +194,9 @@ class SplitSite:
     def run(
         self, steps: int, *, trace: LinkTrace | None = None, rival: str = "", mode: str = MODE, k: int = K,
         cut: int | str = "auto", bits: int | str = "auto",
-    ) -> Timed:  # fmt: skip
-        """So many batches from the beginning, over a link that follows a trace from its beginning."""
-        asked = Asked(cut, bits, k, mode, rival)
+    ) -> TimedSplit:  # fmt: skip
+        """Train `steps` batches from the beginning, over a link that follows a trace from its beginning."""
+        config = Asked(cut, bits, k, mode, rival)
         size = self.setting.batch_size
         options = Options(
             self.module, self.data, nn.functional.cross_entropy, OPTIMIZER, size, 1, steps, True, "synchronised", 0
@@ -211,16 +211,16 @@ class SplitSite:
                 options, self.graph, self.two.session, record, RunState(dict(self.graph.state)), steps,
                 record.folder, None, None, WAIT_LIMIT_SECONDS,
             )  # fmt: skip
-            job.ask(asked, self.two, trace, 0, {})
+            job.ask(config, self.two, trace, 0, {})
             planned = job.prepared()
             began = time.monotonic()
             result = job.train(planned, stepped)
-        return Timed(steps, list(rounds_of(seen)), result, mode)
+        return TimedSplit(steps, list(rounds_of(seen)), result, mode)
 
 
 def rounds_of(seen: list[tuple[float, int, float]]) -> Iterator[Round]:
-    """(moment, step, its part of its round's seconds) of every step: those of a round are told one after another."""
-    for _, group in itertools.groupby(seen, key=lambda one: one[2]):
-        own = list(group)
-        end, first, each = own[0]
-        yield Round(end - each * len(own), end, first, len(own))
+    """(moment, step, its part of its round's seconds) of every step: those of a round are logged one after another."""
+    for _, group in itertools.groupby(seen, key=lambda event: event[2]):
+        steps = list(group)
+        end, first, each = steps[0]
+        yield Round(end - each * len(steps), end, first, len(steps))

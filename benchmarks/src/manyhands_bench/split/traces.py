@@ -1,7 +1,7 @@
-"""Split training over recorded links: seconds of 100 batches, ours beside rivals on the same engine (SPLIT Fig. 16-18).
+"""Split training over recorded links: seconds of 100 batches, beside baselines on the same engine (SPLIT Fig. 16-18).
 
-Each trace is played from where it moves most. All that decide are told the mean rates of what is played, and no more:
-JointDNN stays with that; ours and K=0 learn the rest from their own transfers. Each runs as many batches as it should
+Each trace is played from where it moves most. Every method begins with the mean rates of what is played:
+JointDNN stays with them; ours and K=0 learn the rest from their own transfers. Each runs as many batches as it should
 do in the same seconds of the trace, so that all see the same link, and their seconds are scaled up to 100 batches. What
 never uses the link is run once.
 """
@@ -21,9 +21,9 @@ from manyhands.files.traces import read_link_trace
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile, memory_of, modules, seconds_of
 from manyhands.planner.split_choice import BASELINES, choose
 from manyhands.split.controller import FIRST_TAU
-from manyhands_bench.capture.measure import Figures, Progress
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.split.plots import Course, draw_course, draw_lines
-from manyhands_bench.split.site import MODE, K, Setting, SplitSite, Timed, mean_rates
+from manyhands_bench.split.site import MODE, K, SplitSetting, SplitSite, TimedSplit, mean_rates
 
 TRACES: dict[str, str] = {
     "foot": "ghent-4g/foot_0006.txt",
@@ -43,13 +43,13 @@ MORE_TRACES: dict[str, str] = {
 }
 LONG_TRACE = "mahimahi-100ms/TMobile-UMTS-driving_up.txt,mahimahi-100ms/TMobile-UMTS-driving_down.txt"
 LONG_BEGIN = 440.0
-"""Of Fig. 18: from there on first fast, then slow for so long that another deployment pays."""
+"""Where Fig. 18 begins: the link is fast at first, then slow for long enough that another deployment pays."""
 RATES = (0.5, 2.0, 8.0, 25.0, 80.0, 200.0)
 """Mbit/s, of Fig. 16."""
 OURS, BESIDE, GROUPED = "ours", "window", "grouped"
 """Ours in its usual mode, in the other, and what the usual one is called."""
 LINKED = ("k0", "jointdnn")
-"""Rivals that use the link."""
+"""Baselines that use the link."""
 ALONE = "edge-only"
 SECTION_SECONDS = 120.0
 MOVING_SECONDS = 5.0
@@ -59,16 +59,16 @@ LOOKED_AT_SECONDS = 30.0
 LEAST_BATCHES = 3
 MBIT = 1e6 / 8
 EDGE_KIND = "jetson-tx2"
-"""Whose watts the edge is taken to draw."""
+"""The catalogue's device whose watts the edge is taken to draw."""
 
 
 @dataclass(frozen=True)
-class Extent:
+class TraceExtent:
     """How much is measured."""
 
     traces: Mapping[str, str]
     run_seconds: float
-    """Of a trace, for each: so many batches."""
+    """Seconds that each method runs on a trace."""
     most_batches: int
     rates: Sequence[float]
     rate_seconds: float
@@ -113,7 +113,7 @@ def part(way: Trace, begin: float, seconds: float) -> Trace:
 
 def read_traces(folder: Path, names: Mapping[str, str]) -> dict[str, LinkTrace]:
     return {
-        name: read_link_trace(",".join(str(folder / one) for one in path.split(","))) for name, path in names.items()
+        name: read_link_trace(",".join(str(folder / file) for file in path.split(","))) for name, path in names.items()
     }
 
 
@@ -122,12 +122,12 @@ def read_traces(folder: Path, names: Mapping[str, str]) -> dict[str, LinkTrace]:
 
 @dataclass
 class Contest:
-    """All who ran on one trace, for as many batches."""
+    """All methods that ran on one trace, over the same stretch of it."""
 
     name: str
     trace: LinkTrace
     begin: float
-    timed: dict[str, Timed] = field(default_factory=dict)
+    timed: dict[str, TimedSplit] = field(default_factory=dict)
     alone: float = 0.0
     """Edge only, seconds of 100 batches."""
 
@@ -135,18 +135,18 @@ class Contest:
     def window(self) -> tuple[float, float]:
         """The seconds of the trace in which all of them ran."""
         every = self.timed.values()
-        return max(one.rounds[0].begin for one in every), min(one.rounds[-1].end for one in every)
+        return max(timed.rounds[0].begin for timed in every), min(timed.rounds[-1].end for timed in every)
 
     def seconds(self, who: str) -> float:
-        """Of 100 batches."""
+        """Return the seconds of 100 batches."""
         return self.alone if who == ALONE else self.timed[who].seconds_within(*self.window)
 
     @property
-    def best_rival(self) -> str:
+    def best_baseline(self) -> str:
         return min((ALONE, *(who for who in LINKED if who in self.timed)), key=self.seconds)
 
     def gain(self, who: str = OURS) -> float:
-        return self.seconds(self.best_rival) / self.seconds(who)
+        return self.seconds(self.best_baseline) / self.seconds(who)
 
     @property
     def text(self) -> str:
@@ -162,52 +162,54 @@ class Contest:
         )
 
 
-def _deployed(timed: Timed) -> str:
+def _deployed(timed: TimedSplit) -> str:
     return " -> ".join(
-        f"cut {one.cut} K={one.k} {one.bits} bits" if one.cut != timed.profile.edge_only else "edge only"
-        for _, one in timed.deployments()
+        f"cut {deployment.cut} K={deployment.k} {deployment.bits} bits"
+        if deployment.cut != timed.profile.edge_only
+        else "edge only"
+        for _, deployment in timed.deployments()
     )
 
 
 def _way(who: str) -> tuple[str, str]:
-    """Rival and mode."""
+    """Baseline and mode."""
     return ("", MODE) if who == OURS else ("", BESIDE) if who == BESIDE else (who, MODE)
 
 
 def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float, most: int) -> int:
     """How many batches should be done in the first seconds of a trace, as it is deployed first; of what runs ahead two
     groups at least, for filling and draining to count for what they are."""
-    rival, mode = _way(who)
+    baseline, mode = _way(who)
     mean = LinkRates(trace.up.mean, trace.down.mean)
-    chooser = BASELINES[rival] if rival else choose
+    chooser = BASELINES[baseline] if baseline else choose
     first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
     done, now = 0.0, 0.0
     while now < seconds:
         rates = mean_rates(trace, now, now + 1)
         done += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
         now += 1
-    group, least = (1, LEAST_BATCHES) if rival else (K + 1, 2)
+    group, least = (1, LEAST_BATCHES) if baseline else (K + 1, 2)
     return max(least, round(min(done, most) / group)) * group
 
 
 def contest(
-    site: SplitSite, contest: Contest, who: Sequence[str], extent: Extent, profile: SplitProfile, say: Progress
+    site: SplitSite, contest: Contest, who: Sequence[str], extent: TraceExtent, profile: SplitProfile, say: Progress
 ) -> Contest:  # fmt: skip
     """One after another, in the order given."""
-    for one in who:
-        rival, mode = _way(one)
-        batches = batches_in(profile, one, contest.trace, extent.run_seconds, extent.most_batches)
-        say(f"{contest.name}: {one}, {batches} batches")
-        contest.timed[one] = site.run(batches, trace=contest.trace, rival=rival, mode=mode)
+    for method in who:
+        baseline, mode = _way(method)
+        batches = batches_in(profile, method, contest.trace, extent.run_seconds, extent.most_batches)
+        say(f"{contest.name}: {method}, {batches} batches")
+        contest.timed[method] = site.run(batches, trace=contest.trace, rival=baseline, mode=mode)
     return contest
 
 
-def run_alone(site: SplitSite, batches: int, say: Progress) -> Timed:
+def run_alone(site: SplitSite, batches: int, say: Progress) -> TimedSplit:
     say(f"{ALONE}, {batches} batches")
     return site.run(batches, trace=LinkTrace.constant(MBIT, MBIT), rival=ALONE)
 
 
-def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_traces(site: SplitSite, folder: Path, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
     """Every trace, and what follows from the same runs."""
     alone = run_alone(site, extent.alone_batches, say)
     contests = []
@@ -216,8 +218,8 @@ def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None
         trace, begin = section(whole)
         turn = place % len(everyone)
         who = everyone[turn:] + everyone[:turn]
-        found = Contest(name, trace, begin, alone=alone.seconds_of_100)
-        contests.append(contest(site, found, who, extent, alone.profile, say))
+        contest_of_trace = Contest(name, trace, begin, alone=alone.seconds_of_100)
+        contests.append(contest(site, contest_of_trace, who, extent, alone.profile, say))
     figures = trace_figures(contests, alone, site.setting)
     if out is not None:
         figures |= bench_course(site, folder, extent, alone.profile, out, say)
@@ -225,57 +227,57 @@ def bench_traces(site: SplitSite, folder: Path, extent: Extent, out: Path | None
     return figures
 
 
-def trace_figures(contests: Sequence[Contest], alone: Timed, setting: Setting) -> Figures:
-    gains = [one.gain() for one in contests]
+def trace_figures(contests: Sequence[Contest], alone: TimedSplit, setting: SplitSetting) -> Figures:
+    gains = [contest_.gain() for contest_ in contests]
     figures: Figures = {
         "worst_vs_best_rival": min(gains),
         "gain_geomean": statistics.geometric_mean(gains),
-        f"gain_geomean_{BESIDE}": statistics.geometric_mean(one.gain(BESIDE) for one in contests),
-        f"worst_vs_best_rival_{BESIDE}": min(one.gain(BESIDE) for one in contests),
+        f"gain_geomean_{BESIDE}": statistics.geometric_mean(contest_.gain(BESIDE) for contest_ in contests),
+        f"worst_vs_best_rival_{BESIDE}": min(contest_.gain(BESIDE) for contest_ in contests),
         "sim_error": sim_error(contests, OURS),
         f"sim_error_{BESIDE}": sim_error(contests, BESIDE),
         "sim_error_k0": sim_error(contests, "k0"),
         "edge_only_seconds": alone.seconds_of_100,
-        "redeployments": sum(len(one.timed[OURS].result.changes) for one in contests),
+        "redeployments": sum(len(contest_.timed[OURS].result.changes) for contest_ in contests),
         **_resources(contests, alone),
     }
-    for one in contests:
+    for contest_ in contests:
         for who in (OURS, BESIDE, *LINKED):
-            figures[f"{one.name}_seconds_{who}"] = one.seconds(who)
-        figures[f"{one.name}_vs_best_rival"] = one.gain()
-        figures[f"{one.name}_sim_error"] = sim_error([one], OURS)
+            figures[f"{contest_.name}_seconds_{who}"] = contest_.seconds(who)
+        figures[f"{contest_.name}_vs_best_rival"] = contest_.gain()
+        figures[f"{contest_.name}_sim_error"] = sim_error([contest_], OURS)
     figures["traces_setting"] = (
-        f"{setting}; ours: {MODE}, K={K}; {BESIDE} beside it; rivals: {', '.join((ALONE, *LINKED))} on the same engine "
-        f"and, but for jointdnn, the same codec; seconds of 100 batches, scaled up from what each did in the same time "
-        f"of the trace; {ALONE} does not use the link and was run once, {alone.steps} batches; links shaped in the "
-        "processes, edge and server with 1 thread each"
+        f"{setting}; ours: {MODE}, K={K}; {BESIDE} beside it; baselines: {', '.join((ALONE, *LINKED))} on the same "
+        f"engine and, but for jointdnn, the same codec; seconds of 100 batches, scaled up from what each did in the "
+        f"same time of the trace; {ALONE} does not use the link and was run once, {alone.steps} batches; links "
+        "shaped in the processes, edge and server with 1 thread each"
     )
     figures["traces_each"] = "\n  ".join(
-        f"{one.text}; best rival {one.best_rival}, gain {one.gain():.2f}" for one in contests
+        f"{contest_.text}; best baseline {contest_.best_baseline}, gain {contest_.gain():.2f}" for contest_ in contests
     )
     return figures
 
 
 def sim_error(contests: Sequence[Contest], who: str) -> float:
     """Median over stretches without a change: predicted at the rates that were in force, against measured."""
-    pairs = [pair for one in contests for pair in one.timed[who].predictions(one.trace)]
+    pairs = [pair for contest_ in contests for pair in contest_.timed[who].predictions(contest_.trace)]
     return statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs)
 
 
 # ---- Memory and energy, modelled
 
 
-def _resources(contests: Sequence[Contest], alone: Timed) -> Figures:
+def _resources(contests: Sequence[Contest], alone: TimedSplit) -> Figures:
     memory: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
     energy: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
-    for one in contests:
-        ours, joint = one.timed[OURS], one.timed["jointdnn"]
-        own = _most_memory(ours)
-        memory[ALONE].append(own / _most_memory(alone))
-        memory["jointdnn"].append(own / _most_memory(joint))
-        spent = joules(ours, one.trace)
-        energy[ALONE].append(spent / joules(alone, one.trace))
-        energy["jointdnn"].append(spent / joules(joint, one.trace))
+    for contest_ in contests:
+        ours, joint = contest_.timed[OURS], contest_.timed["jointdnn"]
+        peak = _most_memory(ours)
+        memory[ALONE].append(peak / _most_memory(alone))
+        memory["jointdnn"].append(peak / _most_memory(joint))
+        spent = joules(ours, contest_.trace)
+        energy[ALONE].append(spent / joules(alone, contest_.trace))
+        energy["jointdnn"].append(spent / joules(joint, contest_.trace))
     mean = statistics.geometric_mean
     return {
         "edge_memory_ratio": mean(memory[ALONE]),
@@ -287,24 +289,24 @@ def _resources(contests: Sequence[Contest], alone: Timed) -> Figures:
     }
 
 
-def _most_memory(timed: Timed) -> float:
+def _most_memory(timed: TimedSplit) -> float:
     return max(memory_of(timed.profile, deployment) for _, deployment in timed.deployments())
 
 
-def joules(timed: Timed, trace: LinkTrace) -> float:
-    """Of a batch at the edge: idle all the time, computing and moving bytes for parts of it."""
+def joules(timed: TimedSplit, trace: LinkTrace) -> float:
+    """Return the joules of a batch at the edge: idle power throughout, more while it computes and moves bytes."""
     kind = CATALOGUE[EDGE_KIND]
     total = 0.0
     for deployment, rounds in timed.stretches():
-        for one in rounds:
-            seconds = one.end - one.begin
-            busy, moving = _busy(timed, deployment, mean_rates(trace, one.begin, one.end))
-            total += kind.watts_idle * seconds + kind.watts_transfer * min(moving * one.steps, 2 * seconds)
-            total += (kind.watts_active - kind.watts_idle) * min(busy * one.steps, seconds)
+        for round in rounds:
+            seconds = round.end - round.begin
+            busy, moving = _busy(timed, deployment, mean_rates(trace, round.begin, round.end))
+            total += kind.watts_idle * seconds + kind.watts_transfer * min(moving * round.steps, 2 * seconds)
+            total += (kind.watts_active - kind.watts_idle) * min(busy * round.steps, seconds)
     return total / timed.steps
 
 
-def _busy(timed: Timed, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
+def _busy(timed: TimedSplit, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
     """Seconds of a batch that the edge computes, and that its link is busy."""
     profile = timed.profile
     if deployment.cut == profile.edge_only:
@@ -318,7 +320,7 @@ def _busy(timed: Timed, deployment: Deployment, rates: LinkRates) -> tuple[float
 
 
 def bench_course(
-    site: SplitSite, folder: Path, extent: Extent, profile: SplitProfile, out: Path, say: Progress
+    site: SplitSite, folder: Path, extent: TraceExtent, profile: SplitProfile, out: Path, say: Progress
 ) -> Figures:  # fmt: skip
     """Fig. 18: a longer run, its link and its cuts."""
     whole = read_traces(folder, {"long": LONG_TRACE})["long"]
@@ -328,12 +330,14 @@ def bench_course(
     say(f"rate and cut over time, {batches} batches")
     timed = site.run(batches, trace=trace)
     end = timed.rounds[-1].end
-    rates = [one for one in timed.result.set_rates if one[0] <= end]
+    rates = [set_rate for set_rate in timed.result.set_rates if set_rate[0] <= end]
     course = Course(
         up=[(seconds, rate / MBIT) for seconds, rate, _ in rates],
         down=[(seconds, rate / MBIT) for seconds, _, rate in rates],
         cuts=timed.moments(),
-        speeds=[(one.begin, one.steps * site.setting.batch_size / (one.end - one.begin)) for one in timed.rounds],
+        speeds=[
+            (round.begin, round.steps * site.setting.batch_size / (round.end - round.begin)) for round in timed.rounds
+        ],
         end=end,
         layers=len(site.graph.network.layers),
     )
@@ -343,14 +347,15 @@ def bench_course(
     return {
         "fig_18_redeployments": len(timed.result.changes),
         "fig_18_each": "; ".join(
-            f"step {one.step}: cut {one.before.cut} -> {one.after.cut}, {one.seconds:.2f} s, {one.bytes_moved} bytes"
-            for one in timed.result.changes
+            f"step {change.step}: cut {change.before.cut} -> {change.after.cut}, {change.seconds:.2f} s, "
+            f"{change.bytes_moved} bytes"
+            for change in timed.result.changes
         )
         or "no change",
     }
 
 
-def bench_rates(site: SplitSite, alone: Timed, extent: Extent, out: Path | None, say: Progress) -> Figures:
+def bench_rates(site: SplitSite, alone: TimedSplit, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
     """Fig. 16: samples per second at fixed rates."""
     figures: Figures = {}
     size = site.setting.batch_size
@@ -358,14 +363,14 @@ def bench_rates(site: SplitSite, alone: Timed, extent: Extent, out: Path | None,
     for place, rate in enumerate(extent.rates):
         trace = LinkTrace.constant(rate * MBIT, rate * MBIT)
         who = [OURS, *LINKED] if place % 2 == 0 else [*LINKED, OURS]
-        for one in who:
-            batches = batches_in(alone.profile, one, trace, extent.rate_seconds, extent.most_batches)
-            say(f"{rate:g} Mbit/s: {one}, {batches} batches")
-            speed = size * batches / site.run(batches, trace=trace, rival=_way(one)[0]).seconds
-            lines[one].append((rate, speed))
-            figures[f"samples_per_second_{one}_{rate:g}".replace(".", "_")] = speed
+        for method in who:
+            batches = batches_in(alone.profile, method, trace, extent.rate_seconds, extent.most_batches)
+            say(f"{rate:g} Mbit/s: {method}, {batches} batches")
+            speed = size * batches / site.run(batches, trace=trace, rival=_way(method)[0]).seconds
+            lines[method].append((rate, speed))
+            figures[f"samples_per_second_{method}_{rate:g}".replace(".", "_")] = speed
         lines[ALONE].append((rate, 100 * size / alone.seconds_of_100))
-        best = max(lines[one][-1][1] for one in (*LINKED, ALONE))
+        best = max(lines[method][-1][1] for method in (*LINKED, ALONE))
         figures[f"rate_{rate:g}_vs_best_rival".replace(".", "_")] = lines[OURS][-1][1] / best
     if out is not None:
         title = f"Fig. 16: {site.setting}; ours: {MODE}, K={K}"
@@ -378,11 +383,11 @@ def bench_rates(site: SplitSite, alone: Timed, extent: Extent, out: Path | None,
 def bench_bytes(site: SplitSite, say: Progress) -> Figures:
     """Bytes of features on the wire, at 8 bits and as they are."""
     cut = site.graph.network.layers[1].name
-    found = {}
+    sizes = {}
     for bits in (8, 32):
         say(f"bytes at {bits} bits")
-        found[bits] = site.run(4, cut=cut, bits=bits, k=0).result.bytes_up
-    return {"bytes_ratio_8bit": found[8] / found[32]}
+        sizes[bits] = site.run(4, cut=cut, bits=bits, k=0).result.bytes_up
+    return {"bytes_ratio_8bit": sizes[8] / sizes[32]}
 
 
 def skipped(folder: Path) -> str:

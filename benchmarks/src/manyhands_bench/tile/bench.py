@@ -18,7 +18,8 @@ from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.processes import pin_process
 from manyhands.session.session import Session
-from manyhands_bench.core.ddp import Rival
+from manyhands_bench.core.ddp import Baseline
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
 from manyhands_bench.tile.groups import bench_bytes, bench_groups
 from manyhands_bench.tile.memory import bench_memory, bench_resident
@@ -27,11 +28,9 @@ from manyhands_bench.tile.setup import (
     QUICK_SHAPE,
     SHAPE,
     WARM_UP_STEPS,
-    Figures,
-    Parts,
-    Progress,
-    Subject,
-    Way,
+    BareParts,
+    TiledNetwork,
+    TileVariant,
     chosen_kernels,
     kernels_text,
     square_grid,
@@ -47,7 +46,7 @@ SPEED_BLOCKS, SPEED_STEPS = 12, 3
 KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
 
 
-def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
+def bench_speed(subject: TiledNetwork, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
     """One device, bare parts and tiles in turns; PyTorch's default and the paper's other two plans beside them."""
     names = session.cluster.names
     count = len(names)
@@ -55,17 +54,17 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
     single = subject.single(names[0])
     in_turn = subject.in_turn(names)
     with contextlib.ExitStack() as stack:
-        parts = stack.enter_context(Parts.of(subject, ways[0].grid))
-        rival = Rival([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
-        stack.callback(rival.close)
-        pin_process(rival.processes[0].pid, usable()[0])
-        rival.run(1)
+        parts = stack.enter_context(BareParts.of(subject, ways[0].grid))
+        baseline = Baseline([f"plain({MODEL!r}, {subject.shape!r}, 1, 0.0)"])
+        stack.callback(baseline.close)
+        pin_process(baseline.processes[0].pid, usable()[0])
+        baseline.run(1)
         say("speed, trying grids and where to exchange")
         trials = [
             {way: subject.step_seconds(session, subject.tiles(names, way), steps) for way in ways}
             for _ in range(TUNING)
         ]
-        tried = {way: statistics.median(one[way] for one in trials) for way in ways}
+        tried = {way: statistics.median(trial[way] for trial in trials) for way in ways}
         best = min(ways, key=tried.__getitem__)  # chosen before, not by the rounds that count
         counted = [way for way in ways if way.grid == best.grid]
         rounds: list[dict[str, float]] = []
@@ -78,14 +77,14 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
                 str(way): lambda way=way: subject.step_seconds(session, subject.tiles(names, way), steps)
                 for way in counted
             } | {
-                "torch": lambda: statistics.median(rival.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
+                "torch": lambda: statistics.median(baseline.run(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]),
                 "partition": lambda: subject.step_seconds(session, in_turn, steps),
             }  # fmt: skip
             rounds.append({name: measured() for name, measured in sides.items()})
     tiles = str(best)
 
     def ratio(above: str, below: str) -> float:
-        return statistics.median(one[above] / one[below] for one in rounds)
+        return statistics.median(round[above] / round[below] for round in rounds)
 
     speedup, limit = ratio("one", tiles), ratio("one", "parts")
     return {
@@ -93,10 +92,10 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         f"speedup_{count}": speedup,
         f"efficiency_vs_limit_{count}": speedup / limit,
         **{f"speedup_{count}_grid_{way}": ratio("one", str(way)) for way in counted},
-        "one_device_step_seconds": statistics.median(one["one"] for one in rounds),
-        "parts_step_seconds": statistics.median(one["parts"] for one in rounds),
-        "tiles_step_seconds": statistics.median(one[tiles] for one in rounds),
-        "torch_default_step_seconds": statistics.median(one["torch"] for one in rounds),
+        "one_device_step_seconds": statistics.median(round_["one"] for round_ in rounds),
+        "parts_step_seconds": statistics.median(round_["parts"] for round_ in rounds),
+        "tiles_step_seconds": statistics.median(round_[tiles] for round_ in rounds),
+        "torch_default_step_seconds": statistics.median(round_["torch"] for round_ in rounds),
         f"speedup_{count}_vs_torch_default": ratio("torch", tiles),
         "batch1_vs_data_parallel": ratio("one", tiles),
         "batch1_vs_layer_partition": ratio("partition", tiles),
@@ -109,16 +108,16 @@ def bench_speed(subject: Subject, session: Session, blocks: int, steps: int, say
         "data_parallel_setting": "a batch of one sample cannot be shared by samples: one device trains it alone",
         "layer_partition_setting": "; ".join(f"{stage.devices[0]} layers {stage.layers}" for stage in in_turn.stages),
         "speed_blocks": f"{blocks} blocks of {steps} steps after {WARM_UP_STEPS} that does not count; "
-        + "; ".join(f"{name} {_listed([one[name] for one in rounds])} s" for name in rounds[0])
+        + "; ".join(f"{name} {_listed([round_[name] for round_ in rounds])} s" for name in rounds[0])
         + f"; tried before: {', '.join(f'{way} {seconds:.4g} s' for way, seconds in tried.items())}",
     }
 
 
-def _ways(count: int) -> list[Way]:
+def _ways(count: int) -> list[TileVariant]:
     """What is tried: grids as square as can be, either way round, and both places to exchange."""
     rows, columns = square_grid(count)
     grids = dict.fromkeys([(rows, columns), (columns, rows)])
-    return [Way(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
+    return [TileVariant(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
 
 
 def _listed(numbers: list[float]) -> str:
@@ -141,7 +140,7 @@ def bench_tile(
             hint=f"Use --workers {len(cores)} or fewer.",
         )
     say("choosing kernels")
-    subject = Subject.of(QUICK_SHAPE if quick else SHAPE)
+    subject = TiledNetwork.of(QUICK_SHAPE if quick else SHAPE)
     choice = chosen_kernels(subject, cores[0], QUICK_KERNEL_SECONDS if quick else KERNEL_SECONDS)
     subject.kernels = choice.kernels
     figures: Figures = {
@@ -150,7 +149,9 @@ def bench_tile(
     }  # fmt: skip
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)
-        figures |= bench_bytes(subject, session, [Way(square_grid(count), beside) for beside in (False, True)], say)
+        figures |= bench_bytes(
+            subject, session, [TileVariant(square_grid(count), beside) for beside in (False, True)], say
+        )
         figures |= bench_groups(subject, session, square_grid(count), *((1, 1, 1) if quick else (TUNING, 5, 3)), say)
     figures |= bench_memory(subject, quick, say)
     figures |= bench_resident(subject, *((1, 2) if quick else (5, 3)), say)

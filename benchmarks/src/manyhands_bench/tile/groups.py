@@ -26,7 +26,8 @@ from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
 from manyhands.simulator.result import Simulation
 from manyhands.simulator.simulate import simulate
-from manyhands_bench.tile.setup import WARM_UP_STEPS, Figures, Grid, Progress, Subject, Way, grid_text
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.tile.setup import WARM_UP_STEPS, Grid, TiledNetwork, TileVariant, grid_text
 
 SLOW = Link(2e6 / 8, 0.3e-3)
 """2 Mbit/s, and a delay as of a switch and two network stacks."""
@@ -37,11 +38,11 @@ BYTES_STEPS = 2
 # Bytes
 
 
-def bench_bytes(subject: Subject, session: Session, ways: Sequence[Way], say: Progress) -> Figures:
+def bench_bytes(subject: TiledNetwork, session: Session, ways: Sequence[TileVariant], say: Progress) -> Figures:
     """Bytes of every pair in a run's logs against those that the plan says, and what they carry (Fig. 5.2c); the first
     way's, and whether those of all match."""
     say("bytes sent")
-    found: list[Figures] = []
+    by_way: list[Figures] = []
     for way in ways:
         plan = subject.tiles(session.cluster.names, way)
         logs = subject.run(session, plan, BYTES_STEPS).logs
@@ -53,36 +54,36 @@ def bench_bytes(subject: Subject, session: Session, ways: Sequence[Way], say: Pr
             for other, count in log.sent_bytes.items()
             if other != COORDINATOR
         }
-        found.append({
+        by_way.append({
             "bytes_match": int(sent == {pair: count * BYTES_STEPS for pair, count in planned.items()}),
             "bytes_per_step": sum(sent.values()) / BYTES_STEPS,
             "bytes_per_step_planned": sum(planned.values()),
             **{f"bytes_{kind}": count for kind, count in step_bytes(subject, schedule).items()},
         })  # fmt: skip
-    return found[0] | {
-        "bytes_match": int(all(one["bytes_match"] for one in found)),
-        **{f"bytes_boundary_{way}": one["bytes_boundary"] for way, one in zip(ways, found)},
+    return by_way[0] | {
+        "bytes_match": int(all(of_way["bytes_match"] for of_way in by_way)),
+        **{f"bytes_boundary_{way}": of_way["bytes_boundary"] for way, of_way in zip(ways, by_way)},
         "bytes_setting": f"{subject}, tiles {', '.join(map(str, ways))}, {BYTES_STEPS} steps: every pair's bytes by "
         "the workers' logs against the plan's; input_output includes what the coordinator feeds, which is no exchange "
         "between tiles",
     }
 
 
-def step_bytes(subject: Subject, schedule: Schedule) -> dict[str, int]:
+def step_bytes(subject: TiledNetwork, schedule: Schedule) -> dict[str, int]:
     """Bytes of one step by what they are: samples and outputs, boundary data, sums of batch norm, weights."""
     network = subject.graph.network
-    found: Counter[str] = Counter(input_output=0, boundary=0, statistics=0, weights=0)
+    counts: Counter[str] = Counter(input_output=0, boundary=0, statistics=0, weights=0)
     for device, actions in schedule.actions.items():
         fed = feed_parts(subject.graph, schedule.lowering, device, targets=True)
-        found["input_output"] += sum(part.bytes for part in fed)
+        counts["input_output"] += sum(part.bytes for part in fed)
         for action in actions:
             if isinstance(action, Send):
-                found[_carried(action)] += action.message.bytes
+                counts[_carried(action)] += action.message.bytes
     sums = {action for actions in schedule.actions.values() for action in actions if isinstance(action, Reduce)}
     for reduce in sums:
         kind = "weights" if reduce.what == "gradients" else "statistics"
-        found[kind] += _travelling(reduce, network)
-    return dict(found)
+        counts[kind] += _travelling(reduce, network)
+    return dict(counts)
 
 
 def _carried(action: Send) -> str:
@@ -117,11 +118,11 @@ def _starts_text(starts: Sequence[LayerName]) -> str:
 def without_weights(plan: Plan, network: Network) -> dict[str, list[Action]]:
     """Device -> the plan's actions but for adding up the weights' gradients."""
     actions = Schedule(plan, network).actions
-    return {device: [action for action in own if not _is_of_weights(action)] for device, own in actions.items()}
+    return {device: [action for action in ordered if not _is_of_weights(action)] for device, ordered in actions.items()}
 
 
 def as_policies(actions: Mapping[str, Sequence[Action]]) -> dict[str, Policy]:
-    return {device: FixedOrder(own) for device, own in actions.items()}
+    return {device: FixedOrder(ordered) for device, ordered in actions.items()}
 
 
 def _is_of_weights(action: Action) -> bool:
@@ -160,17 +161,17 @@ class Priced:
 
 def gains(seconds: Mapping[str, float], best: str) -> tuple[float, float]:
     """How many times as long as a grouping one group takes, and every layer, each in its faster way."""
-    one, every = (min(seconds[name] for name in names) for names in (ONE_GROUP, EVERY_LAYER))
-    return one / seconds[best], every / seconds[best]
+    one_group, every = (min(seconds[name] for name in names) for names in (ONE_GROUP, EVERY_LAYER))
+    return one_group / seconds[best], every / seconds[best]
 
 
-def measured_profile(subject: Subject, session: Session) -> Profile:
+def measured_profile(subject: TiledNetwork, session: Session) -> Profile:
     """Seconds of every layer by the chosen kernels, all workers at once."""
-    found = measure_on(
+    measured = measure_on(
         session.coordinator, subject.graph, session.cluster.names, ladder=(1,), seconds=PROFILE_SECONDS,
         kernels=subject.kernels,
     )  # fmt: skip
-    return Profile({name: one.profile for name, one in found.items()})
+    return Profile({name: answer.profile for name, answer in measured.items()})
 
 
 def linked(cluster: Cluster, link: Link) -> Cluster:
@@ -184,11 +185,11 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
 
 
 def bench_groups(
-    subject: Subject, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
+    subject: TiledNetwork, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
 ) -> Figures:
     """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
-    network, plan = subject.graph.network, subject.tiles(session.cluster.names, Way(grid))
+    network, plan = subject.graph.network, subject.tiles(session.cluster.names, TileVariant(grid))
     profile = measured_profile(subject, session)
     probed = probe_links(session.coordinator, session.cluster.names).values()
     rate, delay = (
@@ -202,12 +203,12 @@ def bench_groups(
         say(f"groupings, block {block} of {blocks}" if block > 0 else "groupings, trying all")
         rounds.append({g.name: bare_step_seconds(subject, session, fast.planned(g), steps) for g in fast.groupings})
     counted = rounds[trials:]  # chosen by those before, which do not count
-    tried = {g.name: statistics.median(one[g.name] for one in rounds[:trials]) for g in fast.groupings}
+    tried = {g.name: statistics.median(round[g.name] for round in rounds[:trials]) for g in fast.groupings}
     figures: Figures = {}
     for link, priced, chosen, sides in (("fast", fast, tried, counted), ("slow", slow, slow.seconds, [slow.seconds])):
         best = min(chosen, key=chosen.__getitem__)
         ratios = [gains(seconds, best) for seconds in sides]
-        over_one, over_every = (statistics.median(own) for own in zip(*ratios, strict=True))
+        over_one, over_every = (statistics.median(column) for column in zip(*ratios, strict=True))
         medians = {name: statistics.median(seconds[name] for seconds in sides) for name in chosen}
         figures |= {
             f"grouping_gain_{link}": max(over_one, over_every),
@@ -215,7 +216,7 @@ def bench_groups(
             f"grouping_gain_{link}_over_every_layer": over_every,
             f"grouping_{link}_seconds": medians[best],
             f"grouping_{link}": groups_text(next(groups for groups in priced.groupings if groups.name == best))
-            + "; all: " + ", ".join(f"{name} {own:.4g} s" for name, own in medians.items()),
+            + "; all: " + ", ".join(f"{name} {column:.4g} s" for name, column in medians.items()),
         }  # fmt: skip
     gain = min(float(figures["grouping_gain_fast"]), float(figures["grouping_gain_slow"]))
     return {"grouping_gain": gain} | figures | {
@@ -226,7 +227,7 @@ def bench_groups(
     }  # fmt: skip
 
 
-def bare_step_seconds(subject: Subject, session: Session, plan: Plan, steps: int) -> float:
+def bare_step_seconds(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> float:
     """A step from its first action to the end of its last backward: without waiting for the weights' sums."""
     logs = subject.run(session, plan, steps + WARM_UP_STEPS, trace=True).logs
     spans = [span for log in logs.values() for span in log.spans]
@@ -236,5 +237,5 @@ def bare_step_seconds(subject: Subject, session: Session, plan: Plan, steps: int
 
 
 def _bare_seconds(spans: Iterable[MeasuredSpan]) -> float:
-    known: Sequence[MeasuredSpan] = list(spans)
-    return max(span.end for span in known if span.kind == "backward") - min(span.start for span in known)
+    kept: Sequence[MeasuredSpan] = list(spans)
+    return max(span.end for span in kept if span.kind == "backward") - min(span.start for span in kept)

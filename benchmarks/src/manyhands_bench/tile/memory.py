@@ -12,7 +12,8 @@ from pathlib import Path
 from manyhands.executor.log import DeviceLog
 from manyhands.facts.plan import Plan
 from manyhands.session.session import Session
-from manyhands_bench.tile.setup import Figures, Grid, Progress, Subject, Way, grid_text, workers
+from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.tile.setup import Grid, TiledNetwork, TileVariant, grid_text, workers
 
 TWO: Grid = (2, 1)
 MANY: Grid = (6, 4)
@@ -22,26 +23,26 @@ _RESET_PEAK = "5"
 """What /proc/PID/clear_refs takes to count the most resident bytes anew."""
 
 
-def bench_memory(subject: Subject, quick: bool, say: Progress) -> Figures:
+def bench_memory(subject: TiledNetwork, quick: bool, say: Progress) -> Figures:
     """Peak tensor bytes of one device over those of the largest tile, of two and of many."""
     many = QUICK_MANY if quick else MANY
     count = many[0] * many[1]
-    found: dict[int, DeviceLog] = {}
+    logs: dict[int, DeviceLog] = {}
     with workers(count) as session:
         names = session.cluster.names
         plans = {
             1: subject.single(names[0]),
-            2: subject.tiles(names[:2], Way(TWO)),
-            count: subject.tiles(names, Way(many)),
+            2: subject.tiles(names[:2], TileVariant(TWO)),
+            count: subject.tiles(names, TileVariant(many)),
         }
         for tiles, plan in plans.items():
             say(f"memory of {tiles} tile(s)")
-            found[tiles] = _fullest(subject.run(session, plan, 2, memory=True).logs)
+            logs[tiles] = _fullest(subject.run(session, plan, 2, memory=True).logs)
     figures: Figures = {}
     for tiles in (2, count):
-        figures[f"memory_ratio_{tiles}"] = found[1].peak_bytes / found[tiles].peak_bytes
-        figures[f"memory_ratio_{tiles}_without_weights"] = _maps(found[1]) / _maps(found[tiles])
-    for tiles, log in found.items():
+        figures[f"memory_ratio_{tiles}"] = logs[1].peak_bytes / logs[tiles].peak_bytes
+        figures[f"memory_ratio_{tiles}_without_weights"] = _maps(logs[1]) / _maps(logs[tiles])
+    for tiles, log in logs.items():
         figures[f"memory_bytes_{tiles}"] = log.peak_bytes
         figures |= {f"memory_{part}_bytes_{tiles}": log.peak_parts.get(part, 0) for part in PARTS}
     figures["memory_setting"] = (
@@ -61,10 +62,10 @@ def _maps(log: DeviceLog) -> int:
     return log.peak_bytes - log.peak_parts.get("weights", 0)
 
 
-def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) -> Figures:
+def bench_resident(subject: TiledNetwork, repeats: int, steps: int, say: Progress) -> Figures:
     """Resident memory of a worker at its most, above a bare import of torch: one device against a tile of two."""
     bare = bare_import_bytes()
-    found: dict[str, list[int]] = {"one": [], "tile": []}
+    peaks: dict[str, list[int]] = {"one": [], "tile": []}
     idle: list[int] = []
     for repeat in range(repeats):
         say(f"resident memory, {repeat + 1} of {repeats}")
@@ -72,13 +73,13 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
             with workers(count, apart=True) as session:  # a process that has done nothing before
                 names = session.cluster.names
                 idle.append(max(_resident(session, "VmRSS").values()))
-                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, Way(TWO))
-                found[name].append(max(resident_peaks(subject, session, plan, steps).values()))
-    one, tile = (statistics.median(found[name]) for name in ("one", "tile"))
+                plan = subject.single(names[0]) if count == 1 else subject.tiles(names, TileVariant(TWO))
+                peaks[name].append(max(resident_peaks(subject, session, plan, steps).values()))
+    single, tile = (statistics.median(peaks[name]) for name in ("one", "tile"))
     return {
-        "rss_ratio_2": (one - bare) / (tile - bare),
-        "rss_total_ratio_2": one / tile,
-        "rss_one_bytes": one,
+        "rss_ratio_2": (single - bare) / (tile - bare),
+        "rss_total_ratio_2": single / tile,
+        "rss_one_bytes": single,
         "rss_tile_bytes": tile,
         "rss_bare_import_bytes": bare,
         "rss_idle_worker_bytes": statistics.median(idle),
@@ -87,7 +88,7 @@ def bench_resident(subject: Subject, repeats: int, steps: int, say: Progress) ->
     }
 
 
-def resident_peaks(subject: Subject, session: Session, plan: Plan, steps: int) -> dict[str, int]:
+def resident_peaks(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> dict[str, int]:
     """Worker -> the most bytes that its process had resident during a run."""
     for process in _processes(session).values():
         with contextlib.suppress(OSError):
@@ -105,7 +106,7 @@ def _resident(session: Session, key: str) -> dict[str, int]:
 
 
 def resident_bytes(process: int | str, key: str) -> int:
-    """Of a process, as the kernel counts them now (VmRSS), or the most since that was last reset (VmHWM)."""
+    """Return a process's resident bytes now (VmRSS), or the most since the last reset (VmHWM)."""
     return _status_bytes(Path(f"/proc/{process}/status").read_text(), key)
 
 
@@ -116,5 +117,7 @@ def _status_bytes(text: str, key: str) -> int:
 def bare_import_bytes() -> int:
     """Resident memory of a process that has imported torch and done nothing."""
     code = "import torch; print(open('/proc/self/status').read())"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
-    return _status_bytes(said, "VmRSS")
+    status = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    return _status_bytes(status, "VmRSS")

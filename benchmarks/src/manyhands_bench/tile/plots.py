@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.observe.figures import finish_axes, new_figure, write_figure
+from manyhands.observe.figures import new_figure, write_figure
+from manyhands_bench.axes import finish_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ _COLOURS = {"1 group": "#E45756", "every layer": "#4C78A8", "optimal": "#54A24B"
 _WAYS = {"tiles": "#54A24B", "data parallel": "#4C78A8", "layer partition": "#F58518"}
 _PARTS = {"computing": "#4C78A8", "boundary data": "#F58518", "weights": "#B279A2"}
 _BYTES = 4
-"""Of an element."""
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]
     for (name, counts), colour in zip(elements.items(), ("#54A24B", "#F58518", "#B279A2"), strict=True):
         megabytes = [count * _BYTES / 1e6 for count in counts]
         axes.bar(range(len(batches)), megabytes, 0.6, bottom=below, label=name, color=colour)
-        below = [low + part for low, part in zip(below, megabytes, strict=True)]
+        below = [low + height for low, height in zip(below, megabytes, strict=True)]
     axes.set_xticks(range(len(batches)), list(map(str, batches)))
     finish_axes(
         axes, "batch size", "MB of one tile in one step", "Fig. 5.2c: communication by part (the paper's model)"
@@ -69,11 +70,11 @@ def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]
 def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts], path: Path) -> Path:
     """Fig. 5.2 d and e: what the extremes cost beside the optimum, by the ratio of the two prices."""
     figure = new_figure(11, 4.5)
-    for axes, letter, (way, own) in zip(figure.subplots(1, len(costs)), "de", costs.items(), strict=True):
-        for name, values in (("1 group", own.one_group), ("every layer", own.every_layer)):
+    for axes, letter, (way, lines) in zip(figure.subplots(1, len(costs)), "de", costs.items(), strict=True):
+        for name, values in (("1 group", lines.one_group), ("every layer", lines.every_layer)):
             axes.plot(ratios, values, marker="o", markersize=3.5, color=_COLOURS[name], label=name)
         axes.axhline(1.0, color=_COLOURS["optimal"], linewidth=2, label="optimal (its groups below)")
-        for ratio, count in zip(ratios, own.groups, strict=True):
+        for ratio, count in zip(ratios, lines.groups, strict=True):
             axes.annotate(
                 str(count), (ratio, 1.0), xytext=(0, -10), textcoords="offset points", ha="center", fontsize=7
             )
@@ -84,7 +85,7 @@ def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts],
 
 
 def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
-    """Fig. 6.1: where a step's time goes, and how many times as fast as one tile on one device it is."""
+    """Fig. 6.1: where a step's time goes, and how many times as fast as split tile on split device it is."""
     figure = new_figure(12, 7)
     above, below = figure.subplots(2, 1, sharex=True)
     places = list(range(len(splits)))
@@ -96,7 +97,7 @@ def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
     )
     for (name, colour), seconds in zip(_PARTS.items(), parts, strict=True):
         above.bar(places, seconds, 0.7, bottom=bottom, label=name, color=colour)
-        bottom = [low + part for low, part in zip(bottom, seconds, strict=True)]
+        bottom = [low + height for low, height in zip(bottom, seconds, strict=True)]
     first = splits[0]
     below.plot(
         places, [first.seconds / split.seconds for split in splits], marker="o", color="#4C78A8", label="batch 1"
@@ -104,7 +105,7 @@ def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
     below.plot(places, [first.bare_seconds / split.bare_seconds for split in splits], marker="o", color="#54A24B",
                label="without weight update")  # fmt: skip
     below.set_xticks(places, [f"{split.devices}x{split.tiles}" for split in splits], rotation=60, fontsize=8)
-    finish_axes(above, "", "seconds of a step", "Fig. 6.1: time of one sample (simulated)")
+    finish_axes(above, "", "seconds of a step", "Fig. 6.1: time of split sample (simulated)")
     finish_axes(below, "devices x tiles on each", "speed-up", "")
     return write_figure(figure, path)
 
@@ -118,16 +119,13 @@ def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]],
     return write_figure(figure, path)
 
 
-def draw_rivals(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
+def draw_baselines(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
     """Fig. 6.6: a step's time by batch size, of tiles and of the other ways; above those, how many times tiles'."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for name, bars in _bars_by_batch(axes, batches, seconds, _WAYS).items():
         if name != "tiles":
-            texts = [
-                f"{other / tiles_seconds:.2f}x"
-                for other, tiles_seconds in zip(seconds[name], seconds["tiles"], strict=True)
-            ]
+            texts = [f"{other / tiles:.2f}x" for other, tiles in zip(seconds[name], seconds["tiles"], strict=True)]
             axes.bar_label(bars, texts, padding=2, fontsize=7)
     title = "Fig. 6.6: three ways to share a batch (simulated; above bars: how many times tiles')"
     finish_axes(axes, "batch size", "seconds of a step", title)
@@ -150,8 +148,8 @@ def _bars_by_batch(
 def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
     """Fig. 6.4: forward and backward apart, by the links' rate and the grouping."""
     figure = new_figure(11, 4.5)
-    for axes, (way, way_seconds) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
-        for name, values in way_seconds.items():
+    for axes, (way, lines) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
+        for name, values in lines.items():
             axes.plot(rates, values, marker="o", markersize=3.5, color=_COLOURS[name], label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -6,15 +6,14 @@ import contextlib
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch.utils.data import Dataset
 
 from manyhands.data.preload import Preload
 from manyhands.facts.cluster import Cluster
@@ -24,7 +23,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
+from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.kernels import Choice, choose_kernels
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.outcome import Outcome
@@ -33,14 +32,13 @@ from manyhands.schedule.tiles import TileGeometry
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands.training.tuning import same_batches
+from manyhands_bench.same_batch import SameBatch
 
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
 Grid = tuple[int, int]
 """Rows and columns of tiles."""
 
 
-class Way(NamedTuple):
+class TileVariant(NamedTuple):
     """How an image is cut, and where boundary data is exchanged."""
 
     grid: Grid
@@ -59,22 +57,8 @@ WARM_UP_STEPS = 1
 """Steps at the start of every block that do not count."""
 
 
-class SameBatch(Dataset[Any]):
-    """One sample, over and over: what is measured is training, not loading."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.inputs: Any = example_batch(MODEL, 1, input_shape=shape)
-        self.targets = example_target(MODEL, 1, input_shape=shape)
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inputs[index], self.targets[index]
-
-
 @dataclass
-class Subject:
+class TiledNetwork:
     """The network captured at one image size, with a batch of one sample and the kernels both sides use."""
 
     shape: tuple[int, ...]
@@ -84,8 +68,8 @@ class Subject:
     kernels: Mapping[str, Kernel]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], kernels: Mapping[str, Kernel] | None = None) -> Subject:
-        data = SameBatch(shape)
+    def of(cls, shape: tuple[int, ...], kernels: Mapping[str, Kernel] | None = None) -> TiledNetwork:
+        data = SameBatch(MODEL, shape, 1)
         torch.manual_seed(0)
         module, loss = build(MODEL), loss_function(ZOO[MODEL].loss)
         return cls(
@@ -103,7 +87,7 @@ class Subject:
     def single(self, device: str) -> Plan:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
 
-    def tiles(self, devices: Sequence[str], way: Way) -> Plan:
+    def tiles(self, devices: Sequence[str], way: TileVariant) -> Plan:
         """Even tiles."""
         grid = way.grid
         share = ByTiles((1,) * grid[0], (1,) * grid[1])
@@ -176,7 +160,7 @@ def usable() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def chosen_kernels(subject: Subject, core: int, seconds: float) -> Choice:
+def chosen_kernels(subject: TiledNetwork, core: int, seconds: float) -> Choice:
     """The fastest kernels of one thread on one core, by whole steps, so that they never lose to PyTorch's default."""
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {core})
@@ -192,8 +176,8 @@ def kernels_text(choice: Choice) -> str:
     counts: dict[str, int] = {}
     for kernel in choice.kernels.values():
         counts[str(kernel)] = counts.get(str(kernel), 0) + 1
-    found = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "PyTorch's default"
-    return f"{choice.name}: {found}; {choice.gain:.3g} times as fast as the default"
+    text = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items())) or "PyTorch's default"
+    return f"{choice.name}: {text}; {choice.gain:.3g} times as fast as the default"
 
 
 @contextlib.contextmanager
@@ -205,17 +189,17 @@ def workers(count: int, *, apart: bool = False) -> Iterator[Session]:
 
 
 @dataclass
-class Parts:
+class BareParts:
     """A bare part of the image on each core, all trained at once, with nothing exchanged."""
 
     sessions: list[Session]
-    subject: Subject
+    subject: TiledNetwork
 
     @classmethod
     @contextlib.contextmanager
-    def of(cls, whole: Subject, grid: Grid) -> Iterator[Parts]:
+    def of(cls, whole: TiledNetwork, grid: Grid) -> Iterator[BareParts]:
         channels, rows, columns = whole.shape
-        subject = Subject.of((channels, rows // grid[0], columns // grid[1]), whole.kernels)
+        subject = TiledNetwork.of((channels, rows // grid[0], columns // grid[1]), whole.kernels)
         cores = usable()
         with contextlib.ExitStack() as stack:
             sessions = [

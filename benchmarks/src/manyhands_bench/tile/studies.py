@@ -27,30 +27,31 @@ from manyhands.planner.grouping import Costs, group_tiles, kernel_layers
 from manyhands.schedule.actions import Action, Await, Backward, Receive, Reduce, Send, Step
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.claims import ESTIMATED
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE
 from manyhands_bench.tile.groups import EVERY_LAYER, ONE_GROUP, Priced, linked, without_weights
-from manyhands_bench.tile.paper_costs import communication_components, cost_sweep
 from manyhands_bench.tile.plots import (
     ExtremeCosts,
     StepSplit,
+    draw_baselines,
     draw_batches,
     draw_components,
     draw_cost_ratios,
     draw_rates,
-    draw_rivals,
     draw_speedups,
 )
-from manyhands_bench.tile.setup import Figures, Progress, Subject, Way, square_grid
+from manyhands_bench.tile.setup import TiledNetwork, TileVariant, square_grid
+from manyhands_bench.tile.tile_costs import communication_components, cost_sweep
 
 CLUSTER = "pi3x6"
-CLUSTER_OF_RIVALS = "decnn-880"
+CLUSTER_OF_BASELINES = "decnn-880"
 """Its Pi 4 stand for the CPUs of the paper's Jetson Nanos: four cores of about the same speed, and as much memory."""
 SLOTS = 4
 """Tiles on a device at most: one for each core."""
 GRID_OF_CHAPTER_5 = (3, 3)
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
 BATCHES = (1, 2, 4, 8)
-BATCHES_OF_RIVALS = (1, 2, 4, 8, 16)
+BATCHES_OF_BASELINES = (1, 2, 4, 8, 16)
 RATES_MBIT = (0.05, 0.1, 0.2, 0.5, 1.0)
 GROUPINGS = {"1 group": ONE_GROUP[1], "every layer": EVERY_LAYER[1], "optimal": "optimal, deltas"}
 """As the paper has them: groups of deltas backward."""
@@ -60,7 +61,7 @@ GROUPINGS = {"1 group": ONE_GROUP[1], "every layer": EVERY_LAYER[1], "optimal": 
 class Pis:
     """Some tiles on each of some Raspberry Pis."""
 
-    subject: Subject
+    subject: TiledNetwork
     devices: int
     tiles: int
     of: str = CLUSTER
@@ -84,7 +85,7 @@ class Pis:
         return (
             self.subject.single(names[0])
             if len(names) == 1
-            else self.subject.tiles(names, Way(square_grid(len(names))))
+            else self.subject.tiles(names, TileVariant(square_grid(len(names))))
         )
 
     def priced(self, batch_size: int = 1, link: Link | None = None) -> Priced:
@@ -113,7 +114,7 @@ class Pis:
         return StepSplit(self.devices, self.tiles, computing, bare.seconds - computing, whole - bare.seconds)
 
 
-def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Figures:
+def draw_studies(subject: TiledNetwork, out: Path, quick: bool, say: Progress) -> Figures:
     """Every study as a picture in `out`, and the numbers that its claims rest on."""
     out.mkdir(parents=True, exist_ok=True)
     figures = _chapter_5(subject, out, say)
@@ -121,27 +122,28 @@ def draw_studies(subject: Subject, out: Path, quick: bool, say: Progress) -> Fig
     pis = Pis(subject, 2, 2) if quick else Pis(subject, 6, SLOTS)
     figures |= _batches(pis, out, say)
     figures |= _rates(pis, out, say)
-    rivals = Pis(subject, 2, 2 if quick else SLOTS, CLUSTER_OF_RIVALS)
-    figures |= _rivals(rivals, out, say)
+    baselines = Pis(subject, 2, 2 if quick else SLOTS, CLUSTER_OF_BASELINES)
+    figures |= _baselines(baselines, out, say)
     return figures | {
         "studies": str(out),
         f"studies_{PROFILE_MACHINE}": ESTIMATED,
         "studies_setting": f"{subject}; chapter 5 by the paper's cost model on a 3x3 grid; chapter 6 simulated "
         f"with the catalogue's numbers of {CLUSTER}, a tile on each core, weights added up by all-reduce; "
-        f"Fig. 6.6 on {rivals.devices} Pi 4 ({CLUSTER_OF_RIVALS}), {rivals.tiles} cores of each, for the CPUs of the "
-        "paper's two Jetson Nanos: data parallel leaves cores idle where samples are fewer, a partition by layers has "
-        "as even multiply-accumulates as can be and passes on sample by sample (1F1B); no such device was measured",
+        f"Fig. 6.6 on {baselines.devices} Pi 4 ({CLUSTER_OF_BASELINES}), {baselines.tiles} cores of each, for the "
+        "CPUs of the paper's two Jetson Nanos: data parallel leaves cores idle where samples are fewer, a partition by "
+        "layers has as even multiply-accumulates as can be and passes on sample by sample (1F1B); no such device was "
+        "measured",
     }
 
 
-def _chapter_5(subject: Subject, out: Path, say: Progress) -> Figures:
+def _chapter_5(subject: TiledNetwork, out: Path, say: Progress) -> Figures:
     say("studies of chapter 5")
     network = subject.graph.network
     parts = communication_components(network, GRID_OF_CHAPTER_5, BATCHES)
     elements = {
-        "input and output": [one.samples for one in parts],
-        "boundary, at the least": [one.boundary for one in parts],
-        "weights": [one.weights for one in parts],
+        "input and output": [part.samples for part in parts],
+        "boundary, at the least": [component.boundary for component in parts],
+        "weights": [component.weights for component in parts],
     }
     draw_components(BATCHES, elements, out / "fig_5_2c.png")
     rows = cost_sweep(network, GRID_OF_CHAPTER_5, RATIOS)
@@ -163,7 +165,7 @@ def _chapter_5(subject: Subject, out: Path, say: Progress) -> Figures:
     }
 
 
-def _speedups(subject: Subject, out: Path, quick: bool, say: Progress) -> Figures:
+def _speedups(subject: TiledNetwork, out: Path, quick: bool, say: Progress) -> Figures:
     splits = []
     for devices in (1, 2) if quick else range(1, 7):
         for tiles in (1, 2) if quick else range(1, SLOTS + 1):
@@ -179,51 +181,51 @@ def _speedups(subject: Subject, out: Path, quick: bool, say: Progress) -> Figure
 
 
 def _batches(pis: Pis, out: Path, say: Progress) -> Figures:
-    found: dict[str, list[float]] = {name: [] for name in GROUPINGS}
+    seconds: dict[str, list[float]] = {name: [] for name in GROUPINGS}
     for batch_size in BATCHES:
         say(f"Fig. 6.3, batch {batch_size}")
         priced = pis.priced(batch_size)
-        known = {groups.name: groups for groups in priced.groupings}
+        groupings = {groups.name: groups for groups in priced.groupings}
         for name, planned in GROUPINGS.items():
-            plan = priced.planned(known[planned])
-            found[name].append(simulate(plan, pis.network, priced.cluster, priced.profile, keep_spans=False).seconds)
-    draw_batches(BATCHES, found, out / "fig_6_3.png")
+            plan = priced.planned(groupings[planned])
+            seconds[name].append(simulate(plan, pis.network, priced.cluster, priced.profile, keep_spans=False).seconds)
+    draw_batches(BATCHES, seconds, out / "fig_6_3.png")
     return {
-        f"fig_6_3_batch_{BATCHES[-1]}_one_group_over_optimal": found["1 group"][-1] / found["optimal"][-1],
-        f"fig_6_3_batch_{BATCHES[-1]}_every_layer_over_optimal": found["every layer"][-1] / found["optimal"][-1],
+        f"fig_6_3_batch_{BATCHES[-1]}_one_group_over_optimal": seconds["1 group"][-1] / seconds["optimal"][-1],
+        f"fig_6_3_batch_{BATCHES[-1]}_every_layer_over_optimal": seconds["every layer"][-1] / seconds["optimal"][-1],
     }
 
 
 def _rates(pis: Pis, out: Path, say: Progress) -> Figures:
-    found: dict[str, dict[str, list[float]]] = {
+    seconds_of: dict[str, dict[str, list[float]]] = {
         way: {name: [] for name in GROUPINGS} for way in ("forward", "backward")
     }
     for rate in RATES_MBIT:
         say(f"Fig. 6.4, {rate:g} Mbit/s")
         priced = pis.priced(link=Link(rate * 1e6 / 8, pis.cluster.link.delay_seconds))
-        known = {groups.name: groups for groups in priced.groupings}
+        groupings = {groups.name: groups for groups in priced.groupings}
         for name, planned in GROUPINGS.items():
-            for way, seconds in _ways(priced, priced.planned(known[planned])).items():
-                found[way][name].append(seconds)
-    draw_rates(RATES_MBIT, found, out / "fig_6_4.png")
+            for way, seconds in _ways(priced, priced.planned(groupings[planned])).items():
+                seconds_of[way][name].append(seconds)
+    draw_rates(RATES_MBIT, seconds_of, out / "fig_6_4.png")
     return {
-        f"fig_6_4_{way}_one_group_over_every_layer_at_{rate:g}": own["1 group"][number] / own["every layer"][number]
-        for way, own in found.items()
+        f"fig_6_4_{way}_one_group_over_every_layer_at_{rate:g}": lines["1 group"][number] / lines["every layer"][number]
+        for way, lines in seconds_of.items()
         for number, rate in ((0, RATES_MBIT[0]), (-1, RATES_MBIT[-1]))
     }
 
 
-def _rivals(pis: Pis, out: Path, say: Progress) -> Figures:
-    found: dict[str, list[float]] = {"tiles": [], "data parallel": [], "layer partition": []}
+def _baselines(pis: Pis, out: Path, say: Progress) -> Figures:
+    seconds: dict[str, list[float]] = {"tiles": [], "data parallel": [], "layer partition": []}
     profile = estimate_cluster(pis.network, pis.cluster)
-    for batch_size in BATCHES_OF_RIVALS:
+    for batch_size in BATCHES_OF_BASELINES:
         say(f"Fig. 6.6, batch {batch_size}")
         for name, plan in pis.ways(batch_size).items():
-            found[name].append(simulate(plan, pis.network, pis.cluster, profile, keep_spans=False).seconds)
-    draw_rivals(BATCHES_OF_RIVALS, found, out / "fig_6_6.png")
+            seconds[name].append(simulate(plan, pis.network, pis.cluster, profile, keep_spans=False).seconds)
+    draw_baselines(BATCHES_OF_BASELINES, seconds, out / "fig_6_6.png")
     figures: Figures = {}
-    for number, batch_size in enumerate(BATCHES_OF_RIVALS):
-        tiles, samples, layers = (own[number] for own in found.values())
+    for number, batch_size in enumerate(BATCHES_OF_BASELINES):
+        tiles, samples, layers = (row[number] for row in seconds.values())
         figures |= {
             f"fig_6_6_batch_{batch_size}_tiles_seconds": tiles,
             f"fig_6_6_batch_{batch_size}_data_parallel_over_tiles": samples / tiles,
@@ -235,8 +237,8 @@ def _rivals(pis: Pis, out: Path, say: Progress) -> Figures:
 def _ways(priced: Priced, plan: Plan) -> dict[str, float]:
     """Seconds of the forward pass and of the backward pass, each alone, without the weights' sums."""
     actions = without_weights(plan, priced.network)
-    ahead = {device: [action for action in own if not _is_backward(action)] for device, own in actions.items()}
-    back = {device: [action for action in own if _is_backward(action)] for device, own in actions.items()}
+    ahead = {device: [action for action in ordered if not _is_backward(action)] for device, ordered in actions.items()}
+    back = {device: [action for action in ordered if _is_backward(action)] for device, ordered in actions.items()}
     return {
         "forward": priced.simulated(plan, ahead).seconds,
         "backward": priced.simulated(plan, back).seconds,

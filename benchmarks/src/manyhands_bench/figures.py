@@ -1,0 +1,10 @@
+"""What every bench returns, and how it reports its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Figures = dict[str, float | int | str]
+"""Figures by the name under which `--json` prints them; texts (settings, the machine) go to standard error."""
+Progress = Callable[[str], None]
+"""Called with a few words on what is being measured now."""

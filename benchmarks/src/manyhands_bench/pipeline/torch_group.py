@@ -1,0 +1,144 @@
+"""PyTorch's processes as the bench sees them: started, asked, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands_bench.core.ddp import end_all
+from manyhands_bench.pipeline.torch_setting import LIMIT_SECONDS, BareRound, TorchSetting, TorchVariant
+
+if TYPE_CHECKING:
+    pass
+
+
+START_SECONDS = 120.0
+
+
+_TAIL_BYTES = 600
+
+
+class TorchGroup:
+    """The processes, for as long as they are asked; whichever dies or is silent is named."""
+
+    def __init__(
+        self, setting: TorchSetting, places: Sequence[Sequence[str]], *, host: str = "127.0.0.1", interface: str = "lo",
+        cores: Sequence[int | None] = (),
+    ) -> None:  # fmt: skip
+        """`places`: for each process the words before its command, such as those that bring it into a lab.
+        `host`: where the first of them is found. `cores`: the core that each is kept on."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.processes: list[subprocess.Popen[str]] = []
+        self._said = [tempfile.TemporaryFile() for _ in places]  # noqa: SIM115
+        try:
+            for rank, before in enumerate(places):
+                core = cores[rank] if cores else None
+                words = [
+                    *before, sys.executable, "-m", "manyhands_bench.pipeline.torch_pipeline", str(rank),
+                    str(len(places)), host, interface, str(-1 if core is None else core), json.dumps(asdict(setting)),
+                ]  # fmt: skip
+                self.processes.append(
+                    subprocess.Popen(
+                        words, text=True, bufsize=1, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                        stderr=self._said[rank],
+                    )
+                )  # fmt: skip
+            everyone = range(len(places))
+            port = self._answers([0], "begin", START_SECONDS)[0]
+            for rank in everyone[1:]:
+                self._tell(rank, port)
+            self._answers(everyone, "join the others", START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, way: TorchVariant, steps: int) -> list[float]:
+        """Seconds of each of so many training steps."""
+        answers = self._ask({"do": "train", "way": asdict(way), "steps": steps}, f"run {way}")
+        return [float(seconds) for seconds in answers[way.ranks[0]]]
+
+    def units(self, samples: int) -> list[tuple[float, int]]:
+        """For every unit that a pipeline can be cut before: its seconds for some samples on the first device, forward
+        and backward, and the bytes it hands on."""
+        timed = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
+        return [(seconds, size) for seconds, size in timed]
+
+    def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[list[BareRound]]:
+        """For every stage, one on each process at once: round after round of computing; nothing is exchanged."""
+        request = {"do": "bare", "bounds": list(bounds), "samples": samples, "seconds": seconds}
+        answers = self._ask(request, "compute their stages alone")
+        return [[BareRound(*round) for round in rounds] for rounds in answers.values()]
+
+    def _ask(self, request: dict[str, Any], what: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        receivers = range(len(self.processes)) if ranks is None else ranks
+        for rank in receivers:
+            self._tell(rank, request)
+        return self._answers(receivers, what, LIMIT_SECONDS)
+
+    def _tell(self, rank: int, message: object) -> None:
+        pipe = self.processes[rank].stdin
+        assert pipe is not None
+        try:
+            pipe.write(json.dumps(message) + "\n")
+            pipe.flush()
+        except OSError as error:
+            raise self._died(rank, "take a request") from error
+
+    def _answers(self, ranks: Sequence[int], what: str, limit_seconds: float) -> dict[int, Any]:
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + limit_seconds
+        with selectors.DefaultSelector() as selector:
+            for rank in ranks:
+                output = self.processes[rank].stdout
+                assert output is not None
+                selector.register(output, selectors.EVENT_READ, rank)
+            while len(answers) < len(ranks):
+                ready = selector.select(max(0.0, end - time.monotonic()))
+                if not ready:
+                    silent = ", ".join(str(rank) for rank in ranks if rank not in answers)
+                    raise TimedOut(f"Torch rank {silent} did not {what} within {limit_seconds:g} s.")
+                for key, _ in ready:
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
+                        raise self._died(key.data, what)
+                    answer = json.loads(line)
+                    if "error" in answer:
+                        raise ManyhandsError(f"Torch rank {key.data} could not {what}: {answer['error']}")
+                    answers[key.data] = answer["found"]
+                    selector.unregister(key.fileobj)
+        return {rank: answers[rank] for rank in ranks}
+
+    def _died(self, rank: int, what: str) -> ManyhandsError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[rank].wait(5)
+        file = self._said[rank]
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        words = file.read().decode(errors="replace").strip()
+        return ManyhandsError(
+            f"Torch rank {rank} ended (exit code {self.processes[rank].poll()}) when it was to {what}: {words}"
+        )
+
+    def close(self) -> None:
+        end_all(self.processes)
+        for file in self._said:
+            file.close()
+
+    def __enter__(self) -> TorchGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,80 @@
+"""What the tiles of one network cost and communicate, without a cluster: the studies of TILE chapter 5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.facts.network import Network
+from manyhands.planner.grouping import Costs, Direction, InteriorTile, Size, kernel_layers
+
+
+@dataclass(frozen=True)
+class RatioCosts:
+    """Fig. 5.2 d and e at one ratio of communication to computation cost: how many times the optimum each costs."""
+
+    ratio: float
+    forward_groups: int
+    """How many groups the optimum has."""
+    forward_one_group: float
+    forward_every_layer: float
+    backward_groups: int
+    backward_one_group: float
+    backward_every_layer: float
+
+
+def cost_sweep(network: Network, grid: Size, ratios: Sequence[float]) -> list[RatioCosts]:
+    """One group and an exchange at every layer against the optimum, without fixed cost, at ratios c_c / c_p."""
+    tile = InteriorTile(kernel_layers(network), grid)
+    rows = []
+    for ratio in ratios:
+        costs = Costs(1.0, ratio)
+        forward, backward = tile.compare("forward", costs), tile.compare("backward", costs)
+        rows.append(
+            RatioCosts(
+                ratio,
+                len(forward.best.starts),
+                _times(forward.one_group, forward.best.cost),
+                _times(forward.every_layer, forward.best.cost),
+                len(backward.best.starts),
+                _times(backward.one_group, backward.best.cost),
+                _times(backward.every_layer, backward.best.cost),
+            )
+        )
+    return rows
+
+
+def _times(cost: float, best: float) -> float:
+    """A chain of poolings alone costs nothing any way."""
+    return cost / best if best else 1.0
+
+
+@dataclass(frozen=True)
+class Components:
+    """Fig. 5.2c: the elements that an interior tile sends and receives in one step, by what they are."""
+
+    batch_size: int
+    samples: int
+    """Its part of the input and of the output's deltas, received, and of the output, sent."""
+    boundary: int
+    """Forward and backward, at the groupings that exchange least."""
+    boundary_one_group: int
+    boundary_every_layer: int
+    weights: int
+    """Partial gradients sent to the gateway, updated weights received; the same for any batch."""
+
+
+def communication_components(network: Network, grid: Size, batch_sizes: Sequence[int]) -> list[Components]:
+    """What an interior tile communicates in one step of each batch size."""
+    layers = kernel_layers(network)
+    tile = InteriorTile(layers, grid)
+    (rows, columns), (last_rows, last_columns) = tile.tiles[0], tile.tiles[-1]
+    samples = rows * columns * tile.channels[0] + 2 * last_rows * last_columns * tile.channels[-1]
+    directions: tuple[Direction, Direction] = ("forward", "backward")
+    least = sum(tile.boundary(way, tile.best(way, Costs(0.0, 1.0)).starts) for way in directions)
+    one_group, every = (sum(tile.boundary(way, starts) for way in directions) for starts in ((0,), range(len(layers))))
+    specs = [network.weights[name] for name in network.weights_of(0, layers[-1].operators[1])]
+    weights = 2 * sum(spec.elements for spec in specs if spec.trainable)
+    return [
+        Components(size, samples * size, least * size, one_group * size, every * size, weights) for size in batch_sizes
+    ]
