@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import manyhands as mh
 from manyhands.executor.messages import COORDINATOR
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.files.documents import read_document
@@ -141,7 +141,7 @@ class Ran:
     """A finished training run."""
 
     result: TrainResult
-    planned: Planned
+    planned: PlannedRun
     model: nn.Module
 
     @property
@@ -190,12 +190,12 @@ def train(
     cluster: Any, plan: Any, folder: Path, *, model: nn.Module | None = None, data: Any = None, **options: Any
 ) -> Ran:
     """`mh.train` with what most tests want."""
-    found: list[Planned] = []
+    found: list[PlannedRun] = []
     model = model if model is not None else network()
     given = {"loss": functional.cross_entropy, "optimizer": SGD, "batch_size": BATCH, "seed": 5, **options}
     asked = given.pop("on_planned", None)
 
-    def planned(one: Planned) -> None:
+    def planned(one: PlannedRun) -> None:
         found.append(one)
         if asked is not None:
             asked(one)

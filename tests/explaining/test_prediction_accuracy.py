@@ -19,7 +19,7 @@ from hand_made import chain, cluster, even_profile
 from manyhands.cli.profile import profile as profile_command
 from manyhands.cli.train import print_honesty
 from manyhands.executor.log import WARM_UP_ROUNDS, DeviceLog, Recorder
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import (
     LEAST_STEPS,
     Honesty,
@@ -167,7 +167,7 @@ def made_run(take: Callable[[int, str], float], step_seconds: float | None = Non
     plan = resolve(PLANS["stages"], NETWORK, MADE)
     profile = even_profile(NETWORK, MADE.names)
     prediction = simulate(plan, NETWORK, MADE, profile)
-    planned = Planned(plan, NETWORK, MADE, profile, prediction, 30, Path("run"))
+    planned = PlannedRun(plan, NETWORK, MADE, profile, prediction, 30, Path("run"))
     schedule = Schedule(plan, NETWORK)
     seconds = {
         place: one.compute_seconds for place, one in promises(schedule, CostModel(NETWORK, MADE, profile)).items()
@@ -283,7 +283,7 @@ def test_the_second_run_knows_better(
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     session, plan, said = Session(crew, crew.cluster(), False, 0), piped(crew), list[str]()
     graph = captured(network(), Pictures(), functional.cross_entropy, granularity="blocks", name="")
-    monkeypatch.setattr("manyhands.job.base.captured", lambda *_, **__: graph)  # which takes longer than the runs
+    monkeypatch.setattr("manyhands.job.opening.captured", lambda *_, **__: graph)  # which takes longer than the runs
     for name in names(crew):
         path = profile_place(session, graph, name, SGD)
         save_profile(much_too_fast(graph.network, session, name), path)
@@ -330,7 +330,7 @@ def _check_that_nothing_is_learnt_from_what_is_no_evidence(
     assert ran.result.honesty is not None
     honesty = ran.result.honesty
 
-    def learnt(planned: Planned = ran.planned, *, steps: tuple[int, int] = (30, 20)) -> int:
+    def learnt(planned: PlannedRun = ran.planned, *, steps: tuple[int, int] = (30, 20)) -> int:
         stages = tuple(
             msgspec.structs.replace(one, measured_seconds=9.0, steps=own) for one, own in zip(honesty.stages, steps)
         )
@@ -367,7 +367,7 @@ def test_nothing_is_learnt_from_a_run_that_lost_somebody(tmp_path: Path, monkeyp
     found = made_run(lambda stage, device: 3.0)
     for recoveries, steps in (([], 30), ([{"how": "light"}], 0)):
         result: Any = SimpleNamespace(recoveries=recoveries)
-        Job._be_honest(job, cast(Planned, None), result, found)
+        Job._be_honest(job, cast(PlannedRun, None), result, found)
         written: Any = read_document(tmp_path / "stages.json")
         assert written["corrected_from_steps"] == steps
     assert ["was corrected from 30 steps" in text for text in told] == [True, False]

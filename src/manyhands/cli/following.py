@@ -20,7 +20,7 @@ from manyhands.job.stopping import Stopping, leave_at_once
 
 if TYPE_CHECKING:
     from manyhands.cli.moving import Moving
-    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.planned_run import PlannedRun
     from manyhands.job.result import TrainResult
 
 PLAIN_LINES = 10
@@ -81,7 +81,7 @@ class Show:
         else:
             typer.echo(text, err=True)
 
-    def planned(self, planned: Planned) -> None:
+    def planned(self, planned: PlannedRun) -> None:
         """The plan as a table, then the bar."""
         self._steps, self._batch = planned.steps, planned.plan.step_size
         if self.quiet:
@@ -96,7 +96,7 @@ class Show:
         sys.stdout.flush()
         self.begin(planned.steps, planned.plan.step_size, planned.folder)
 
-    def note(self, planned: Planned) -> str:
+    def note(self, planned: PlannedRun) -> str:
         """What is to be said of a plan beside its table."""
         return ""
 

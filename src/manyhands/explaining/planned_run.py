@@ -14,7 +14,7 @@ from manyhands.simulator.result import Simulation
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """What is about to run, and what the simulator expects of it."""
 
     plan: Plan

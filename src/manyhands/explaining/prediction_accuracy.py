@@ -36,7 +36,7 @@ from manyhands.session.measuring import profile_place
 from manyhands.session.session import Session
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.planned_run import PlannedRun
 
 TOLERANCE = 0.15
 """Beyond this a prediction is called wrong."""
@@ -115,7 +115,7 @@ def is_off(ratio: float) -> bool:
 
 
 def compared(
-    planned: Planned, schedule: Schedule, logs: Mapping[str, DeviceLog], step_seconds: Sequence[float]
+    planned: PlannedRun, schedule: Schedule, logs: Mapping[str, DeviceLog], step_seconds: Sequence[float]
 ) -> Honesty | None:
     """How right the prediction was; None: the run was too short, or of order replay, whose rounds are not all alike.
 
@@ -175,7 +175,7 @@ def _gap(rest: tuple[float, float]) -> float:
 # What is learnt
 
 
-def correct_profiles(session: Session, graph: Graph, planned: Planned, optimizer: Optimizer, found: Honesty) -> int:
+def correct_profiles(session: Session, graph: Graph, planned: PlannedRun, optimizer: Optimizer, found: Honesty) -> int:
     """Correct the stored profiles of a run's devices by what they took. Gives back from how many steps; 0: none was.
 
     A stored profile is judged by what itself would have promised, which need not be what the run was planned with.

@@ -16,12 +16,12 @@ from manyhands.runtime.record import one_step
 from manyhands.schedule.policy import Schedule
 
 if TYPE_CHECKING:
-    from manyhands.explaining.planned_run import Planned
+    from manyhands.explaining.planned_run import PlannedRun
     from manyhands.explaining.prediction_accuracy import Honesty
     from manyhands.job.result import TrainResult
 
 
-def write_pictures(folder: Path, plots: Path, planned: Planned, result: TrainResult, epoch_steps: int) -> str:
+def write_pictures(folder: Path, plots: Path, planned: PlannedRun, result: TrainResult, epoch_steps: int) -> str:
     """Measured beside predicted, the loss, peaks of memory; the pipeline and the tiles if there are any.
 
     Returns what is to be said of it: nothing, or why there are no pictures.
@@ -72,7 +72,7 @@ def _write_stages(found: Honesty, path: Path, title: str) -> None:
     draw_stages(rows, path, title=title)
 
 
-def _bubbles(planned: Planned, busy: Mapping[str, float]) -> dict[str, str]:
+def _bubbles(planned: PlannedRun, busy: Mapping[str, float]) -> dict[str, str]:
     """A device's stages, and the part of the step in which it computes nothing."""
     stages = {
         name: ", ".join(str(n) for n, stage in enumerate(planned.plan.stages) if name in stage.devices) for name in busy

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.executor import checkpoint
-from manyhands.explaining.planned_run import Planned
+from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
@@ -105,7 +105,7 @@ def _train(config: CoordinatorConfig, coordinator: Coordinator, report: Reports)
     def stepped(step: int, loss: float, seconds: float) -> None:
         report("step", step=step, loss=loss)
 
-    def planned(found: Planned) -> None:
+    def planned(found: PlannedRun) -> None:
         report("planned", devices=list(found.plan.devices))
 
     if config.share == "split":
