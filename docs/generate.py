@@ -1,6 +1,7 @@
 """Makes every page and drawing of docs/ that can be made from the code: python docs/generate.py [--check].
 
-Whole pages: reference/cli.md, reference/api.md, reference/errors.md. Parts of pages, between <!-- made: NAME --> and
+Whole pages: reference/cli.md, api.md, errors.md, options.md. The keywords that mypy sees: src/manyhands/*/options.py.
+Parts of pages, between <!-- made: NAME --> and
 <!-- end -->: tables of fields, the README's results. Drawings: drawings/*.svg. With --check nothing is written, and the
 exit code is 1 where a file is not what would be written (tests/test_docs.py asks the same).
 """
@@ -16,13 +17,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from making import api, cli, drawn, errors, fields, results  # noqa: E402
+from making import api, cli, configs, drawn, errors, fields, options, results  # noqa: E402
 
 ROOT = HERE.parent
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": cli.page,
     "docs/reference/api.md": api.page,
     "docs/reference/errors.md": errors.page,
+    "docs/reference/options.md": configs.page,
+    "src/manyhands/training/options.py": options.of_training,
+    "src/manyhands/split/options.py": options.of_splitting,
+    "src/manyhands/inference/options.py": options.of_inference,
 }
 _PART = re.compile(r"(<!-- made: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.S)
 

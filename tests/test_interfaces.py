@@ -321,10 +321,10 @@ def test_a_run_by_names_is_exported(cluster: Coordinator, tmp_path: Path) -> Non
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     from manyhands.data.sets import load
-    from manyhands.job.named import Wish
-    from manyhands.training.named import train_job
+    from manyhands.training.arguments import train_config
+    from manyhands.training.named import train_by_name
 
-    result = train_job(Wish(steps=2), cluster=cluster, folder=tmp_path / "run")
+    result = train_by_name(train_config({"steps": 2, "share": "samples", "folder": tmp_path / "run"}), cluster)
     path = tmp_path / "digits.onnx"
     ran = CliRunner().invoke(app, ["export", str(result.folder), "--onnx", str(path), "--json"])
     assert ran.exit_code == 0, ran.output

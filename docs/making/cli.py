@@ -14,7 +14,9 @@ Every command of `manyhands`, with all its arguments and options. This page is m
 - Every listing has `--json`. `--debug`, anywhere on the line, shows the traceback of an error.
 - Exit codes: 0 for success, 2 for a misspelt command or option, 130 after Ctrl-C (a worker leaves, with 0), 70 for a
   bug of manyhands; all others are in [errors.md](errors.md).
-- `MANYHANDS_HOME` says where captured networks, profiles and measured speeds are kept (default: `~/.cache/manyhands`).
+- The options of `train`, `split train` and `infer` beside their Python keywords: [options.md](options.md).
+- `MANYHANDS_HOME` is the folder that holds everything manyhands keeps between runs: see
+  [files.md](files.md#what-is-kept-between-runs).
 
 """
 

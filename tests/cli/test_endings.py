@@ -38,7 +38,7 @@ GONE_SECONDS = 5.0
 AT_ONCE_SECONDS = 2.0
 LIMIT_SECONDS = 90.0
 STOPPED = 130
-DEVICES = ("--devices", "2")
+DEVICES = ("--devices", "2", "--share", "samples")
 LONG = "100000"
 
 

@@ -19,7 +19,8 @@ from manyhands.cli.main import whole_app
 
 MADE_UP = "no-such-thing"
 STARTS = (
-    "manyhands.training.train.expect_session", "manyhands.inference.job.opened", "manyhands.split.training.open_two",
+    "manyhands.training.train.expect_session", "manyhands.inference.job.open_by_name",
+    "manyhands.split.training.open_two",
     "manyhands.split.training.joined", "manyhands.runtime.coordinator.Coordinator.__init__",
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
     "manyhands.doctor.report._checks", "manyhands_bench.results_page.write_page",
@@ -49,6 +50,7 @@ INSTEAD = {("infer", "--serve"): "", ("infer", "--time-limit"): "", ("models", "
 OTHERWISE = {
     ("plan", "--strategy"): "--for throughput",
     ("train", "--data"): "-m bilstm", ("split train", "--data"): "-m bilstm",
+    ("split train", "--rival"): "--silos edge-a=left,edge-b=right,server=target --listen 127.0.0.1:0",
 }  # fmt: skip
 """What some values of an option need besides, and others not."""
 STANDS_FOR = {"local:N": "local:2", "decoupled:NAME": "decoupled:mobilenetv2"}

@@ -145,7 +145,7 @@ class OneDevice:
 def alone(place: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No workers: what is typed and told is looked at, not who computes."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(answering_job, "opened", lambda *_, **__: OneDevice(model))
+    monkeypatch.setattr(answering_job, "open_by_name", lambda *_, **__: OneDevice(model))
     return place
 
 

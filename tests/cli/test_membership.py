@@ -40,7 +40,8 @@ def test_ctrl_c_on_a_worker_is_a_departure(tmp_path: Path, in_slots: bool) -> No
 def test_one_of_two_leaves_and_the_run_goes_on_and_can_be_gone_on_with(tmp_path: Path) -> None:
     """`--devices 2:6`: it waits for two, goes on with one; what it prints in the end brings the devices back."""
     options = ("--listen", "127.0.0.1:0", "--devices", "2:6")
-    train = Command(tmp_path, ("train", *options, "--steps", "1000000", "--out", "run"))
+    shared = ("--share", "samples")
+    train = Command(tmp_path, ("train", *options, *shared, "--steps", "1000000", "--out", "run"))
     found = re.search(r"manyhands (worker --join \S+)", train.wait_for("manyhands worker --join"))
     assert found is not None
     join = found.group(1).split()
@@ -68,7 +69,7 @@ def test_one_of_two_leaves_and_the_run_goes_on_and_can_be_gone_on_with(tmp_path:
 def test_one_of_two_is_killed(tmp_path: Path, floor: int) -> None:
     """The other has every layer: it goes on at once, unless --min-devices says that two are needed."""
     words = ("--listen", "127.0.0.1:0", "--devices", "2:6", "--min-devices", str(floor), "--steps", "1000000")
-    train = Command(tmp_path, ("train", *words, "--out", "run"))
+    train = Command(tmp_path, ("train", *words, "--share", "samples", "--out", "run"))
     found = re.search(r"manyhands (worker --join \S+)", train.wait_for("manyhands worker --join"))
     assert found is not None
     join = found.group(1).split()

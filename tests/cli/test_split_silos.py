@@ -36,8 +36,8 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("words", "code", "said"),
     thinned(
         [
-            (["train", "--silos", "edge-a"], 10, "who has what"),
-            (["train", "--silos", "edge-a=left,edge-a=right"], 10, "who has what"),
+            (["train", "--silos", "edge-a"], 10, "which device has what"),
+            (["train", "--silos", "edge-a=left,edge-a=right"], 10, "which device has what"),
             (["train", "--rival", "cross-silo"], 3, "rival"),
             (["train", "--listen", "localhost:0"], 10, "--silos"),
             (["train", "--labels", "cloud", "--edge-side", "downstream"], 10, "labels are at the cloud"),

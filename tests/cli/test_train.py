@@ -14,8 +14,8 @@ import yaml
 from command_processes import MARK, Command, leftovers
 from forking import run_command
 
-from manyhands.job.named import wish_for
 from manyhands.planner.strategies import STRATEGIES
+from manyhands.training.arguments import train_config
 
 pytestmark = pytest.mark.xdist_group("train")  # its workers are started once
 
@@ -99,9 +99,9 @@ def test_a_plan_file_decides_json_is_one_document_and_the_folder_is_whole(place:
 
 @pytest.mark.parametrize("share", STRATEGIES)
 def test_every_strategy_may_be_asked_for(share: str) -> None:
-    wish = wish_for({}, share=share, plan=None, resume="", out="")
-    assert wish.plan == share
-    assert not wish.has_plan_file
+    config = train_config({"share": share})
+    assert config.plan == share
+    assert not config.has_plan_file
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--share", "samples", "--plan", "two.yaml"], 10, "--plan two.yaml both"),
         (["--epochs", "1", "--steps", "1"], 10, "--steps 1 both"),
         (["--devices", "0"], 10, "--devices is '0'; it must be a number, or so many to begin with"),
-        (["--devices", "4", "--batch-size", "2"], 10, "4 devices cannot share a batch of 2"),
+        (["--devices", "4", "--batch-size", "2", "--share", "samples"], 10, "4 devices cannot share a batch of 2"),
         (["--devices", "2", "--gpus", "3"], 10, "--devices 3"),
         (["--devices", "2", "--cluster", "local:3"], 10, "beside --cluster local:3"),
         (["--model", "mine:mlp"], 10, "1x16x16"),

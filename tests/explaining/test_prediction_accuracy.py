@@ -283,7 +283,7 @@ def test_the_second_run_knows_better(
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
     session, plan, said = Session(crew, crew.cluster(), False, 0), piped(crew), list[str]()
     graph = captured(network(), Pictures(), functional.cross_entropy, granularity="blocks", name="")
-    monkeypatch.setattr("manyhands.job.base.captured", lambda *_, **__: graph)  # which takes longer than the runs
+    monkeypatch.setattr("manyhands.job.opening.captured", lambda *_, **__: graph)  # which takes longer than the runs
     for name in names(crew):
         path = profile_place(session, graph, name, SGD)
         save_profile(much_too_fast(graph.network, session, name), path)

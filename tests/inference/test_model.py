@@ -17,7 +17,7 @@ from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import write_document
-from manyhands.inference.job import decoupled_name
+from manyhands.inference.arguments import decoupled_name
 from manyhands.inference.model import load_known
 from manyhands.models import registry
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,16 @@ import pytest
 
 from manyhands.facts.errors import BadValue
 from manyhands.files.documents import write_document
-from manyhands.inference import job as answering_job
-from manyhands.job.machines import machines_for
-from manyhands.job.named import Wish, wish_for
+from manyhands.inference.arguments import infer_config
+from manyhands.job.devices import devices_for
+from manyhands.training.arguments import train_config
+from manyhands.training.config import TrainConfig
 
 LISTEN = "0.0.0.0:7077"
 
 
-def typed(resume: Path | None = None, **given: Any) -> Wish:
-    return wish_for(given, share=None, plan=None, resume=str(resume or ""), out="")
+def config_of(resume: Path | None = None, **given: Any) -> TrainConfig:
+    return train_config({**given, "resume": str(resume) if resume else None})
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,15 @@ def test_a_range_says_what_it_begins_with_and_what_it_uses(
     devices: str, begins: int, most: int | None, here: int
 ) -> None:
     """And not how few it goes on with: that is the floor, which is one."""
-    joined = typed(devices=devices, listen=LISTEN)
+    joined = config_of(devices=devices, listen=LISTEN)
     assert (joined.count, joined.max_devices, joined.min_devices) == (begins, most, 1)
-    assert typed(devices=devices).count == here, "on this machine nobody comes later"
-    answering = answering_job.wish_for({"devices": devices, "listen": LISTEN}, "auto")
+    assert config_of(devices=devices).count == here, "on this machine nobody comes later"
+    answering = infer_config({"devices": devices, "listen": LISTEN, "input": "digits"})
     assert (answering.count, answering.max_devices, answering.min_devices) == (begins, most, 1)
 
 
 def test_a_floor_is_said_by_its_own_option() -> None:
-    assert typed(devices="2:6", listen=LISTEN, min_devices=2).min_devices == 2
+    assert config_of(devices="2:6", listen=LISTEN, min_devices=2).min_devices == 2
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_floor_is_said_by_its_own_option() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused(given: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(BadValue) as raised:
-        typed(**given)
+        config_of(**given)
     assert message in raised.value.message
     assert hint in raised.value.hint
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], message: str, hint: st
 def test_those_of_this_machine_join_nowhere() -> None:
     with (
         pytest.raises(BadValue, match=r"--listen 0\.0\.0\.0:7077 is for workers of other machines; local:2"),
-        machines_for(typed(cluster="local:2", listen=LISTEN), "", print),
+        devices_for(config_of(cluster="local:2", listen=LISTEN), print),
     ):
         pass
 
@@ -72,15 +72,15 @@ def test_those_of_this_machine_join_nowhere() -> None:
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
     """A run that others had joined."""
-    wish = typed(devices="2:6", listen=LISTEN, min_devices=2)
-    write_document(tmp_path / "config.yaml", {"wish": {**asdict(wish), "traces": []}})
+    config = config_of(devices="2:6", listen=LISTEN, min_devices=2)
+    write_document(tmp_path / "config.yaml", {"wish": config.document()})
     return tmp_path
 
 
 def test_it_waits_for_the_devices_it_had(stopped: Path) -> None:
     """Not for workers of this machine, while the real ones look for it in vain."""
-    wish = typed(stopped)
-    assert (wish.listen, wish.count, wish.max_devices, wish.min_devices) == (LISTEN, 2, 6, 2)
+    config = config_of(stopped)
+    assert (config.listen, config.count, config.max_devices, config.min_devices) == (LISTEN, 2, 6, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_it_waits_for_the_devices_it_had(stopped: Path) -> None:
     ],
 )
 def test_or_on_others(stopped: Path, given: dict[str, Any], listen: str, count: int) -> None:
-    wish = typed(stopped, **given)
-    assert (wish.listen, wish.count) == (listen, count)
+    config = config_of(stopped, **given)
+    assert (config.listen, config.count) == (listen, count)
 
 
 def test_one_that_was_in_a_lab_goes_on_with_those_that_join(tmp_path: Path) -> None:
-    write_document(tmp_path / "config.yaml", {"wish": {**asdict(typed(lab="pi3x6", slots=2)), "traces": []}})
-    wish = typed(tmp_path, listen=LISTEN, devices="2")
-    assert (wish.lab, wish.slots, wish.listen, wish.count) == ("", None, LISTEN, 2)
+    write_document(tmp_path / "config.yaml", {"wish": config_of(lab="pi3x6", slots=2).document()})
+    config = config_of(tmp_path, listen=LISTEN, devices="2")
+    assert (config.lab, config.slots, config.listen, config.count) == ("", None, LISTEN, 2)

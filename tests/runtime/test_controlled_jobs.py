@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from fault_cluster import STEPS, Fault, FaultCluster, Trip, reference
 
+from fault_cluster import STEPS, Fault, FaultCluster, Trip, reference
 from manyhands.facts.plan import Plan, Replay, Single, Stage
 from manyhands.runtime.control_parts import Arrival
 from real_runs import BATCH, LAYERS

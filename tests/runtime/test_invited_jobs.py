@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from fault_cluster import FaultCluster, reference
 from listening import LIMIT_SECONDS, Listening, ListeningProcess
-
 from manyhands.engine.security import is_loopback
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.job import base as job

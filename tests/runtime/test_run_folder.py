@@ -23,11 +23,12 @@ from manyhands.facts.errors import BadFile, BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import read_document
 from manyhands.job import base as job
-from manyhands.job import options as asked
+from manyhands.job import workload
 from manyhands.observe.recent import recent_runs
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
 from manyhands.training import train as training
+from manyhands.training.config import TrainConfig
 from real_runs import ADAM, BATCH, SGD, Pictures, assert_same, names, network, piped, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("run_folder")  # its workers are started once
@@ -90,7 +91,7 @@ def _check(path: Path, content: bytes) -> None:
 def test_every_file_is_valid_at_any_moment(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)
     folder, problems, is_over = tmp_path / "run", [], threading.Event()
     looks = 0
 
@@ -201,9 +202,8 @@ def test_steps_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_epochs_and_seconds_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = asked.Options(
-        network(), Pictures(), functional.cross_entropy, SGD, BATCH, 1, None, True, "synchronised", 0
-    )
+    config = TrainConfig(batch_size=BATCH)
+    options = workload.Workload(network(), Pictures(), functional.cross_entropy, SGD, config)
     assert options.order.steps_per_epoch == 6
     assert options.checkpoint_steps(100.0) == 1
     assert options.checkpoint_steps(10.0) == 3

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, assert_equal, assert_near, reference
 from test_controlled_jobs import ENDS, Steps, split
 
+from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Trip, assert_equal, assert_near, reference
 from groups import slow_if
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost

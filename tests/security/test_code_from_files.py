@@ -13,11 +13,11 @@ import pytest
 from manyhands.facts.errors import BadFile
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.files.documents import write_document
-from manyhands.inference.model import _same_model
-from manyhands.job.named import Wish, wish_for
+from manyhands.inference.model import RunNames, _same_model
 from manyhands.job.resuming import resume_command
 from manyhands.models.registry import build, from_file
-from manyhands.split.config import split_wish
+from manyhands.split.arguments import split_config
+from manyhands.training.arguments import train_config
 
 HOSTILE = """from pathlib import Path
 
@@ -44,19 +44,19 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def by_plan(folder: Path, model: str, /, **typed: Any) -> Any:
     write_document(folder / "plan.yaml", Plan(model, 4, (Stage((0, 1), ("local-1",), Single()),)).to_dict())
-    return wish_for(typed, share=None, plan="plan.yaml", resume="", out="")
+    return train_config({**typed, "plan": "plan.yaml"})
 
 
 def by_run(folder: Path, model: str, /, **typed: Any) -> Any:
     (folder / "run").mkdir(exist_ok=True)
     write_document(folder / "run" / "config.yaml", {"wish": {"model": model}})
-    return wish_for(typed, share=None, plan=None, resume="run", out="")
+    return train_config({**typed, "resume": "run"})
 
 
 def by_split_run(folder: Path, model: str, /, **typed: Any) -> Any:
     (folder / "run").mkdir(exist_ok=True)
     write_document(folder / "run" / "config.yaml", {"split_wish": {"model": model}})
-    return split_wish(typed, resume="run", out="")
+    return split_config({**typed, "resume": "run"})
 
 
 WAYS: dict[str, Callable[..., Any]] = {"plan": by_plan, "run": by_run, "split": by_split_run}
@@ -73,9 +73,9 @@ def test_names_in_files_are_not_imported(tmp_path: Path, marker: Path, way: str,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_name_that_was_typed_is_taken(tmp_path: Path, marker: Path, way: str) -> None:
-    wish = WAYS[way](tmp_path, "hostile_beside:make", model="hostile_beside:make")
-    assert wish.model == "hostile_beside:make"
-    build(wish.model)
+    config = WAYS[way](tmp_path, "hostile_beside:make", model="hostile_beside:make")
+    assert config.model == "hostile_beside:make"
+    build(config.model)
     assert marker.exists()
 
 
@@ -86,12 +86,12 @@ def test_names_without_code_are_taken(name: str) -> None:
 
 def test_weights_do_not_choose_their_model(marker: Path) -> None:
     """`infer --weights RUN` and `export RUN` build what the run's folder says, unless that would run code."""
-    run = Wish(model="hostile_beside:make")
+    run = RunNames(model="hostile_beside:make")
     with pytest.raises(BadFile, match="run: names the model hostile_beside:make"):
         _same_model("", run, "run")
     assert not marker.exists()
     assert _same_model("hostile_beside:make", run, "run") == "hostile_beside:make"
-    assert _same_model("", Wish(model="resnet18"), "run") == "resnet18"
+    assert _same_model("", RunNames(model="resnet18"), "run") == "resnet18"
 
 
 def test_the_current_folder_hides_no_package(tmp_path: Path, marker: Path) -> None:

@@ -13,7 +13,9 @@ from manyhands.data.data_sets import DataSets
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
 from manyhands.facts.hyper import hyper
 from manyhands.facts.optimizer import parse
-from manyhands.split.config import OPTIMIZER, SplitWish, optimizer_of, preset_of, split_wish
+from manyhands.split.arguments import split_config
+from manyhands.split.config import OPTIMIZER, SplitConfig
+from manyhands.split.named import optimizer_of, preset_of
 
 
 def data(kind: str) -> DataSets:
@@ -21,22 +23,22 @@ def data(kind: str) -> DataSets:
 
 
 def test_presets_are_known_by_model_and_data() -> None:
-    wish = SplitWish(model="resnet50", data="folder", preset=True)
-    found = preset_of(wish, data("cifar10"))
+    config = SplitConfig(model="resnet50", data="folder", preset=True)
+    found = preset_of(config, data("cifar10"))
     assert found == hyper("resnet50", "cifar10")
-    assert preset_of(dataclasses.replace(wish, preset=False), data("cifar10")) is None
+    assert preset_of(dataclasses.replace(config, preset=False), data("cifar10")) is None
     with pytest.raises(UnknownName, match="resnet50 on digits"):
-        preset_of(wish, data("digits"))
+        preset_of(config, data("digits"))
 
 
 def test_what_is_typed_goes_before_the_preset() -> None:
     paper = hyper("resnet50", "cifar10")
-    assert optimizer_of(SplitWish(), None, 10) == parse(OPTIMIZER)
-    assert optimizer_of(SplitWish(), paper, 10) == parse(paper.optimizer_text(10))
-    assert optimizer_of(SplitWish(optimizer="Adam:lr=1e-3"), paper, 10) == parse("Adam:lr=1e-3")
-    slower = optimizer_of(SplitWish(lr=0.01), paper, 10)
-    assert slower.options == {**parse(paper.optimizer_text(10)).options, "lr": 0.01}
-    assert slower.schedule == parse(paper.optimizer_text(10)).schedule
+    assert optimizer_of(SplitConfig(), None, 10) == parse(OPTIMIZER)
+    assert optimizer_of(SplitConfig(), paper, 10) == paper.optimizer_for(10)
+    assert optimizer_of(SplitConfig(optimizer="Adam:lr=1e-3"), paper, 10) == parse("Adam:lr=1e-3")
+    slower = optimizer_of(SplitConfig(lr=0.01), paper, 10)
+    assert slower.options == {**paper.optimizer_for(10).options, "lr": 0.01}
+    assert slower.schedule == paper.optimizer_for(10).schedule
 
 
 @pytest.mark.parametrize(
@@ -45,32 +47,34 @@ def test_what_is_typed_goes_before_the_preset() -> None:
         {"epochs": 0}, {"steps": 0}, {"batch_size": 0}, {"seed": -1}, {"epochs": 1, "steps": 1}, {"lr": 0.0},
         {"lr": float("inf")}, {"edge_slowdown": 0.9}, {"server_slowdown": float("nan")}, {"k": "x"}, {"bits": "1"},
         {"mode": "x"}, {"labels": "x"}, {"edge_side": "x"}, {"rival": "x"}, {"optimizer": "1"}, {"trace": "/nowhere"},
-        {"memory": "x"}, {"delay": "x"}, {"calibrate": -1.0}, {"allowed_drop": 0.0}, {"allowed_drop": 1.0},
+        {"memory_bytes": "x"}, {"delay_seconds": "x"}, {"calibrate_seconds": -1.0},
+        {"allowed_drop": 0.0}, {"allowed_drop": 1.0},
         {"model": "nothing"},
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_wishes(wrong: dict[str, Any]) -> None:
+def test_wrong_values(wrong: dict[str, Any]) -> None:
     with pytest.raises(ManyhandsError):
-        SplitWish(**wrong)
+        SplitConfig(**wrong, is_command=True)
 
 
 def test_a_run_goes_on_as_it_was(tmp_path: Path) -> None:
-    first = SplitWish(model="tiny", k="2", batch_size=8, epochs=3)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"split_wish": dataclasses.asdict(first)}))
+    first = split_config({"model": "tiny", "k": "2", "batch_size": 8, "epochs": 3})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"split_wish": first.document()}))
     resume = str(tmp_path)
-    assert split_wish({"model": None, "k": None}, resume=resume, out="") == first
-    longer = split_wish({"steps": 50, "k": "0"}, resume=resume, out="")
+    first = dataclasses.replace(first, resume=resume, freeze="0")
+    assert split_config({"model": None, "k": None, "resume": resume}) == first
+    longer = split_config({"steps": 50, "k": "0", "resume": resume})
     assert longer == dataclasses.replace(first, steps=50, epochs=None, k="0")
     with pytest.raises(BadValue, match="--batch-size 8"):
-        split_wish({"batch_size": 16}, resume=resume, out="")
+        split_config({"batch_size": 16, "resume": resume})
     with pytest.raises(BadValue, match="names another"):
-        split_wish({}, resume=resume, out="elsewhere")
+        split_config({"resume": resume, "folder": "elsewhere"})
     (tmp_path / "config.yaml").write_text("[]")
     with pytest.raises(BadValue, match="not started by manyhands split train"):
-        split_wish({}, resume=resume, out="")
-    with pytest.raises(BadFile, match="no run folder"):
-        split_wish({}, resume=str(tmp_path / "nowhere"), out="")
+        split_config({"resume": resume})
+    with pytest.raises(BadFile, match="no such run folder"):
+        split_config({"resume": str(tmp_path / "nowhere")})
     with pytest.raises(BadFile, match="holds a run already") as caught:
-        split_wish({}, resume="", out=resume)
+        split_config({"folder": resume})
     assert "manyhands split train --resume" in caught.value.hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from manyhands.job.base import Job
 from manyhands.job.evaluation import captured
 from manyhands.planner.split_profile import candidate_cuts
 from manyhands.session import measuring
-from manyhands.split import config as split_typed
 from manyhands.split import training as splitting
-from manyhands.split.config import SplitWish
+from manyhands.split.config import SplitConfig
 from manyhands.split.job import SplitResult
+from manyhands.split.named import split_by_name
 from manyhands.split.session import Two, open_two
 from manyhands.split.training import split_train
 from manyhands.split.transfer import begin_with, frozen
@@ -177,21 +178,22 @@ LEAST_CUTS = {"resnet50": 16, "vgg19": 16, "mobilenetv3-large": 16, "bilstm": 2,
 @pytest.mark.slow
 @pytest.mark.parametrize("model", NETWORKS)
 def test_the_papers_networks_by_name(model: str, two: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wish = SplitWish(
-        model=model, data=NETWORKS[model], steps=2, batch_size=4, k="1",
+    config = SplitConfig(
+        model=model, data=NETWORKS[model], steps=2, batch_size=4, k="1", folder=tmp_path / "run",
         input="3x32x32" if NETWORKS[model] == "synthetic-cifar10" else "",
         edge_side="downstream" if model == "chair" else "upstream",
     )  # fmt: skip
     cuts: dict[int, str] = {}
 
-    def in_the_middle(module: nn.Module, data: Dataset[Any], **options: Any) -> SplitResult:
+    def in_the_middle(config: SplitConfig, module: nn.Module, data: Dataset[Any], *rest: Any) -> SplitResult:
         layers = captured(module, data, None, granularity="blocks", name="").network
         cuts.update({cut: layers.layers[cut].name for cut in candidate_cuts(layers)})
         middle = sorted(cuts)[len(cuts) // 2]
-        return split_train(module, data, **{**options, "cloud": two, "test": None, "cut": middle})
+        return split_with(replace(config, cloud=two, test=None, cut=middle), module, data, *rest)
 
-    monkeypatch.setattr(splitting, "split_train", in_the_middle)
-    result = split_typed.split_job(wish, folder=tmp_path / "run")
+    split_with = splitting.split_with
+    monkeypatch.setattr(splitting, "split_with", in_the_middle)
+    result = split_by_name(config)
     assert len(result.losses) == 2
     assert len(result.plan.stages) == 2
     assert min(result.bytes_up, result.bytes_down) > 0

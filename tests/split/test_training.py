@@ -26,8 +26,9 @@ from manyhands.runtime.processes import WorkerProcess
 from manyhands.session import measuring
 from manyhands.split import job as split_job
 from manyhands.split import plans as split_plans
+from manyhands.split.config import SplitConfig
 from manyhands.split.controller import SplitPilot
-from manyhands.split.job import Asked, SplitResult
+from manyhands.split.job import SplitResult
 from manyhands.split.session import Two, linked, look_at_link, open_two, rates_of
 from manyhands.split.training import split_train
 from real_runs import BATCH, LAYERS, SGD, Pictures, assert_close, network
@@ -361,4 +362,4 @@ def test_a_cloud_wants_a_token(tmp_path: Path) -> None:
         split_train(
             network(), Pictures(), loss=functional.cross_entropy, optimizer=SGD, batch_size=BATCH, cloud="localhost:1"
         )
-    assert Asked(k="4@0,5@8").facts["k"] == "4@0,5@8"
+    assert SplitConfig(k="4@0,5@8").facts["k"] == "4@0,5@8"

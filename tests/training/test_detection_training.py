@@ -18,11 +18,12 @@ from manyhands.data.sets import load
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles
-from manyhands.job.named import Wish, build_model, loss_of
+from manyhands.job.named import build_model, loss_of
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
 from manyhands.plans.tiles import tile_options
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.training.named import train_job
+from manyhands.training.arguments import train_config
+from manyhands.training.named import train_by_name
 from real_runs import Ran, assert_close, train, workers
 
 pytestmark = pytest.mark.xdist_group("detection_training")  # its workers are started once
@@ -162,4 +163,4 @@ def test_the_model_is_told_the_classes_and_the_loss_is_the_detectors(data: DataS
 def test_networks_and_sizes_that_do_not_fit(folder: Path, model: str, shape: str, message: str) -> None:
     """Before any process is started."""
     with pytest.raises(BadValue, match=message):
-        train_job(Wish(model=model, data=str(folder), input=shape), cluster=mh.Cluster.local(1))
+        train_by_name(train_config({"model": model, "data": str(folder), "input": shape}), mh.Cluster.local(1))

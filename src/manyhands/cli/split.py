@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.cli.dashboard import DashboardOption, dashboard_for
+from manyhands.cli.config_options import takes_options_of, with_token
+from manyhands.cli.dashboard import dashboard_for
 from manyhands.cli.following import Show, print_outcome
-from manyhands.cli.options import (
-    Confine,
-    Data,
-    JobInput,
-    JobModel,
-    Json,
-    Out,
-    Resume,
-    Seed,
-    Steps,
-    batch_size_option,
-    epochs_option,
-    optimizer_option,
-)
+from manyhands.cli.options import Confine
 from manyhands.cli.tokens import TokenFile, ask_for_token, token_given
+from manyhands.split.config import SplitConfig
 
 if TYPE_CHECKING:
     from manyhands.explaining.planned_run import PlannedRun
@@ -103,135 +92,24 @@ def serve(
 
 
 @app.command("train")
-def train(
-    model: JobModel = None,
-    data: Data = None,
-    cloud: Annotated[
-        str | None,
-        typer.Option("--cloud", help="HOST:PORT of `manyhands split serve`. Default: a process of this machine."),
-    ] = None,
-    token: Annotated[
-        str,
-        typer.Option(
-            "--token",
-            envvar="MANYHANDS_TOKEN",
-            help="The cloud's token, as it printed it; for the first time only. Default: asked for.",
-        ),
-    ] = "",
-    token_file: TokenFile = "",
-    cut: Annotated[
-        str | None,
-        typer.Option(
-            "--cut",
-            help="auto: as the link is (default); edge: nothing; or the layer to cut before, by number or name.",
-        ),
-    ] = None,
-    bits: Annotated[
-        str | None, typer.Option("--bits", help="Of a packed feature: auto (default), 2, 4, 8, 16 or 32 (as it is).")
-    ] = None,
-    k: Annotated[
-        str | None,
-        typer.Option(
-            "--k",
-            help="How many updates a gradient may be late: 5 (default); 0: exactly as one device; none: no bound; by "
-            "epoch, like 4@0,5@8; auto: as a calibration found it.",
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="grouped (default): K+1 batches, then the next; window: at most K+1 under way."),
-    ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option("--trace", help="FILE of `seconds mbit_per_second` that the link follows, or UP_FILE,DOWN_FILE."),
-    ] = None,
-    delay: Annotated[str | None, typer.Option("--delay", help="Of --trace: one way, like 25 ms.")] = None,
-    rival: Annotated[
-        str | None,
-        typer.Option("--rival", help="Decide as another would: edge-only, jointdnn, k0, uncompressed or unbounded."),
-    ] = None,
-    edge_slowdown: Annotated[
-        float | None, typer.Option("--edge-slowdown", help="The edge takes so many times as long, like 8 for a Pi.")
-    ] = None,
-    server_slowdown: Annotated[
-        float | None, typer.Option("--server-slowdown", help="The server of this machine, likewise.")
-    ] = None,
-    calibrate: Annotated[
-        float | None,
-        typer.Option("--calibrate", help="Find the fewest bits of each cut first, in so many seconds; it is kept."),
-    ] = None,
-    allowed_drop: Annotated[
-        float | None, typer.Option("--allowed-drop", help="Of --calibrate: the accuracy it may cost. Default: 0.01.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="Of the edge, like 512 MB. Default: no limit.")] = None,
-    labels: Annotated[
-        str | None, typer.Option("--labels", help="Where the labels are: edge (default) or cloud.")
-    ] = None,
-    edge_side: Annotated[
-        str | None,
-        typer.Option("--edge-side", help="upstream (default): inputs stay at the edge; downstream: outputs do."),
-    ] = None,
-    silos: Annotated[
-        str | None,
-        typer.Option(
-            "--silos", help="Who has which inputs, like edge-a=left,edge-b=right,server=target: a process each."
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option("--listen", help="HOST:PORT where the devices of --silos join: manyhands worker --silo FILE."),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option("--weights", help="Begin with these: a run's folder, or a .safetensors file.")
-    ] = None,
-    freeze: Annotated[
-        str | None, typer.Option("--freeze", help="Do not train so many first layers, or those before a layer's name.")
-    ] = None,
-    input: JobInput = None,
-    epochs: Annotated[int | None, epochs_option(4)] = None,
-    steps: Steps = None,
-    batch_size: Annotated[int | None, batch_size_option(32)] = None,
-    optimizer: Annotated[str | None, optimizer_option("SGD:lr=0.05,momentum=0.9")] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="The learning rate, in place of the optimiser's.")] = None,
-    preset: Annotated[
-        bool | None, typer.Option("--preset", help="Train as the paper did, by model and data (SPLIT Table 2).")
-    ] = None,
-    seed: Seed = None,
-    granularity: Annotated[
-        str | None, typer.Option("--granularity", help="Where the network may be cut: blocks (default) or operators.")
-    ] = None,
-    resume: Resume = "",
-    out: Out = "",
-    dashboard: DashboardOption = None,
-    json: Json = False,
-) -> None:
+@takes_options_of(SplitConfig)
+def train(**arguments: Any) -> None:
     """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
     from manyhands.cli.show import print_json
     from manyhands.engine.keys import Role
-    from manyhands.job.resuming import is_typed_token
     from manyhands.runtime.device_book import knows_any
-    from manyhands.split import config as split_typed
+    from manyhands.split.arguments import split_config
+    from manyhands.split.named import split_by_name
 
-    is_typed = is_typed_token(token)
-    token = token_given(token, token_file)
-    if cloud and not token and not knows_any(Role.WORKER):
-        token = ask_for_token("the cloud")
-    given = {
-        "model": model, "data": data, "cloud": cloud, "cut": cut, "bits": bits, "k": k, "mode": mode, "trace": trace,
-        "delay": delay, "rival": rival, "edge_slowdown": edge_slowdown, "server_slowdown": server_slowdown,
-        "memory": memory, "labels": labels, "edge_side": edge_side, "silos": silos, "listen": listen,
-        "weights": weights, "freeze": freeze, "input": input, "epochs": epochs, "steps": steps,
-        "batch_size": batch_size, "optimizer": optimizer, "lr": lr, "preset": preset, "seed": seed,
-        "granularity": granularity, "calibrate": calibrate, "allowed_drop": allowed_drop,
-        "has_typed_token": is_typed,
-    }  # fmt: skip
-    wish = split_typed.split_wish(given, resume=resume, out=out)
-    with _Show(quiet=json) as show, dashboard_for(dashboard, show.say, quiet=json) as page:
-        result = split_typed.split_job(
-            wish, token=token, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
-            on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say,
-        )  # fmt: skip
-    if json:
+    arguments = with_token(arguments)
+    if arguments["cloud"] and not arguments["token"] and not knows_any(Role.WORKER):
+        arguments["token"] = ask_for_token("the cloud")
+    config = split_config(arguments)
+    with _Show(quiet=config.json) as show, dashboard_for(config.dashboard, show.say, quiet=config.json) as page:
+        result = split_by_name(
+            replace(config, on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say)
+        )
+    if config.json:
         print_json(to_dict(result))
     else:
         show.finished(result)
@@ -294,8 +172,8 @@ class _Show(Show):
         print_outcome(result)
         late = Counter(result.staleness)
         if late:
-            told = ", ".join(f"{count} by {updates}" for updates, count in sorted(late.items()))
-            typer.echo(f"Gradients late, in updates: {told}")
+            counts = ", ".join(f"{count} by {updates}" for updates, count in sorted(late.items()))
+            typer.echo(f"Gradients late, in updates: {counts}")
         typer.echo(
             f"Between edge and server: {format_bytes(result.bytes_up)} up, {format_bytes(result.bytes_down)} down"
             + (f", {format_bytes(result.bytes_moved)} of it layers that changed sides" if result.bytes_moved else "")

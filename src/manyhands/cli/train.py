@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from manyhands.cli.dashboard import DashboardOption, dashboard_for
+from manyhands.cli.config_options import is_unchanged, takes_options_of, with_token
+from manyhands.cli.dashboard import dashboard_for
 from manyhands.cli.following import Show, print_outcome
-from manyhands.cli.options import (
-    Data,
-    Gpus,
-    JobCluster,
-    JobInput,
-    JobModel,
-    Json,
-    Lab,
-    Listen,
-    MinDevices,
-    Out,
-    Resume,
-    Scale,
-    Seed,
-    Slots,
-    Steps,
-    Token,
-    Trace,
-    batch_size_option,
-    devices_option,
-    epochs_option,
-    optimizer_option,
-)
-from manyhands.cli.tokens import TokenFile, token_given
+from manyhands.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from manyhands.explaining.planned_run import PlannedRun
@@ -43,126 +21,24 @@ MOST_ROWS = 16
 """Of the table of predicted beside measured; of more devices, each stage's that is farthest off is shown."""
 
 
-def train(
-    devices: Annotated[
-        str | None,
-        devices_option("4 on this machine"),
-    ] = None,
-    min_devices: MinDevices = None,
-    model: JobModel = None,
-    data: Data = None,
-    input: JobInput = None,
-    epochs: Annotated[int | None, epochs_option(10)] = None,
-    steps: Steps = None,
-    batch_size: Annotated[int | None, batch_size_option(64)] = None,
-    optimizer: Annotated[str | None, optimizer_option("SGD:lr=0.1,momentum=0.9")] = None,
-    share: Annotated[
-        str | None,
-        typer.Option(
-            "--share",
-            "-s",
-            help="How to share the work: auto (fastest), single, samples, pipeline, tiles or mixed. Default: samples.",
-        ),
-    ] = None,
-    grid: Annotated[
-        str | None, typer.Option("--grid", help="Of --share tiles: rows x columns, like 2x2. Default: the fastest.")
-    ] = None,
-    rows: Annotated[
-        str | None, typer.Option("--rows", help="Relative heights of the tiles' rows, like 2,1. Default: by speed.")
-    ] = None,
-    columns: Annotated[str | None, typer.Option("--columns", help="Relative widths of their columns.")] = None,
-    reduce: Annotated[
-        str | None,
-        typer.Option("--reduce", help="How gradients are added up: allreduce (default), or gateway (by one device)."),
-    ] = None,
-    feed: Annotated[
-        str | None,
-        typer.Option(
-            "--feed",
-            help="When samples travel. step: each step's before it (default); start: all of them at the start, then "
-            "only their numbers do.",
-        ),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option("--plan", "-p", help="A plan file (manyhands plan --out), in place of --share.")
-    ] = None,
-    micro_batches: Annotated[int | None, typer.Option("--micro-batches", help="Parts of a batch.")] = None,
-    tune: Annotated[
-        int | None,
-        typer.Option(
-            "--tune", help="Try so many of the best plans for a few steps each, and those nearest; take the fastest."
-        ),
-    ] = None,
-    batch_norm: Annotated[
-        str | None, typer.Option("--batch-norm", help="synchronised (exact) or local (per worker, as DDP).")
-    ] = None,
-    replan: Annotated[
-        str | None,
-        typer.Option(
-            "--replan",
-            help="When a worker is lost, joins or leaves: light (shares, tiles and cuts move), heavy (planned anew) or "
-            "auto (default).",
-        ),
-    ] = None,
-    backup_every: Annotated[
-        int | None,
-        typer.Option(
-            "--backup-every",
-            help="Rounds between two copies of all weights that workers keep for each other; 0: none. Default: so that "
-            "it is hardly felt.",
-        ),
-    ] = None,
-    silence: Annotated[
-        float | None,
-        typer.Option("--silence", help="Seconds after which a worker that says nothing is lost. Default: 2."),
-    ] = None,
-    seed: Seed = None,
-    cluster: JobCluster = None,
-    lab: Lab = None,
-    scale: Scale = None,
-    slots: Slots = None,
-    trace: Trace = None,
-    listen: Listen = "",
-    token: Token = "",
-    token_file: TokenFile = "",
-    gpus: Gpus = None,
-    resume: Resume = "",
-    out: Out = "",
-    dashboard: DashboardOption = None,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write logs for TensorBoard too: tensorboard --logdir runs.")
-    ] = False,
-    json: Json = False,
-) -> None:
+@takes_options_of(TrainConfig)
+def train(**arguments: Any) -> None:
     """Train a network on several workers, exactly as one device would. Without arguments: a demonstration."""
     from manyhands.cli.show import print_json
-    from manyhands.job import named as jobs
-    from manyhands.job.machines import machines_for
-    from manyhands.job.resuming import is_typed_token
-    from manyhands.training.named import train_job
+    from manyhands.job.devices import devices_for
+    from manyhands.training.arguments import train_config
+    from manyhands.training.named import train_by_name
 
-    is_typed = is_typed_token(token)
-    token = token_given(token, token_file)
-    given = {
-        "model": model, "data": data, "input": input, "epochs": epochs, "steps": steps, "batch_size": batch_size,
-        "optimizer": optimizer, "micro_batches": micro_batches, "tune": tune, "batch_norm": batch_norm, "seed": seed,
-        "devices": devices, "cluster": cluster, "gpus": gpus, "lab": lab, "scale": scale, "slots": slots,
-        "traces": tuple(trace) if trace else None, "grid": grid, "rows": rows, "columns": columns, "reduce": reduce,
-        "feed": feed, "replan": replan, "backup_every": backup_every, "silence": silence,
-        "listen": listen or None, "min_devices": min_devices, "has_typed_token": is_typed,
-    }  # fmt: skip
-    wish = jobs.wish_for(given, share=share, plan=plan, resume=resume, out=out)
-    is_demo = wish == jobs.Wish() and not (resume or share)
+    config = train_config(with_token(arguments))
+    is_demo = is_unchanged(TrainConfig, arguments) and not config.resume and not arguments["share"]
     with (
-        _Show(quiet=json, is_demo=is_demo) as show,
-        dashboard_for(dashboard, show.say, quiet=json) as page,
-        machines_for(wish, token, show.say) as machines,
+        _Show(quiet=config.json, is_demo=is_demo) as show,
+        dashboard_for(config.dashboard, show.say, quiet=config.json) as page,
+        devices_for(config, show.say) as devices,
     ):
-        result = train_job(
-            wish, cluster=machines, folder=Path(out) if out else None, resume=Path(resume) if resume else None,
-            on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say, tensorboard=tensorboard,
-        )  # fmt: skip
-    if json:
+        watched = replace(config, on_opened=page.show, on_planned=show.planned, on_step=show.step, say=show.say)
+        result = train_by_name(watched, devices)
+    if config.json:
         print_json(to_dict(result))
     else:
         show.finished(result)
@@ -270,8 +146,13 @@ def print_prediction_accuracy(found: PredictionAccuracy) -> None:
 def _demo_note(planned: PlannedRun) -> str:
     from manyhands.session.session import usable_cores
 
-    count, cores = len(planned.plan.devices), usable_cores()
+    started, count, cores = len(planned.cluster.names), len(planned.plan.devices), usable_cores()
+    if count < started:
+        return (
+            f"This demonstration starts {started} workers; {count} of them is what makes it fastest here.\n"
+            "To see all of them work together: --share samples."
+        )
     note = f"This demonstration asks for {count} workers so that you see them work together."
     if cores < count:
-        note += f"\nThis machine has {cores} core(s): fewer would do better. Try --devices {cores}, or --share auto."
+        note += f"\nThis machine has {cores} core(s): fewer would do better. Try --devices {cores}."
     return note

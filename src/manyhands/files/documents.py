@@ -171,13 +171,21 @@ def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, wha
     return DiskFull(f"{failed}: {reason}; {needs}{free}.", hint=hint)
 
 
-def cache_folder() -> Path:
-    """Return the cache folder: $MANYHANDS_HOME, else $XDG_CACHE_HOME/manyhands, else ~/.cache/manyhands."""
+def home_folder(variable: str, usual: str) -> Path:
+    """Return the folder of what manyhands keeps between runs: $MANYHANDS_HOME, which holds all of it where it is set.
+
+    Else there are two, as XDG has it, each named by a variable or by its usual place below the user's home.
+    """
     if home := os.environ.get("MANYHANDS_HOME"):
         return Path(home).expanduser()
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"  # XDG: a relative path is to be ignored
+    xdg = os.environ.get(variable, "")
+    base = Path(xdg) if os.path.isabs(xdg) else Path.home() / usual  # XDG: a relative path is to be ignored
     return base / "manyhands"
+
+
+def cache_folder() -> Path:
+    """Return where profiles, captured networks and calibrations are kept, which can be made anew."""
+    return home_folder("XDG_CACHE_HOME", ".cache")
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:

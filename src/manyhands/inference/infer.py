@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from manyhands.data.loader import length
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import runs_here
-from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, CaptureFailed, ManyhandsError, unknown
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
@@ -28,17 +28,19 @@ from manyhands.graph.capture import capture
 from manyhands.graph.folding import at_rest
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
+from manyhands.inference.config import InferConfig
+from manyhands.inference.options import InferOptions
 from manyhands.inference.pulling import Pulled
 from manyhands.inference.replanning import InferenceReplanner
+from manyhands.job.config import takes
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
-from manyhands.planner.inference import INFERENCE_STRATEGIES, objective_named
+from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.plans.inference import plan_for, sample_seconds, stream_seconds
 from manyhands.plans.planning import read_plan
-from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.living import rounds_between_looks
-from manyhands.runtime.order import WAIT_LIMIT_SECONDS, Order, RunState
+from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.runtime.streaming import MOST_WAITING, SUBMIT_SECONDS, Streaming
+from manyhands.runtime.streaming import SUBMIT_SECONDS, Streaming
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import expect_session, open_session
 from manyhands.session.session import Say, Session
@@ -51,35 +53,26 @@ MOST_OF_A_SAMPLE = 2**28
 """Bytes of inputs that may be one sample, whose batch axis was forgotten."""
 
 
+@takes(InferConfig)
 def infer(
-    model: nn.Module | Graph,
-    inputs: torch.Tensor | Dataset[Any] | Iterable[Any],
-    *,
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
-    plan: Plan | str | Path = "auto",
-    objective: str = "latency",
-    granularity: str = "blocks",
-    name: str = "",
-    say: Say | None = None,
+    model: nn.Module | Graph, inputs: torch.Tensor | Dataset[Any] | Iterable[Any], **options: Unpack[InferOptions]
 ) -> Any:
-    """What `model` returns for `inputs`, in evaluation mode, computed by the cluster. The model is unchanged.
+    """Return what `model` returns for `inputs`, in evaluation mode, computed by the cluster. The model is unchanged.
 
-    inputs      a tensor with samples on its first axis, a data set (its inputs), or samples one after another
-    cluster     mh.Cluster.local(n), a YAML file, or an mh.Coordinator that workers have joined; None: local workers
-    plan        a Plan, a plan file, or a strategy: "auto" (whatever is fastest), "single", "tiles", "channels", ...
-    objective   what "auto" looks at: "latency" of one sample, or "throughput"
+    Returns a tensor with samples on its first axis, or what else the model returns, as it returns it. Which options
+    there are is written in `InferConfig`.
 
-    Returns a tensor with samples on its first axis, or what else the model returns, as it returns it.
+    inputs          a tensor with samples on its first axis, a data set (its inputs), or samples one after another
     """
+    config = InferConfig.from_keywords("mh.infer", options)
     samples = samples_of(inputs)
     first = next(samples, None)
     if first is None:
         raise BadData("There are no samples.", hint="Give one at least.")
-    objective_named(objective)
     if not isinstance(model, Graph):
-        expect_session(cluster)
-    graph = _graph_of(model, inputs, first, granularity=granularity, name=name)
-    with Inference.open(graph, cluster=cluster, plan=plan, objective=objective, say=say) as running:
+        expect_session(config.cluster)
+    graph = _graph_of(model, inputs, first, granularity=config.granularity, name=config.name)
+    with open_with(config, graph) as running:
         return joined(running.graph, list(running.map(itertools.chain([first], samples))))
 
 
@@ -181,65 +174,13 @@ class Inference:
         self._ending = ending
 
     @classmethod
-    def open(
-        cls,
-        model: nn.Module | Graph,
-        example: Any = None,
-        *,
-        cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
-        plan: Plan | str | Path = "auto",
-        objective: str = "latency",
-        granularity: str = "blocks",
-        name: str = "",
-        say: Say | None = None,
-        most_waiting: int = MOST_WAITING,
-        limit_seconds: float = WAIT_LIMIT_SECONDS,
-        min_devices: int = 1,
-        max_devices: int | None = None,
-        memory: bool = False,
-        home: str = "",
-    ) -> Inference:
-        """Capture, measure, plan and hand out the parts: it answers when this returns. As `infer`, and:
+    @takes(InferConfig)
+    def open(cls, model: nn.Module | Graph, example: Any = None, **options: Unpack[InferOptions]) -> Inference:
+        """Capture, measure, plan and hand out the parts: it answers when this returns.
 
         example         one sample; a Graph needs none
-        most_waiting    samples that wait; whoever has more waits with them
-        limit_seconds   how long nothing may come of samples under way
-        min_devices     with fewer left it waits a minute for others to join, then ends; where nobody can, at once
-        max_devices     more are not used, though they join; None: all are
-        memory          count the bytes that each device holds, with the first samples (see `logs`)
-        home            the device that has the samples, as far as planning goes (strategy "split")
         """
-        objective_named(objective)
-        if isinstance(model, Graph):
-            graph = model
-        else:
-            expect_session(cluster)
-            graph = captured_at_rest(model, example, granularity=granularity, name=name)
-        strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
-        if strategy:  # a plan of one's own is for the network as it was captured
-            graph = at_rest(graph)
-        with contextlib.ExitStack() as stack:
-            session = stack.enter_context(open_session(cluster, say=say))
-            endurance = RetryPolicy("auto", min_devices, max_devices, session.rejoin_seconds)
-            session.begin(endurance)
-            ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
-            machines, profile = measure_who_stays(
-                session, graph, ladder[-1], endurance if strategy else None, ladder=ladder, say=say, training=False
-            )
-            chosen = _planned(plan, graph, machines, profile, objective, home)
-            seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
-            replan = InferenceReplanner(session, graph, machines, profile, objective, strategy or "auto", home)
-            order = Order(
-                graph, chosen, RunState(Weights.copied(graph).tensors), 0, kernels=replan.kernels(chosen),
-                memory_step=0 if memory else -1, wait_limit_seconds=limit_seconds,
-                watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
-            )  # fmt: skip
-            streaming = Streaming(
-                session.coordinator, order, replan, endurance, most_waiting=most_waiting, log_event=_teller(say),
-            )  # fmt: skip
-            stack.callback(streaming.close, cancel=True)
-            streaming.start()
-            return cls(session, graph, machines, profile, objective, seconds, streaming, stack.pop_all())
+        return open_with(InferConfig.from_keywords("mh.Inference.open", options), model, example)
 
     def __enter__(self) -> Inference:
         return self
@@ -320,6 +261,41 @@ class Inference:
     def bytes_between(self) -> Counter[tuple[str, str]]:
         """(from, to) -> bytes, once this is closed; the coordinator's apart from what it sent itself."""
         return self.streaming.bytes_between
+
+
+def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None) -> Inference:
+    """Open an inference as a configuration says: capture, measure, plan and hand out the parts."""
+    plan, objective, say = config.plan, config.objective, config.say
+    if isinstance(model, Graph):
+        graph = model
+    else:
+        expect_session(config.cluster)
+        graph = captured_at_rest(model, example, granularity=config.granularity, name=config.name)
+    strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
+    if strategy:  # a plan of one's own is for the network as it was captured
+        graph = at_rest(graph)
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(open_session(config.cluster, say=say, rendezvous=config.rendezvous))
+        endurance = RetryPolicy("auto", config.min_devices, config.max_devices, session.rejoin_seconds)
+        session.begin(endurance)
+        ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
+        machines, profile = measure_who_stays(
+            session, graph, ladder[-1], endurance if strategy else None, ladder=ladder, say=say, training=False
+        )
+        chosen = _planned(plan, graph, machines, profile, objective, config.home)
+        seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
+        replan = InferenceReplanner(session, graph, machines, profile, objective, strategy or "auto", config.home)
+        order = Order(
+            graph, chosen, RunState(Weights.copied(graph).tensors), 0, kernels=replan.kernels(chosen),
+            memory_step=0 if config.memory else -1, wait_limit_seconds=config.limit_seconds,
+            watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
+        )  # fmt: skip
+        streaming = Streaming(
+            session.coordinator, order, replan, endurance, most_waiting=config.most_waiting, log_event=_teller(say),
+        )  # fmt: skip
+        stack.callback(streaming.close, cancel=True)
+        streaming.start()
+        return Inference(session, graph, machines, profile, objective, seconds, streaming, stack.pop_all())
 
 
 def _planned(

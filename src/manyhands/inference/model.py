@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName
 from manyhands.inference.lines import Labels
-from manyhands.job.named import Wish, load_data
+from manyhands.job.config_sections import DATA, MODEL
+from manyhands.job.named import load_data
 from manyhands.models.registry import ZOO, entry_of, from_file
 from manyhands.plans.networks import parse_input
 from manyhands.runtime.record import read_config
@@ -27,8 +28,16 @@ if TYPE_CHECKING:
     from manyhands.data.data_sets import DataSets
     from manyhands.data.wanted import Sample, SampleForm
 
-MODEL = "tiny"
 _SHOWN = 4
+
+
+@dataclass(frozen=True)
+class RunNames:
+    """What a run's folder names: its model, its data, and the shape of a sample."""
+
+    model: str = MODEL
+    data: str = DATA
+    input: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +54,8 @@ class Known:
 
 
 def load_known(model: str = "", weights: str = "", shape: str = "", *, source: str = "", resize: bool = False) -> Known:
-    """What was typed. `source`: the inputs, whose shape is taken where nothing else says it; `resize`: pictures of
-    another height and width are made to fit."""
+    """Return the network that a command names, with its weights. `source`: the inputs, whose shape is taken where
+    nothing else says it; `resize`: pictures of another height and width are made to fit."""
     from manyhands.models import registry
 
     run, state, note = _weights(Path(weights).expanduser()) if weights else (None, {}, "")
@@ -76,7 +85,7 @@ def load_known(model: str = "", weights: str = "", shape: str = "", *, source: s
     return Known(name, module, example, _resizing(wanted) if resize else wanted, Labels(names, are_classes), note)
 
 
-def _same_model(model: str, run: Wish | None, weights: str) -> str:
+def _same_model(model: str, run: RunNames | None, weights: str) -> str:
     if run is not None and model and model != run.model:
         raise BadValue(f"{weights} is a run of {run.model}; --model is {model}.", hint="Leave out --model.")
     if run is not None and not model:
@@ -116,7 +125,7 @@ def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> 
 # Weights
 
 
-def _weights(path: Path) -> tuple[Wish | None, dict[str, Tensor], str]:
+def _weights(path: Path) -> tuple[RunNames | None, dict[str, Tensor], str]:
     """Of a run's newest checkpoint, of one checkpoint's folder, or of a file; and the run, where it is known."""
     from manyhands.executor import checkpoint, checkpoint_files
 
@@ -139,13 +148,13 @@ def _weights(path: Path) -> tuple[Wish | None, dict[str, Tensor], str]:
     return run, newest.checkpoint.model, f"{newest.note}\n{note}".strip()
 
 
-def _run(folder: Path) -> Wish | None:
-    """What the run was asked for, if it was by names."""
-    known = read_config(folder).get("wish")
-    if not isinstance(known, dict):
+def _run(folder: Path) -> RunNames | None:
+    """Return what a run names, if it was started by names."""
+    stored = read_config(folder).get("wish")
+    if not isinstance(stored, dict):
         return None
-    fields = {key: known[key] for key in ("model", "data", "input") if isinstance(known.get(key), str)}
-    return Wish(**fields)
+    fields = {key: stored[key] for key in ("model", "data", "input") if isinstance(stored.get(key), str)}
+    return RunNames(**fields)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -161,17 +170,19 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _loaded(run: Wish) -> DataSets | None:
+def _loaded(run: RunNames) -> DataSets | None:
     """The data of a run: for a model from elsewhere it says what shapes and sizes there are."""
     with contextlib.suppress(BadFile, UnknownName):  # it may be gone since
-        return load_data(run)
+        return load_data(run.model, run.data, run.input)
     return None
 
 
 # The model
 
 
-def _built(name: str, state: Mapping[str, Tensor], run: Wish | None, data: DataSets | None, weights: str) -> nn.Module:
+def _built(
+    name: str, state: Mapping[str, Tensor], run: RunNames | None, data: DataSets | None, weights: str
+) -> nn.Module:
     """The model with the weights in it."""
     import torch
 

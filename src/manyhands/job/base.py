@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +15,13 @@ from torch.utils.data import Dataset
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
-from manyhands.executor import checkpoint
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, ManyhandsError, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -32,39 +29,30 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
-from manyhands.graph.unsupported import refuse_unsupported
-from manyhands.graph.verify import Verified
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
+from manyhands.job.callbacks import OnStep, Say
+from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
-from manyhands.job.options import Lasting, Options, check_same, resumed_from
+from manyhands.job.opening import OpenedRun
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
-from manyhands.job.resume_hint import Words, point_to_checkpoint
-from manyhands.job.self_check import verified
 from manyhands.job.stopping import stopping
-from manyhands.observe.live import RunState as Ending
-from manyhands.observe.recent import remember
-from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
+from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
-from manyhands.runtime.living import Living, rounds_between_looks
+from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
-from manyhands.runtime.record import PLOTS, RunRecord, new_folder, resumed_state
+from manyhands.runtime.record import PLOTS, RunRecord
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
-from manyhands.session.session import Say, Session
+from manyhands.session.session import Session
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
-
-OnStep = Callable[[int, float, float], None]
-"""Step, loss, seconds."""
-OnPlanned = Callable[["PlannedRun"], None]
-OnOpened = Callable[[Path], str | None]
-"""Told the run's folder before anything happens; returns where the run is shown, if it is."""
 
 
 class Guide(Replan, Protocol):
@@ -73,112 +61,6 @@ class Guide(Replan, Protocol):
     def kernels(self, plan: Plan) -> Mapping[str, Mapping[str, Kernel]]: ...
 
     def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]: ...
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A job that is about to begin, or to go on: what it is of, and the folder it is written to."""
-
-    graph: Graph
-    record: RunRecord
-    start: RunState
-    folder: Path
-    last_step: int
-    is_resumed: bool
-
-
-@contextlib.contextmanager
-def opened(
-    options: Options,
-    *,
-    folder: str | Path | None,
-    resume: bool | str | Path,
-    granularity: str,
-    name: str,
-    say: Say | None,
-    command: str = "train",
-    typed: Mapping[str, Any] | None = None,
-    on_captured: Callable[[Graph], None] = lambda graph: None,
-    on_opened: OnOpened | None = None,
-    tensorboard: bool = False,
-    verify: bool | None = None,
-) -> Iterator[Opened]:
-    """Capture the model, make the folder. An error in the middle says where to go on from; `typed`: in the words of the
-    command line that it was started by. `on_captured` may refuse before anything is made; `on_opened` is told of the
-    folder, and may say where it is shown."""
-    if tensorboard:
-        need_tensorboard()
-    refuse_unsupported(options.model)
-    folder, resumed = resumed_from(folder, resume, say)
-    last_step = options.last_step
-    graph = captured(options.model, options.data, options.loss, granularity=granularity, name=name)
-    on_captured(graph)
-    check = verified(graph, options, verify)
-    start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
-    if resumed is not None:
-        check_same(resumed, options, last_step)
-    is_new = folder is None or not Path(folder).exists()
-    where = Path(folder) if folder is not None else new_folder(command, graph.name)
-    record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
-    if tensorboard:
-        record.board = TensorBoard(where, start.steps_done)
-    living = record.living = Living(
-        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
-        batch_size=options.batch_size,
-    )  # fmt: skip
-    ending: tuple[Ending, str] = ("ended", "")
-    try:
-        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
-        _record_check(record, check, say if verify is not False else None)
-        remember(where)
-        if on_opened is not None:
-            living.shown_at(on_opened(where) or "")
-        living.noted("starting workers")
-        yield Opened(graph, record, start, where, last_step, resumed is not None)
-    except BaseException as error:
-        is_stop = isinstance(error, KeyboardInterrupt)
-        ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
-        words = Words(command, where, typed)
-        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
-            if isinstance(error, KeyboardInterrupt):
-                error.args = (_stopped(record, last_step, words.resume),)
-            else:
-                record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
-        if isinstance(error, ManyhandsError):
-            point_to_checkpoint(error, words, options.optimizer)
-        raise
-    finally:
-        living.close(*ending)
-        with Aftermath([], record, say).surviving("The run's files could not be closed"):
-            record.close()
-        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
-            shutil.rmtree(where, ignore_errors=True)
-
-
-def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
-    """What the self-check found goes into the folder; that it could not be made is said too."""
-    if not check.note:
-        record.event(
-            "verified", samples=check.samples, seconds=check.seconds, largest_relative_difference=check.difference
-        )
-        return
-    text = f"The captured graph was not compared with the module: {check.note}."
-    record.event("note", text=text)
-    if say is not None:
-        say(text)
-
-
-def _stopped(record: RunRecord, last_step: int, how: str) -> str:
-    """Somebody ended it: which step the last checkpoint is of, and how to go on, for whoever did."""
-    newest = checkpoint.latest(record.folder)
-    if newest is None:
-        record.event("stopped", step=0, steps=last_step)
-        return "It had not begun: nothing is kept."
-    step = int(newest.name.rpartition("-")[2])
-    record.event("stopped", step=step, steps=last_step, checkpoint=str(newest.relative_to(record.folder)))
-    if step >= last_step:
-        return f"All {last_step} steps are done. Checkpoint: {newest}"
-    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {how}"
 
 
 def cuts_statistics(plan: Plan, network: Network) -> bool:
@@ -193,18 +75,44 @@ def _was_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class Job:
-    """One call of `train`, or of its like."""
+    """One call of `train`, or of its like: the workload, the workers at hand, and the run folder."""
 
-    options: Options
-    graph: Graph
+    workload: Workload
     session: Session
-    record: RunRecord
-    start: RunState
-    last_step: int
-    folder: Path
-    say: Say | None
-    test: Dataset[Any] | None
-    limit_seconds: float
+    opened: OpenedRun
+
+    @property
+    def graph(self) -> Graph:
+        return self.opened.graph
+
+    @property
+    def record(self) -> RunRecord:
+        return self.opened.record
+
+    @property
+    def start(self) -> RunState:
+        return self.opened.start
+
+    @property
+    def last_step(self) -> int:
+        return self.opened.last_step
+
+    @property
+    def folder(self) -> Path:
+        return self.opened.folder
+
+    @property
+    def config(self) -> WorkloadConfig:
+        return self.workload.config
+
+    @property
+    def say(self) -> Say | None:
+        return self.config.say
+
+    @property
+    def test(self) -> Dataset[Any] | None:
+        """Held-out data."""
+        return self.config.test
 
     def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> PlannedRun:
         """What a resolved plan would do, once it is sure that all of it can be done."""
@@ -229,31 +137,31 @@ class Job:
         return PlannedRun(plan, network, cluster, profile, prediction, steps, self.folder)
 
     def run(
-        self, planned: PlannedRun, on_step: OnStep | None, strategy: str, lasting: Lasting
+        self, planned: PlannedRun, on_step: OnStep | None, strategy: str, endurance: RetryPolicy
     ) -> tuple[TrainResult, PlannedRun]:
-        """Train to the end. The plan may be another one then: what is given back is the last."""
-        options, steps_per_epoch = self.options, self.options.order.steps_per_epoch
+        """Train to the end, and return the result with the last plan, which may be another one by then."""
+        workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
         every = self.checkpoint_every(planned)
         first, last = self.start.steps_done, self.last_step
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
-        replanner = self.replanner(planned, strategy, lasting)
+        replanner = self.replanner(planned, strategy)
         order = Order(
-            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=options.optimizer,
-            seed=options.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
-            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.limit_seconds,
-            backup_every=self.backup_every(planned, lasting), predicted_seconds=planned.prediction.seconds,
+            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=workload.optimizer,
+            seed=workload.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
+            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
+            backup_every=self.backup_every(planned), predicted_seconds=planned.prediction.seconds,
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
         )  # fmt: skip
-        if options.feed == "start":
+        if workload.feed == "start":
             order.preload = self._laying(planned)
-        fed = options.data if order.preload is None else Numbered(options.data)
+        fed = workload.data if order.preload is None else Numbered(workload.data)
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             staleness = journey.outcome.staleness[-1] if journey.outcome.staleness else None
-            self.record.step(step, step // steps_per_epoch, loss, seconds, options.batch_size, staleness)
+            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():
@@ -261,10 +169,9 @@ class Job:
 
         if first == 0:
             self._keep(self.start)
-        endurance = lasting.endurance(self.session.rejoin_seconds)
         with (
             stopping() as stop,
-            Rewindable(lambda step: Prefetcher(fed, options.order, step, last), first) as batches,
+            Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
         ):
             journey = ElasticJob(
                 self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
@@ -278,7 +185,7 @@ class Job:
         assert outcome.state is not None
         assert outcome.plan is not None
         self.trained = outcome.state
-        Weights(self.trained.weights).load_into(options.model, self.graph)
+        Weights(self.trained.weights).load_into(workload.model, self.graph)
         if stop.is_asked:
             raise KeyboardInterrupt
         if outcome.plan != planned.plan:
@@ -290,7 +197,7 @@ class Job:
     def _laying(self, planned: PlannedRun) -> Preload:
         """All samples, if there is room for them at every device beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        found = Preload.of(self.options.data)
+        found = Preload.of(self.workload.data)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
@@ -310,21 +217,26 @@ class Job:
 
     # What other kinds of jobs do otherwise
 
+    @property
+    def wanted_backups(self) -> int | None:
+        """Rounds between two copies that are kept against losses, as configured; None: so that they are hardly felt."""
+        return None
+
     def checkpoint_every(self, planned: PlannedRun) -> int:
         """Steps between two checkpoints."""
-        return self.options.checkpoint_steps(planned.step_seconds)
+        return self.workload.checkpoint_steps(planned.step_seconds)
 
-    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun) -> int:
         """Steps between two copies that are kept against losses."""
         return chosen_backups(
-            planned.plan, planned.network, planned.cluster, planned.prediction.seconds, lasting.backup_every
+            planned.plan, planned.network, planned.cluster, planned.prediction.seconds, self.wanted_backups
         )
 
-    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         """Who is asked for a plan when workers change."""
         return Replanner(
-            self.session, self.graph, planned.cluster, planned.profile, strategy, self.options.optimizer,
-            planned.prediction.seconds, lasting.backup_every,
+            self.session, self.graph, planned.cluster, planned.profile, strategy, self.workload.optimizer,
+            planned.prediction.seconds, self.wanted_backups,
         )  # fmt: skip
 
     def pilot(self) -> Controller | None:
@@ -361,10 +273,10 @@ class Job:
             living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
 
     def _keep(self, found: RunState) -> None:
-        options = self.options
+        workload = self.workload
         self._check_finite(found)
         self.checkpoint = self.record.checkpoint(
-            options.model, self.graph, found, options.optimizer, options.seed, options.facts
+            workload.model, self.graph, found, workload.optimizer, workload.seed, workload.facts
         )
 
     def _check_finite(self, found: RunState) -> None:
@@ -390,10 +302,10 @@ class Job:
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
-        traffic = planned_traffic(schedule, self.graph, is_laid=self.options.feed == "start")
+        traffic = planned_traffic(schedule, self.graph, is_laid=self.workload.feed == "start")
         result = TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
-            throughput=self.options.batch_size * len(steady) / sum(steady),
+            throughput=self.workload.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
@@ -429,7 +341,7 @@ class Job:
         """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
         steps = 0
         if not result.recoveries:
-            steps = correct_profiles(self.session, self.graph, planned, self.options.optimizer, found)
+            steps = correct_profiles(self.session, self.graph, planned, self.workload.optimizer, found)
         write_document(self.folder / "stages.json", {**found.to_dict(), "corrected_from_steps": steps})
         learnt = f"The stored profile was corrected from {steps} steps." if steps else ""
         if text := sentence(found, self.folder, learnt):
@@ -454,6 +366,6 @@ class Job:
     def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
         from manyhands.job.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
 
-        note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.options.order.steps_per_epoch)
+        note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.workload.order.steps_per_epoch)
         if note and self.say is not None:
             self.say(note)

@@ -17,25 +17,25 @@ from manyhands.job.resuming import resume_command
 
 @dataclass(frozen=True)
 class Words:
-    """A job as its user types it: on the command line (`typed`: what it was started with, by field), or in Python."""
+    """A job in its user's words: a command (`document`: its options as config.yaml keeps them), or a call in Python."""
 
     command: str
     folder: Path
-    typed: Mapping[str, Any] | None
+    document: Mapping[str, Any] | None
 
     @property
     def resume(self) -> str:
         """How to go on with the run."""
-        if self.typed is not None:
-            return resume_command(self._words, self.folder, self.typed)
+        if self.document is not None:
+            return resume_command(self._words, self.folder, self.document)
         return f"{self._call}(..., resume='{self.folder}')"
 
     def another(self, optimizer: Optimizer, newest: Path) -> str:
         """A new run like this one with another optimiser; where a run can be given weights, from a checkpoint's."""
         weights = (
-            "" if self._is_train else f" --weights {newest}" if self.typed is not None else f", weights='{newest}'"
+            "" if self._is_train else f" --weights {newest}" if self.document is not None else f", weights='{newest}'"
         )
-        if self.typed is not None:
+        if self.document is not None:
             return f"manyhands {self._words} ... --optimizer {optimizer.to_text()} --out {self.folder}-2{weights}"
         return f"{self._call}(..., optimizer=mh.{optimizer!r}, folder='{self.folder}-2'{weights})"
 

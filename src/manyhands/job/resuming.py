@@ -1,4 +1,4 @@
-"""How to go on with a run that was stopped or failed, as somebody types it."""
+"""The command that resumes a run which was stopped or failed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from manyhands.models.registry import runs_code
 
 
-def resume_command(command: str, folder: Path, typed: Mapping[str, Any]) -> str:
-    """The command that goes on with a run of `manyhands COMMAND`; `typed`: what it was started with, by field.
+def resume_command(command: str, folder: Path, document: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run of `manyhands COMMAND`; `document`: its options as config.yaml keeps them.
 
     A run whose devices join says again where, and how many it waits for: the folder keeps that too, but whoever types
     the command should see that devices of other machines are meant. The token itself is never in it: hints are logged.
     """
     words = ["manyhands", *command.split(), "--resume", str(folder)]
-    if runs_code(str(typed.get("model", ""))):
-        words += ["--model", str(typed["model"])]  # a name that a folder may not decide
-    if typed.get("listen"):
-        words += ["--listen", str(typed["listen"])]
-        if typed.get("devices"):
-            most = typed.get("max_devices")
-            words += ["--devices", f"{typed['devices']}:{most}" if most else f"{typed['devices']}"]
-        if typed.get("min_devices", 1) > 1:
-            words += ["--min-devices", str(typed["min_devices"])]
-    if typed.get("has_typed_token"):
+    if runs_code(str(document.get("model", ""))):
+        words += ["--model", str(document["model"])]  # a name that a folder may not decide
+    if document.get("listen"):
+        words += ["--listen", str(document["listen"])]
+        if document.get("devices"):
+            most = document.get("max_devices")
+            words += ["--devices", f"{document['devices']}:{most}" if most else f"{document['devices']}"]
+        if document.get("min_devices", 1) > 1:
+            words += ["--min-devices", str(document["min_devices"])]
+    if document.get("has_typed_token"):
         words += ["--token", "TOKEN"]
     return shlex.join(words)
 
 
-def is_typed_token(token: str) -> bool:
-    """Whether a token was typed: one of the environment is there the next time, too."""
+def is_needed_again(token: str) -> bool:
+    """Return whether a resumed run needs the token again: one of the environment is there the next time, too."""
     return bool(token) and token != os.environ.get("MANYHANDS_TOKEN", "")

@@ -10,24 +10,24 @@ from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.graph.verify import Verified, verify
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
-from manyhands.job.options import Options
+from manyhands.job.workload import Workload
 
 
-def verified(graph: Graph, options: Options, wanted: bool | None) -> Verified:
+def verified(graph: Graph, workload: Workload, wanted: bool | None) -> Verified:
     """Compare loss and gradients of up to four samples with the module's own; a difference is a CaptureFailed.
 
     `wanted` None means: unless both steps together would take more than half of this machine's free memory.
     """
     if wanted is False:
         return Verified(0, 0.0, 0.0, "verify=False")
-    samples = _samples(options.batch_size)
+    samples = _samples(workload.batch_size)
     need, free = _bytes(graph.network, samples), int(psutil.virtual_memory().available)
     if wanted is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
-    inputs, targets = example(options.data, samples)
-    floats = floats_of(options.model)
-    return verify(graph, options.model, options.loss, cast(inputs, floats), cast(targets, floats))
+    inputs, targets = example(workload.data, samples)
+    floats = floats_of(workload.model)
+    return verify(graph, workload.model, workload.loss, cast(inputs, floats), cast(targets, floats))
 
 
 def _samples(batch_size: int) -> int:

@@ -10,12 +10,12 @@ its key is remembered (`device_book`). To have a new token: manyhands devices ne
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.engine.security import new_token
 from manyhands.facts.errors import BadFile
+from manyhands.files.documents import home_folder
 from manyhands.runtime.private_files import read_private, write_private
 
 COORDINATOR_FILE = "token"
@@ -23,11 +23,8 @@ LONGEST_TOKEN = 400
 
 
 def config_folder() -> Path:
-    """Where tokens are kept: see above."""
-    if home := os.environ.get("MANYHANDS_HOME"):
-        return Path(home).expanduser()
-    xdg = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".config") / "manyhands"
+    """Return where tokens and keys are kept: see above."""
+    return home_folder("XDG_CONFIG_HOME", ".config")
 
 
 def made_config_folder() -> Path:

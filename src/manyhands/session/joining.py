@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.engine.security import check_token
 from manyhands.facts.cluster import Cluster, preset
@@ -19,12 +19,19 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
 
 LISTEN_VARIABLE = "MANYHANDS_LISTEN"
-"""Names the address where a cluster's devices join, for whoever opens the session."""
+"""Names the address where a cluster's devices join, where none is given."""
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_SLOWDOWN = 1000
 MOST_WAIT_SECONDS = 7 * 86400.0
 EVERY_ADDRESS = {"0.0.0.0": ("192.0.2.1", socket.AF_INET), "::": ("2001:db8::1", socket.AF_INET6)}
 """Where one listens on all of a machine's addresses -> somebody far away, kept for examples (RFC 5737, RFC 3849)."""
+
+
+class Rendezvous(NamedTuple):
+    """Where the devices of a cluster join, and the token that they must know; empty: as usual."""
+
+    listen: str = ""
+    token: str = ""
 
 
 def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]:

@@ -19,8 +19,9 @@ from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.fork_server import NoForkServer, fork_server_for
 from manyhands.runtime.heartbeats import heartbeat_interval
+from manyhands.runtime.processes import TOKEN_VARIABLE
 from manyhands.runtime.shared_token import shared_token
-from manyhands.session.joining import LISTEN_VARIABLE, join_text, parse_address, refuse_preset
+from manyhands.session.joining import LISTEN_VARIABLE, Rendezvous, join_text, parse_address, refuse_preset
 from manyhands.session.session import Say, Session, usable_cores
 
 MOST_DEFAULT_WORKERS = 4
@@ -55,13 +56,14 @@ def open_session(
     silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     slowdowns: Mapping[str, float] | None = None,
     apart: bool = False,
+    rendezvous: Rendezvous = Rendezvous(),
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
     worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
     that says nothing for so long is lost. `slowdowns`: local device -> how many times slower it computes than it could.
-    `apart`: each local worker loads PyTorch by itself.
+    `apart`: each local worker loads PyTorch by itself. `rendezvous`: where devices of other machines join.
     """
     if isinstance(cluster, Coordinator):
         cluster.wait_for_replacements()
@@ -92,16 +94,18 @@ def open_session(
                 coordinator.local.pin(dict(zip(cluster.names, itertools.cycle(pin), strict=False)))
             yield Session(coordinator, _shared_memory(cluster, coordinator), True, threads)
         return
-    refuse_preset(cluster)
-    host, port = parse_address(os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}"), DEFAULT_PORT)
-    said = say or (lambda text: None)
+    refuse_preset(cluster, rendezvous.listen)
+    listen = rendezvous.listen or os.environ.get(LISTEN_VARIABLE, f"0.0.0.0:{DEFAULT_PORT}")
+    host, port = parse_address(listen, DEFAULT_PORT)
+    report = say or (lambda text: None)
+    token = rendezvous.token or os.environ.get(TOKEN_VARIABLE, "") or shared_token(report)
     with Coordinator(
-        host, port, os.environ.get("MANYHANDS_TOKEN", "") or shared_token(said),
-        heartbeat_timeout_seconds=silence_seconds,
-        heartbeat_seconds=heartbeat_interval(silence_seconds), title=cluster.name, on_event=said,
+        host, port, token, heartbeat_timeout_seconds=silence_seconds,
+        heartbeat_seconds=heartbeat_interval(silence_seconds), title=cluster.name,
+        on_event=report,
     ) as coordinator:  # fmt: skip
         coordinator.wanted = set(cluster.names)
-        said(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")
+        report(f"Waiting for {', '.join(cluster.names)}. On each:\n{join_text(coordinator, ' --name NAME')}")
         coordinator.wait_for(cluster.names, limit_seconds)
         yield Session(coordinator, cluster, False, 0, has_links=True)
 

@@ -1,252 +1,273 @@
-"""A split as typed on the command line: names in place of objects, a paper's settings as presets, a run to go on with.
-
-What can be found wrong without torch is found before it is imported, and before a run folder is made.
-"""
+"""`SplitConfig`: every option of `mh.split_train` and `manyhands split train`, with its default, limits and help."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.facts.errors import BadFile, BadValue, UnknownName, unknown
-from manyhands.facts.hyper import Hyper, hyper
-from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.optimizer import parse as parse_optimizer
-from manyhands.facts.units import parse_bytes, parse_seconds
-from manyhands.files.documents import read_document
-from manyhands.files.traces import read_link_trace
-from manyhands.job import named as jobs
-from manyhands.models.registry import ZOO, from_file
-from manyhands.planner.split_choice import BASELINES
-from manyhands.session.joining import DEVICE_NAME, parse_address
-from manyhands.split.plans import CONVENTIONAL, bits_of, labels_of, mode_of, phases_of, side_of
+from manyhands.facts.errors import BadValue, UnknownName, unknown
+from manyhands.job.config import option, varied
+from manyhands.job.config_sections import JobConfig, LearningConfig, TokenConfig, WorkloadConfig
 
 if TYPE_CHECKING:
-    from manyhands.data.data_sets import DataSets
-    from manyhands.job.base import OnOpened, OnPlanned, OnStep
-    from manyhands.split.job import SplitResult
+    from manyhands.facts.network import Network
+    from manyhands.facts.trace import LinkTrace
+    from manyhands.runtime.coordinator import Coordinator
+    from manyhands.split.plans import Phases
+    from manyhands.split.session import Two
+    from manyhands.split.silos import Silos
 
 EPOCHS, BATCH_SIZE, OPTIMIZER = 4, 32, "SGD:lr=0.05,momentum=0.9"
-MAY_CHANGE = (
-    "epochs", "steps", "cut", "bits", "k", "mode", "rival", "trace", "cloud", "edge_slowdown", "server_slowdown",
-    "memory", "delay", "calibrate", "allowed_drop", "listen", "has_typed_token",
-)  # fmt: skip
-"""What a run may go on with in another way; the rest decides what is computed."""
+BASELINES = {"edge-only": "", "jointdnn": "", "k0": "", "uncompressed": "", "unbounded": ""}
+AMONG_SILOS = "cross-silo"
+"""A baseline among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
 
 
-@dataclass(frozen=True)
-class SplitWish:
-    """What was typed, checked; a run folder keeps it for --resume."""
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig(LearningConfig):
+    """Where the network is cut, and the link between edge and server."""
 
-    model: str = jobs.MODEL
-    data: str = jobs.DATA
-    input: str = ""
-    epochs: int | None = None
-    steps: int | None = None
-    batch_size: int | None = None
-    optimizer: str = ""
-    lr: float | None = None
-    preset: bool = False
-    cut: str = "auto"
-    bits: str = "auto"
-    k: str = "5"
-    mode: str = "grouped"
-    rival: str = ""
-    labels: str = "edge"
-    edge_side: str = "upstream"
-    silos: str = ""
-    listen: str = ""
-    """Where devices with silos join; empty: processes of this machine are given theirs."""
-    has_typed_token: bool = False
-    """See `jobs.Wish`."""
-    freeze: str = "0"
-    weights: str = ""
-    trace: str = ""
-    cloud: str = ""
-    edge_slowdown: float = 1.0
-    server_slowdown: float = 1.0
-    memory: str = ""
-    delay: str = ""
-    calibrate: float = 0.0
-    """Seconds; 0: only what an earlier one found."""
-    allowed_drop: float = 0.01
-    seed: int = 0
-    granularity: str = "blocks"
+    lr: float | None = option(
+        None, "The learning rate, in place of the optimiser's.", "--lr", kind=float, more_than=0, is_keyword=False,
+        on_resume="stored",
+    )  # fmt: skip
+    preset: bool = option(
+        False, "Train as the paper did, by model and data (SPLIT Table 2).", "--preset", kind=bool, is_keyword=False,
+        on_resume="stored",
+    )  # fmt: skip
+    cut: int | str = option(
+        "auto",
+        "auto: as the link is, again and again as it changes; edge: nothing; or the layer to cut before, by number or "
+        "name.",
+        "--cut",
+    )
+    bits: int | str = option(
+        "auto", "Bits of a packed feature.", "--bits",
+        choices={"auto": "the fastest", "2": "", "4": "", "8": "", "16": "", "32": "as it is"},
+        in_python="auto takes no fewer than `least_bits`.",
+    )  # fmt: skip
+    k: int | str | None = option(
+        5,
+        "How many updates a gradient may be late. 0: exactly as one device; none: no bound; by epoch, like 4@0,5@8; "
+        "auto: as a calibration found it, else 5.",
+        "--k", in_python='None: no bound. With cut="auto" it is a limit: where running ahead gains nothing, fewer save '
+        "the replay.",
+    )  # fmt: skip
+    mode: str = option(
+        "grouped", "How far the edge runs ahead.", "--mode",
+        choices={"grouped": "K+1 batches, then the next", "window": "at most K+1 under way"}, noun="mode",
+    )  # fmt: skip
+    cloud: str | Two | Coordinator | None = option(
+        None, "HOST:PORT of `manyhands split serve`.", "--cloud", default_text="a process of this machine",
+        in_python="With an mh.Coordinator its workers have silos, and `data` may be None.",
+    )  # fmt: skip
+    trace: str | Path | LinkTrace | None = option(
+        None,
+        "FILE of `seconds mbit_per_second` that the link between local processes follows, or UP_FILE,DOWN_FILE.",
+        "--trace",
+    )
+    delay_seconds: float | str | None = option(
+        None, "Of --trace: delay of one way, like 25 ms.", "--delay", stored="delay", in_python="Or seconds."
+    )
+    rival: str = option(
+        "", "Decide as a baseline would.", "--rival", noun="rival",
+        choices={"": "", **BASELINES, AMONG_SILOS: "with --silos"},
+    )  # fmt: skip
+    edge_slowdown: float = option(
+        1.0, "The edge takes so many times as long, like 8 for a Pi.", "--edge-slowdown", kind=float, at_least=1
+    )
+    server_slowdown: float = option(
+        1.0, "The server of this machine takes so many times as long.", "--server-slowdown", kind=float, at_least=1
+    )
+    calibrate_seconds: float = option(
+        0.0, "Find the fewest bits of each cut first, in so many seconds; it is kept.", "--calibrate", kind=float,
+        at_least=0, unit=" seconds", stored="calibrate", default_text="what an earlier calibration found",
+    )  # fmt: skip
+    allowed_drop: float = option(
+        0.01, "Of --calibrate: the accuracy it may cost.", "--allowed-drop", kind=float, more_than=0, at_most=1
+    )
+    least_bits: int | Mapping[int, int] | None = option(
+        None, "The fewest bits, for all cuts or by cut. None: as a calibration found it, else eight.", stored=None
+    )
+    memory_bytes: float | str | None = option(
+        None, "Memory of the edge, like 512 MB.", "--memory", stored="memory", default_text="no limit",
+        in_python="Or bytes. Where everything fits, the edge goes on alone when the server is lost.",
+    )  # fmt: skip
+    labels: str = option(
+        "edge", "Where the labels are.", "--labels", choices={"edge": "", "cloud": ""}, noun="place of the labels",
+        on_resume="stored",
+    )  # fmt: skip
+    edge_side: str = option(
+        "upstream", "What stays at the edge.", "--edge-side",
+        choices={"upstream": "inputs", "downstream": "outputs, as of a generator"}, noun="side of the edge",
+        on_resume="stored",
+    )  # fmt: skip
+    silos: Silos | str | None = option(
+        None, "Which device has which inputs, like edge-a=left,edge-b=right,server=target: a process each.", "--silos",
+        on_resume="stored",
+        in_python='Or {"edge-a": ("left",), "server": ("target",)}, by the names of the model\'s arguments.',
+    )  # fmt: skip
+    listen: str = option(
+        "", "HOST:PORT where the devices of --silos join: manyhands worker --silo FILE.", "--listen", is_keyword=False
+    )
+    weights: str | Path | None = option(
+        None, "Begin with these: a run's folder, or a .safetensors file.", "--weights", on_resume="stored"
+    )
+    freeze: int | str = option(
+        0, "Do not train so many first layers, or those before a layer's name.", "--freeze", on_resume="stored"
+    )
+    error_feedback: bool = option(True, "Add what packing lost to the next feature.", stored=None)
+    pack_gradients: bool = option(False, "Pack the gradients that return, too.", stored=None)
+    data_name: str = option("", "What calibrations call the data.", stored=None)
+    backup_every: int | None = option(
+        None,
+        "Steps between two copies that edge and server keep of each other's part; 0: none, and a lost server costs "
+        "what came after the last checkpoint. None: as often as takes a hundredth of the link's time.",
+        kind=int, at_least=0, stored=None,
+    )  # fmt: skip
+    silence_seconds: float | None = option(
+        None, "Seconds after which an end that sends nothing is lost. None: 5, and 10 where a cloud is dialled.",
+        kind=float, more_than=0, unit=" seconds", stored=None,
+    )  # fmt: skip
+    engine: Mapping[str, Any] | None = option(None, "Settings of the engine that decides on the cut.", stored=None)
 
-    def __post_init__(self) -> None:
-        for field, least in (("epochs", 1), ("steps", 1), ("batch_size", 1), ("seed", 0)):
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise BadValue(f"{_option(field)} is {value}; it must be at least {least}.")
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
+    """Everything that `mh.split_train` and `manyhands split train` can be told."""
+
+    epochs: int | None = varied(  # type: ignore[assignment]
+        LearningConfig, "epochs", None, command_default=None, default_text=str(EPOCHS),
+        in_python="None: one.",
+    )  # fmt: skip
+    batch_size: int | None = varied(
+        LearningConfig, "batch_size", None, command_default=None, default_text=str(BATCH_SIZE)
+    )
+    optimizer: str = varied(LearningConfig, "optimizer", "", default_text=OPTIMIZER)
+    shuffle: bool | None = varied(LearningConfig, "shuffle", None, stored=None)
+    granularity: str = varied(
+        JobConfig, "granularity", "blocks", flags=("--granularity",), on_resume="stored", stored=""
+    )
+    token: str = varied(
+        TokenConfig, "token", "", help="The cloud's token, as it printed it; for the first time only.",
+        default_text="asked for", is_keyword=True,
+    )  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        self._check_split()
+        if self.is_command:
+            self._check_command()
+
+    def _check_split(self) -> None:
+        """Refuse values that cannot be read, or that contradict each other."""
+        self.phases, self.edge_bytes, self.delay, self.holders  # noqa: B018
+        if self.labels == "cloud" and (
+            self.edge_side == "downstream" or self.cut == "edge" or self.rival in ("edge-only", "jointdnn")
+            or self.calibrate_seconds
+        ):  # fmt: skip
+            raise BadValue(
+                "The labels are at the cloud: what computes the loss must be there, and nothing is calibrated here.",
+                hint='Leave out labels="cloud", or edge_side, cut, rival and the calibration.',
+            )
+        if self.allowed_drop >= 1:
+            raise BadValue(
+                f"{self.spelling('allowed_drop')} is {self.allowed_drop}; it must be between 0 and 1, like 0.01."
+            )
+        if self.trace is not None and isinstance(self.cloud, str):
+            raise BadValue(
+                f"{self.spelling('trace')} {self.trace} is played between processes of this machine; {self.cloud} has "
+                "its own link.",
+                hint=f"Leave out one of {self.spelling('trace')} and {self.spelling('cloud')}.",
+            )
+
+    def _check_command(self) -> None:
+        """Refuse what a command cannot mean."""
+        from manyhands.facts.optimizer import parse as parse_optimizer
+        from manyhands.files.traces import read_link_trace
+        from manyhands.models.registry import ZOO
+        from manyhands.session.joining import parse_address
+
         if self.epochs is not None and self.steps is not None:
             raise BadValue(
                 f"--epochs {self.epochs} and --steps {self.steps} both say how long.", hint="Give one of them."
             )
-        if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise BadValue(f"--lr is {self.lr}; it must be > 0.")
-        for field in ("edge_slowdown", "server_slowdown"):
-            if not 1 <= getattr(self, field) < float("inf"):
-                raise BadValue(f"{_option(field)} is {getattr(self, field)}; it must be 1 or more.")
-        (
-            phases_of(self.k),
-            bits_of(self.bits),
-            mode_of(self.mode),
-            labels_of(self.labels),
-            side_of(self.edge_side),
-        )
-        rivals = (*BASELINES, CONVENTIONAL) if parse_silos(self.silos) is not None else tuple(BASELINES)
-        if self.rival and self.rival not in rivals:
-            raise unknown("rival", self.rival, rivals)
+        if self.rival == AMONG_SILOS and self.holders is None:
+            raise unknown("rival", self.rival, BASELINES)
         if self.optimizer:
             parse_optimizer(self.optimizer)
-        if self.trace:
+        if isinstance(self.trace, str):
             read_link_trace(self.trace)
-        if self.memory:
-            parse_bytes(self.memory, "--memory")
-        if self.delay:
-            parse_seconds(self.delay, "--delay")
-        if not 0 <= self.calibrate < float("inf"):
-            raise BadValue(f"--calibrate is {self.calibrate}; it must be 0 or more seconds.")
-        if not 0 < self.allowed_drop < 1:
-            raise BadValue(f"--allowed-drop is {self.allowed_drop}; it must be between 0 and 1, like 0.01.")
-        if self.trace and self.cloud:
-            raise BadValue(
-                f"--trace {self.trace} is played between processes of this machine; {self.cloud} has its own link.",
-                hint="Leave out one of --trace and --cloud.",
-            )
         if self.listen:
             parse_address(self.listen, 0)
-            if not self.silos or self.cloud or self.preset:
+            if self.silos is None or self.cloud or self.preset:
                 raise BadValue(
-                    f"--listen {self.listen} is for devices that have silos; --silos says who has what.",
+                    f"--listen {self.listen} is for devices that have silos; --silos says which has what.",
                     hint="Add --silos edge-a=left,edge-b=right,server=target; leave out --cloud and --preset.",
                 )
         if self.model not in ZOO and ":" not in self.model:
             error = unknown("model", self.model, ZOO)
             raise UnknownName(error.message, hint=f"{error.hint} Or write module:factory.".strip())
 
+    @property
+    def phases(self) -> Phases:
+        """K by epoch."""
+        from manyhands.split.plans import phases_of
 
-def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
-    """'edge-a=left,edge-b=right+mask,server=target' -> who has what."""
-    if not text:
-        return None
-    found: dict[str, tuple[str, ...]] = {}
-    for part in text.split(","):
-        device, sign, names = part.strip().partition("=")
-        if not sign or not DEVICE_NAME.fullmatch(device) or device in found or not all(names.split("+")):
-            raise BadValue(
-                f"--silos '{text:.80}' does not say who has what.",
-                hint="Write edge-a=left,edge-b=right,server=target; several of one device: edge-a=left+mask.",
-            )
-        found[device] = tuple(names.split("+"))
-    return found
+        return phases_of(self.k)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits that features may be packed in."""
+        from manyhands.split.plans import bits_of
 
-def _option(field: str) -> str:
-    return "--" + field.replace("_", "-")
+        return bits_of(self.bits)
 
+    @property
+    def edge_bytes(self) -> float | None:
+        """Memory of the edge; None: no limit."""
+        from manyhands.facts.units import parse_bytes
 
-def split_wish(given: Mapping[str, Any], *, resume: str, out: str) -> SplitWish:
-    """What the user wants, from the options that were typed: those left out are None."""
-    said = {key: value for key, value in given.items() if value is not None}
-    if not resume:
-        if out:
-            jobs.check_out(Path(out), "split train")
-        return SplitWish(**said)
-    folder = Path(resume)
-    if out:
-        raise BadValue(f"--resume {resume} goes on in that folder; --out {out} names another.", hint="Give one.")
-    if not (folder / "config.yaml").exists():
-        raise BadFile(f"{folder}: is no run folder: it has no config.yaml.", hint="List them: ls runs")
-    config = read_document(folder / "config.yaml")
-    known = config.get("split_wish") if isinstance(config, dict) else None
-    if not isinstance(known, dict):
-        raise BadValue(
-            f"{folder} was not started by manyhands split train.", hint="In Python: mh.split_train(..., resume=FOLDER)."
-        )
-    known = {key: value for key, value in known.items() if key in SplitWish.__dataclass_fields__}
-    if "model" not in said:
-        from_file(str(known.get("model", jobs.MODEL)), str(folder / "config.yaml"))
-    for key, value in said.items():
-        if key not in MAY_CHANGE and known.get(key, value) != value:
-            raise BadValue(
-                f"{folder} was started with {_option(key)} {known[key]}; it is now {value}. "
-                "It would not go on as it was.",
-                hint=f"Leave out {_option(key)}, or start a new run.",
-            )
-    if "epochs" in said or "steps" in said:
-        known |= {"epochs": None, "steps": None}
-    return SplitWish(**{**known, **said})
-
-
-def preset_of(wish: SplitWish, data: DataSets) -> Hyper | None:
-    """The paper's settings for this model and data, where they are asked for."""
-    return hyper(wish.model, data.kind or wish.data) if wish.preset else None
-
-
-def optimizer_of(wish: SplitWish, preset: Hyper | None, steps_per_epoch: int) -> Optimizer:
-    """As typed, as the paper had it, or as usual; --lr goes before."""
-    text = wish.optimizer or (preset.optimizer_text(steps_per_epoch) if preset is not None else OPTIMIZER)
-    found = parse_optimizer(text)
-    if wish.lr is None:
+        found = self.memory_bytes
+        if isinstance(found, str):
+            return parse_bytes(found, self.spelling("memory_bytes"))
+        if found is not None and not found > 0:
+            raise BadValue(f"memory_bytes is {found}; it must be > 0.")
         return found
-    options = {**found.options, "lr": wish.lr}
-    return Optimizer(found.name, schedule=found.schedule, **options)
 
+    @property
+    def delay(self) -> float:
+        """Seconds that the trace's link takes one way."""
+        from manyhands.facts.units import parse_seconds
 
-def split_job(
-    wish: SplitWish,
-    *,
-    token: str = "",
-    folder: Path | None = None,
-    resume: Path | None = None,
-    on_opened: OnOpened | None = None,
-    on_planned: OnPlanned | None = None,
-    on_step: OnStep | None = None,
-    say: jobs.Say | None = None,
-) -> SplitResult:
-    """Train by names."""
-    if wish.listen:
-        from manyhands.split.joined_silos import joined_job
+        found = self.delay_seconds or 0.0
+        return parse_seconds(found, self.spelling("delay_seconds")) if isinstance(found, str) else found
 
-        return joined_job(
-            wish, token=token, folder=folder, resume=resume, on_opened=on_opened, on_planned=on_planned,
-            on_step=on_step, say=say,
-        )  # fmt: skip
-    data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=wish.input))
-    preset = preset_of(wish, data)
-    if preset is not None:
-        if preset.note and say is not None:
-            say(preset.note)
-        if not wish.input and preset.input_shape and preset.input_shape != data.input_shape:
-            shape = "x".join(map(str, preset.input_shape))
-            data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=shape))
-        options = {**data.model_options, **{key: int(value) for key, value in preset.model_options.items()}}
-        data = dataclasses.replace(data, model_options=options)
-    if data.test is None and say is not None:
-        say(jobs.none_held_out(data))
-    batch_size = wish.batch_size or (preset.batch_size if preset is not None else BATCH_SIZE)
-    epochs = wish.epochs or (preset.epochs if preset is not None else EPOCHS)
-    model = jobs.build_model(wish.model, data)
-    jobs.check_classes(model, wish.model, wish.data, data)
-    from manyhands.data.loader import length
-    from manyhands.data.order import BatchOrder
-    from manyhands.split.training import split_train
+    @property
+    def holders(self) -> Silos | None:
+        """Which device has which inputs."""
+        from manyhands.split.arguments import parse_silos
 
-    per_epoch = BatchOrder(length(data.train), batch_size, True, wish.seed).steps_per_epoch
-    return split_train(
-        model, data.train, loss=jobs.loss_of(wish.model, data), optimizer=optimizer_of(wish, preset, per_epoch),
-        batch_size=batch_size, epochs=epochs, steps=wish.steps, cut=wish.cut, bits=wish.bits, k=wish.k,
-        mode=wish.mode, trace=wish.trace or None, cloud=wish.cloud or None, token=token, seed=wish.seed,
-        edge_slowdown=wish.edge_slowdown, server_slowdown=wish.server_slowdown, edge_side=wish.edge_side,
-        labels=wish.labels, silos=parse_silos(wish.silos), freeze=wish.freeze, weights=wish.weights or None,
-        rival=wish.rival, folder=folder, resume=resume or False, test=data.test,
-        memory_bytes=parse_bytes(wish.memory) if wish.memory else None,
-        delay_seconds=parse_seconds(wish.delay) if wish.delay else 0.0, granularity=wish.granularity,
-        calibrate_seconds=wish.calibrate, allowed_drop=wish.allowed_drop, data_name=data.kind or data.name,
-        name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_opened=on_opened, on_planned=on_planned,
-        on_step=on_step, say=say,
-    )  # fmt: skip
+        return parse_silos(self.silos) if isinstance(self.silos, str) else self.silos
+
+    def cut_in(self, network: Network) -> int | None:
+        """Return the cut that is wanted; None: any."""
+        from manyhands.planner.split_profile import candidate_cuts
+        from manyhands.split.plans import cut_of
+
+        alone = len(network.layers) if self.edge_side == "upstream" else 0
+        return cut_of(self.cut, network, candidate_cuts(network), alone)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run folder keeps of a split, however it was started."""
+        from manyhands.split.plans import phases_text
+
+        k = "auto" if self.k == "auto" else phases_text(self.phases)
+        return {
+            "cut": self.cut, "bits": self.bits, "k": k, "mode": self.mode, "rival": self.rival,
+            "edge_side": self.edge_side, "labels": self.labels, "error_feedback": self.error_feedback,
+            "pack_gradients": self.pack_gradients, "freeze": self.freeze,
+        }  # fmt: skip

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -15,14 +15,13 @@ from manyhands.executor.packing_cost import packing_cost
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.calibration import Calibration
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadValue
 from manyhands.facts.network import Network
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.facts.trace import LinkTrace
 from manyhands.facts.units import format_bytes
-from manyhands.job.base import Guide, Job, OnStep
-from manyhands.job.options import Lasting
+from manyhands.job.base import Guide, Job
+from manyhands.job.callbacks import OnStep
 from manyhands.job.result import TrainResult
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
@@ -30,19 +29,15 @@ from manyhands.plans.planning import batch_norm_named
 from manyhands.runtime.controller import Controller
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import Following
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
 from manyhands.split.calibration import calibrated, find_calibration
+from manyhands.split.config import SplitConfig
 from manyhands.split.controller import REDEPLOY_SECONDS, Redeployed, SplitPilot, Wanted
 from manyhands.split.plans import (
-    CONVENTIONAL,
     Ends,
     Phases,
-    bits_of,
-    cut_of,
-    labels_of,
     mode_of,
-    phases_of,
-    phases_text,
     side_of,
 )
 from manyhands.split.session import Two, linked, look_at_link, rates_of
@@ -80,106 +75,48 @@ class SplitResult(TrainResult):
     """Where the link followed a trace: seconds, bytes per second up and down."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How the split is to be, checked before anything starts."""
-
-    cut: int | str = "auto"
-    bits: int | str = "auto"
-    k: int | str | None = 5
-    mode: str = "grouped"
-    rival: str = ""
-    labels: str = "edge"
-    edge_side: str = "upstream"
-    error_feedback: bool = True
-    pack_gradients: bool = False
-    least_bits: int | Mapping[int, int] | None = None
-    memory_bytes: float | None = None
-    delay_seconds: float = 0.0
-    data_name: str = ""
-    calibrate_seconds: float = 0.0
-    allowed_drop: float = 0.01
-
-    def __post_init__(self) -> None:
-        self.phases, self.widths  # noqa: B018
-        mode_of(self.mode), side_of(self.edge_side)
-        Wanted(None, self.widths, "" if self.rival == CONVENTIONAL else self.rival)
-        if labels_of(self.labels) == "cloud" and (
-            self.edge_side == "downstream" or self.cut == "edge" or self.rival in ("edge-only", "jointdnn")
-            or self.calibrate_seconds
-        ):  # fmt: skip
-            raise BadValue(
-                "The labels are at the cloud: what computes the loss must be there, and nothing is calibrated here.",
-                hint='Leave out labels="cloud", or edge_side, cut, rival and the calibration.',
-            )
-        if not 0 <= self.calibrate_seconds < float("inf") or not 0 < self.allowed_drop < 1:
-            raise BadValue(
-                f"Calibrating for {self.calibrate_seconds} s, allowing a drop of {self.allowed_drop}: the time must be "
-                ">= 0, the drop between 0 and 1."
-            )
-        if self.memory_bytes is not None and not self.memory_bytes > 0:
-            raise BadValue(f"memory_bytes is {self.memory_bytes}; it must be > 0.")
-
-    @property
-    def phases(self) -> tuple[tuple[int, int | None], ...]:
-        return phases_of(self.k)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return bits_of(self.bits)
-
-    def cut_in(self, network: Network) -> int | None:
-        """The cut that is wanted; None: any."""
-        alone = len(network.layers) if self.edge_side == "upstream" else 0
-        return cut_of(self.cut, network, candidate_cuts(network), alone)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a run folder keeps."""
-        k = "auto" if self.k == "auto" else phases_text(self.phases)
-        return {
-            "cut": self.cut, "bits": self.bits, "k": k, "mode": self.mode, "rival": self.rival,
-            "edge_side": self.edge_side, "labels": self.labels, "error_feedback": self.error_feedback,
-            "pack_gradients": self.pack_gradients,
-        }  # fmt: skip
-
-
 class SplitJob(Job):
     """One call of `split_train`, with its two ends at hand."""
 
-    asked: Asked
     two: Two
     trace: LinkTrace | None
     steering: SplitPilot
     last_planned: PlannedRun
 
-    def ask(
-        self, asked: Asked, two: Two, trace: LinkTrace | None, backup_every: int | None, engine: dict[str, Any]
-    ) -> None:
-        self.asked, self.two, self.trace, self.backups, self.engine = asked, two, trace, backup_every, engine
+    def between(self, two: Two, trace: LinkTrace | None) -> Self:
+        """Return the job with its two ends, and the trace that the link between them follows."""
+        self.two, self.trace = two, trace
+        return self
+
+    @property
+    def settings(self) -> SplitConfig:
+        """The configuration of this kind of job."""
+        assert isinstance(self.config, SplitConfig)
+        return self.config
 
     # Before it runs
 
     def prepared(self) -> PlannedRun:
         """Measure both ends and the link, decide, predict."""
-        asked, two, network, options = self.asked, self.two, self.graph.network, self.options
-        coordinator, size = self.session.coordinator, options.batch_size
+        config, two, network, workload = self.settings, self.two, self.graph.network, self.workload
+        coordinator, size = self.session.coordinator, workload.batch_size
         cluster, profile = measure(
-            self.session, self.graph, size, optimizer=options.optimizer, say=self.say, ladder=(size,)
+            self.session, self.graph, size, optimizer=workload.optimizer, say=self.say, ladder=(size,)
         )
         rates = self._first_rates(coordinator)
         cluster = linked(cluster, two.edge, two.server, rates)
         ends = Ends(
             network.name, len(network.layers), size, two.edge, two.server,
-            side_of(asked.edge_side), mode_of(asked.mode), asked.error_feedback, asked.pack_gradients,
-            slots(options.optimizer), batch_norm_named(options.batch_norm),
+            side_of(config.edge_side), mode_of(config.mode), config.error_feedback, config.pack_gradients,
+            slots(workload.optimizer), batch_norm_named(workload.batch_norm),
         )  # fmt: skip
-        wanted = Wanted(asked.cut_in(network), asked.widths, asked.rival)
+        wanted = Wanted(config.cut_in(network), config.widths, config.rival)
         self.steering = SplitPilot(
-            ends, self._profile(cluster, profile), rates, wanted, self._phases(), options.order.steps_per_epoch,
+            ends, self._profile(cluster, profile), rates, wanted, self._phases(), workload.order.steps_per_epoch,
             profile, cluster, first_step=self.start.steps_done, last_step=self.last_step,
-            backup_every=self.backups,
-            probe=lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down), **self.engine,
+            backup_every=self.settings.backup_every,
+            probe=lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down),
+            **dict(self.settings.engine or {}),
         )  # fmt: skip
         self.rates = rates
         return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)
@@ -194,24 +131,24 @@ class SplitJob(Job):
             self.record.event("note", text=note)
             if self.say is not None:
                 self.say(note)
-        return LinkRates(trace.up.mean, trace.down.mean, self.asked.delay_seconds)
+        return LinkRates(trace.up.mean, trace.down.mean, self.settings.delay)
 
     def _profile(self, cluster: Cluster, profile: Profile) -> SplitProfile:
-        asked, two, network = self.asked, self.two, self.graph.network
+        config, two, network = self.settings, self.two, self.graph.network
         members = self.session.coordinator.members
         slow = [members[name].facts.slowdown for name in (two.edge, two.server)]
-        side = side_of(asked.edge_side)
+        side = side_of(config.edge_side)
         cost = packing_cost(threads=1).between(*(slow if side == "upstream" else slow[::-1]))
         measured = split_profile(
-            network, profile.of(two.edge), profile.of(two.server), self.options.batch_size, edge_side=side,
-            cuts=candidate_cuts(network) if asked.labels == "cloud" else None,
-            optimizer_slots=slots(self.options.optimizer), least_bits=self._least_bits(),
+            network, profile.of(two.edge), profile.of(two.server), self.workload.batch_size, edge_side=side,
+            cuts=candidate_cuts(network) if config.labels == "cloud" else None,
+            optimizer_slots=slots(self.workload.optimizer), least_bits=self._least_bits(),
             step_bytes_per_second=(
                 cluster.device(two.edge).memory_bytes_per_second, cluster.device(two.server).memory_bytes_per_second,
             ),
         )  # fmt: skip
         return msgspec.structs.replace(
-            measured, memory_bytes=asked.memory_bytes, packs_gradients=asked.pack_gradients,
+            measured, memory_bytes=config.edge_bytes, packs_gradients=config.pack_gradients,
             redeploy_seconds=REDEPLOY_SECONDS, phases=self._phases(), packing_seconds=cost["packing_seconds"],
             packing_seconds_per_byte=cost["packing_seconds_per_byte"],
             unpacking_seconds_per_byte=cost["unpacking_seconds_per_byte"],
@@ -221,15 +158,15 @@ class SplitJob(Job):
     @cached_property
     def _calibration(self) -> Calibration | None:
         """What short trainings found, now or before, if that is wanted."""
-        asked, options = self.asked, self.options
-        if asked.calibrate_seconds:
+        config, workload = self.settings, self.workload
+        if config.calibrate_seconds:
             found = calibrated(
-                self.graph, options.data, self.test, options.optimizer, batch_size=options.batch_size,
-                data=asked.data_name, seed=options.seed, seconds=asked.calibrate_seconds,
-                allowed_drop=asked.allowed_drop, mode=mode_of(asked.mode), say=self.say,
+                self.graph, workload.data, self.test, workload.optimizer, batch_size=workload.batch_size,
+                data=config.data_name, seed=workload.seed, seconds=config.calibrate_seconds,
+                allowed_drop=config.allowed_drop, mode=mode_of(config.mode), say=self.say,
             )  # fmt: skip
         else:
-            kept = find_calibration(self.graph.network, asked.data_name, options.batch_size)
+            kept = find_calibration(self.graph.network, config.data_name, workload.batch_size)
             if kept is None or not kept.is_complete:
                 return None
             found = kept
@@ -238,27 +175,27 @@ class SplitJob(Job):
 
     def _least_bits(self) -> int | Mapping[int, int]:
         """By cut: as the user says, as a calibration found it, or eight."""
-        if self.asked.bits != "auto":
-            return min(self.asked.widths)
-        if self.asked.least_bits is not None:
-            return self.asked.least_bits
+        if self.settings.bits != "auto":
+            return min(self.settings.widths)
+        if self.settings.least_bits is not None:
+            return self.settings.least_bits
         return LEAST_BITS if self._calibration is None else self._calibration.least_bits
 
     def _phases(self) -> Phases:
         """K by epoch: as the user says, or as a calibration found it."""
-        if self.asked.k != "auto" or self._calibration is None:
-            return self.asked.phases
-        return self._calibration.phases(max(1, round(LATER_PART * self.options.epochs)))
+        if self.settings.k != "auto" or self._calibration is None:
+            return self.settings.phases
+        return self._calibration.phases(max(1, round(LATER_PART * self.workload.epochs)))
 
     # What `Job.run` asks
 
-    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
 
     def pilot(self) -> Controller | None:
         return self.steering
 
-    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun) -> int:
         return self.steering.backups()
 
     def checkpoint_every(self, planned: PlannedRun) -> int:
@@ -267,7 +204,7 @@ class SplitJob(Job):
         pilot = self.steering
         running, rate = pilot.engine.profile.running_bytes, self.rates.down_bytes_per_second
         before = running[pilot.deployment.cut]
-        there = running[-1] - before if self.asked.edge_side == "upstream" else before
+        there = running[-1] - before if self.settings.edge_side == "upstream" else before
         seconds = pilot.batch_seconds(pilot.deployment)
         if not there or not seconds or not rate:
             return usual
@@ -286,9 +223,9 @@ class SplitJob(Job):
                 on_step(step, loss, took)
 
         least = 1 if pilot.can_work_alone() else 2
-        lasting = Lasting("auto", self.backups, least, 2)
+        endurance = RetryPolicy("auto", least, 2, self.session.rejoin_seconds)
         with self._following() as following:
-            found, self.last_planned = self.run(planned, stepped, "auto", lasting)
+            found, self.last_planned = self.run(planned, stepped, "auto", endurance)
         moved, between = pilot.moved_bytes(), found.bytes_between
         up, down = (between.get(pair, 0) for pair in ((two.edge, two.server), (two.server, two.edge)))
         own = {one.name: getattr(found, one.name) for one in fields(TrainResult)}
@@ -308,7 +245,7 @@ class SplitJob(Job):
             return
         edge, server, coordinator = self.two.edge, self.two.server, self.session.coordinator
         with Following(
-            coordinator, self.trace, up=(edge, server), down=(server, edge), delay_seconds=self.asked.delay_seconds
+            coordinator, self.trace, up=(edge, server), down=(server, edge), delay_seconds=self.settings.delay
         ) as following:
             yield following
 

@@ -2,73 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from manyhands.facts.errors import TimedOut
-from manyhands.job import named as jobs
-from manyhands.job.machines import JOIN_SECONDS
+from manyhands.job.config_sections import DATA
+from manyhands.job.devices import JOIN_SECONDS
+from manyhands.job.named import build_model, load_data, loss_of
 from manyhands.session.joining import join_text, parse_address
-from manyhands.split.config import BATCH_SIZE, EPOCHS, SplitWish, optimizer_of, parse_silos
+from manyhands.split.arguments import DOCUMENT
+from manyhands.split.config import BATCH_SIZE, EPOCHS, SplitConfig
+from manyhands.split.named import optimizer_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from manyhands.job.base import OnOpened, OnPlanned, OnStep
     from manyhands.split.job import SplitResult
 
 
-def joined_job(
-    wish: SplitWish,
-    *,
-    token: str = "",
-    folder: Path | None = None,
-    resume: Path | None = None,
-    on_opened: OnOpened | None = None,
-    on_planned: OnPlanned | None = None,
-    on_step: OnStep | None = None,
-    say: jobs.Say | None = None,
-) -> SplitResult:
-    """Wait for the devices that --silos names, and train over what they have."""
-    model, loss, test = _model(wish)
+def split_with_joined(config: SplitConfig) -> SplitResult:
+    """Wait for the devices that --silos names, train over what they have, and return the result."""
+    model, loss, test = _model(config)
     from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
     from manyhands.runtime.shared_token import shared_token
-    from manyhands.split.training import split_train
+    from manyhands.split.training import split_with
 
-    silos = parse_silos(wish.silos)
+    silos = config.holders
     assert silos is not None
-    said = say or (lambda text: None)
+    report = config.say or (lambda text: None)
     with Coordinator(
-        *parse_address(wish.listen, DEFAULT_PORT), token or shared_token(said), on_event=say, title=wish.model
-    ) as coordinator:
+        *parse_address(config.listen, DEFAULT_PORT), config.token or shared_token(report), on_event=config.say,
+        title=config.model,
+    ) as coordinator:  # fmt: skip
         coordinator.wanted = set(silos)
         more = " --name NAME --silo FILE"
-        said(f"Waiting for {', '.join(silos)}. On each:\n{join_text(coordinator, more)}")
+        report(f"Waiting for {', '.join(silos)}. On each:\n{join_text(coordinator, more)}")
         try:
-            coordinator.wait_for(silos, JOIN_SECONDS)
+            coordinator.wait_for(list(silos), JOIN_SECONDS)
         except TimedOut as error:
             error.hint = f"On each device: {coordinator.join_command()}{more}"
             raise
-        return split_train(
-            model, None, loss=loss, optimizer=optimizer_of(wish, None, 1), batch_size=wish.batch_size or BATCH_SIZE,
-            epochs=wish.epochs or EPOCHS, steps=wish.steps, cut=wish.cut, bits=wish.bits, k=wish.k, mode=wish.mode,
-            cloud=coordinator, silos=silos, seed=wish.seed, freeze=wish.freeze, weights=wish.weights or None,
-            rival=wish.rival, folder=folder, resume=resume or False, test=test, granularity=wish.granularity,
-            name=wish.model, config={"split_wish": dataclasses.asdict(wish)}, on_opened=on_opened,
-            on_planned=on_planned, on_step=on_step, say=say,
+        resolved = replace(
+            config, batch_size=config.batch_size or BATCH_SIZE, epochs=config.epochs or EPOCHS, cloud=coordinator,
+            trace=None, listen="", test=test, name=config.model, config={DOCUMENT: config.document()},
+            is_command=False,
         )  # fmt: skip
+        return split_with(resolved, model, None, loss, optimizer_of(config, None, 1))
 
 
-def _model(wish: SplitWish) -> tuple[nn.Module, Any, Any]:
-    """The model, its loss, and held-out data; without --data a model of its usual size, and none is held out."""
+def _model(config: SplitConfig) -> tuple[nn.Module, Any, Any]:
+    """Return the model, its loss and held-out data; without --data a model of its usual size, and none is held out."""
     import torch
 
     from manyhands.models import registry
 
-    if wish.data != jobs.DATA:
-        data = jobs.load_data(jobs.Wish(model=wish.model, data=wish.data, input=wish.input))
-        return jobs.build_model(wish.model, data), jobs.loss_of(wish.model, data), data.test
+    if config.data != DATA:
+        data = load_data(config.model, config.data, config.input)
+        return build_model(config.model, data), loss_of(config.model, data), data.test
     torch.manual_seed(0)
-    loss = registry.ZOO[wish.model].loss if wish.model in registry.ZOO else "cross_entropy"
-    return registry.build(wish.model), registry.loss_function(loss), None
+    loss = registry.ZOO[config.model].loss if config.model in registry.ZOO else "cross_entropy"
+    return registry.build(config.model), registry.loss_function(loss), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import Dataset
 
@@ -23,8 +23,8 @@ from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.trace import LinkTrace
-from manyhands.job.base import Guide, Job, OnStep
-from manyhands.job.options import Lasting
+from manyhands.job.base import Guide, Job
+from manyhands.job.callbacks import OnStep
 from manyhands.job.result import TrainResult
 from manyhands.planner.split import Bound, Deployment
 from manyhands.plans.planning import batch_norm_named
@@ -33,8 +33,10 @@ from manyhands.runtime.control_parts import Arrival, Shape
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.following import Following
 from manyhands.runtime.member import Member
+from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
-from manyhands.split.job import LEAST_BITS, Asked, SplitResult
+from manyhands.split.config import SplitConfig
+from manyhands.split.job import LEAST_BITS, SplitResult
 from manyhands.split.plans import CONVENTIONAL, Ends, Phases, mode_of
 from manyhands.split.session import look_at_link, rates_of
 from manyhands.split.silos import Joined, check_again
@@ -44,13 +46,13 @@ RIVALS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def as_rival(asked: Asked) -> Asked:
+def as_rival(config: SplitConfig) -> SplitConfig:
     """What a rival fixes."""
-    if not asked.rival:
-        return asked
-    if asked.rival not in RIVALS:
-        raise unknown("rival among silos", asked.rival, RIVALS)
-    return replace(asked, rival="", **RIVALS[asked.rival])
+    if not config.rival:
+        return config
+    if config.rival not in RIVALS:
+        raise unknown("rival among silos", config.rival, RIVALS)
+    return replace(config, rival="", **RIVALS[config.rival])
 
 
 def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: str, codec: Codec) -> tuple[Stage, ...]:
@@ -175,33 +177,40 @@ class SiloPilot:
 class SiloJob(Job):
     """One call of `split_train` with two edges or more."""
 
-    asked: Asked
     joined: Joined
     trace: LinkTrace | None
     steering: SiloPilot
     last_planned: PlannedRun
 
-    def ask(self, asked: Asked, joined: Joined, trace: LinkTrace | None, own: Dataset[Any] | None) -> None:
-        self.asked, self.joined, self.trace, self.own = as_rival(asked), joined, trace, own
-        if self.asked.cut != "auto" or self.asked.edge_side != "upstream":
+    def among(self, joined: Joined, trace: LinkTrace | None, own: Dataset[Any] | None) -> Self:
+        """Return the job with the devices that have silos, the trace of their links, and the data at hand."""
+        self.joined, self.trace, self.own = joined, trace, own
+        if self.settings.cut != "auto" or self.settings.edge_side != "upstream":
             raise BadValue("With several edges the network is cut where their features meet.", hint="Leave out cut.")
+        return self
+
+    @property
+    def settings(self) -> SplitConfig:
+        """The configuration of this kind of job, as a baseline fixes it."""
+        assert isinstance(self.config, SplitConfig)
+        return as_rival(self.config)
 
     def prepared(self) -> PlannedRun:
-        asked, network, options, found = self.asked, self.graph.network, self.options, self.joined
-        size = options.batch_size
-        bits = LEAST_BITS if asked.bits == "auto" else int(asked.bits)
-        codec = Codec(bits, asked.error_feedback, asked.pack_gradients)
+        config, network, workload, found = self.settings, self.graph.network, self.workload, self.joined
+        size = workload.batch_size
+        bits = LEAST_BITS if config.bits == "auto" else int(config.bits)
+        codec = Codec(bits, config.error_feedback, config.pack_gradients)
         stages = silo_stages(network, found.holders, found.server, codec)
         cluster, profile = measure(
-            self.session, self.graph, size, optimizer=options.optimizer, say=self.say, ladder=(size,)
+            self.session, self.graph, size, optimizer=workload.optimizer, say=self.say, ladder=(size,)
         )
         cluster = self._linked(cluster)
         ends = Ends(
-            network.name, len(network.layers), size, mode=mode_of(asked.mode),
-            optimizer_slots=slots(options.optimizer), batch_norm=batch_norm_named(options.batch_norm),
+            network.name, len(network.layers), size, mode=mode_of(config.mode),
+            optimizer_slots=slots(workload.optimizer), batch_norm=batch_norm_named(workload.batch_norm),
         )  # fmt: skip
         self.steering = SiloPilot(
-            stages, ends, asked.phases, options.order.steps_per_epoch, profile, cluster, found, self.own,
+            stages, ends, config.phases, workload.order.steps_per_epoch, profile, cluster, found, self.own,
             self.start.steps_done,
         )  # fmt: skip
         return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)
@@ -211,7 +220,7 @@ class SiloJob(Job):
         links = []
         for edge in self.joined.edges:
             if self.trace is not None:
-                up, down, delay = self.trace.up.mean, self.trace.down.mean, self.asked.delay_seconds
+                up, down, delay = self.trace.up.mean, self.trace.down.mean, self.settings.delay
             else:
                 rates = rates_of(*look_at_link(self.session.coordinator, edge, self.joined.server))
                 up, down, delay = rates.up_bytes_per_second, rates.down_bytes_per_second, rates.delay_seconds
@@ -223,13 +232,13 @@ class SiloJob(Job):
 
     # What `Job.run` asks
 
-    def replanner(self, planned: PlannedRun, strategy: str, lasting: Lasting) -> Guide:
+    def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
 
     def pilot(self) -> Controller | None:
         return self.steering
 
-    def backup_every(self, planned: PlannedRun, lasting: Lasting) -> int:
+    def backup_every(self, planned: PlannedRun) -> int:
         return 0
 
     def train(self, planned: PlannedRun, on_step: OnStep | None) -> SplitResult:
@@ -242,8 +251,9 @@ class SiloJob(Job):
                 on_step(step, loss, took)
 
         count = len(self.joined.edges) + 1
+        endurance = RetryPolicy("auto", count, count, self.session.rejoin_seconds)
         with self._following():
-            found, self.last_planned = self.run(planned, stepped, "auto", Lasting("auto", 0, count, count))
+            found, self.last_planned = self.run(planned, stepped, "auto", endurance)
         server, between = self.joined.server, found.bytes_between
         stage = planned.plan.stages[-1]
         cut = stage.layers[0]
@@ -269,7 +279,7 @@ class SiloJob(Job):
                     stack.enter_context(
                         Following(
                             coordinator, self.trace, up=(edge, server), down=(server, edge),
-                            delay_seconds=self.asked.delay_seconds,
+                            delay_seconds=self.settings.delay,
                         )
                     )  # fmt: skip
                 yield

@@ -22,7 +22,9 @@ from torch import nn
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.job.config import check_keywords, keywords_of
 from manyhands.job.result import TrainResult
+from manyhands.training.config import TrainConfig
 from manyhands.training.schedulers import Configuring, check_begun
 from manyhands.training.train import train
 
@@ -54,10 +56,7 @@ class Trainer:
     def __init__(self, *, devices: int | None = None, max_epochs: int = 1, max_steps: int = -1, **options: Any) -> None:
         if devices is not None and "cluster" in options:
             raise BadValue(f"devices is {devices}, and a cluster is given.", hint="Leave one of them out.")
-        known = set(inspect.signature(train).parameters) - {"model", "data", "loss", "optimizer", "epochs", "steps"}
-        for name in options:
-            if name not in known:
-                raise BadValue(f"Trainer has no option {name}.", hint=f"It takes: {', '.join(sorted(known))}.")
+        check_keywords("Trainer", options, set(keywords_of(TrainConfig)) - {"epochs", "steps"})
         self._options = options
         if devices is not None:
             self._options = {**options, "cluster": Cluster.local(devices)}
@@ -77,10 +76,10 @@ class Trainer:
             module.prepare_data()  # type: ignore[operator]
         if _overrides(module, "setup"):
             module.setup("fit")  # type: ignore[operator]
-        data = train_dataloaders if train_dataloaders is not None else _asked(module, "train_dataloader")
+        data = train_dataloaders if train_dataloaders is not None else _called(module, "train_dataloader")
         if data is None:
             raise BadValue("There is no data.", hint="Write trainer.fit(module, DataLoader(data, batch_size=64)).")
-        held_out = val_dataloaders if val_dataloaders is not None else _asked(module, "val_dataloader")
+        held_out = val_dataloaders if val_dataloaders is not None else _called(module, "val_dataloader")
         unused = [name for name in NOT_USED if _overrides(module, name)]
         if held_out is not None and unused:
             warnings.warn(
@@ -95,7 +94,7 @@ class Trainer:
         )  # fmt: skip
 
 
-def _asked(module: nn.Module, name: str) -> Any:
+def _called(module: nn.Module, name: str) -> Any:
     method = getattr(module, name, None)
     return method() if callable(method) and name in dir(type(module)) and _is_own(module, name) else None
 

@@ -24,13 +24,15 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.trace import LinkTrace
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
-from manyhands.job.options import Options
+from manyhands.job.opening import OpenedRun
+from manyhands.job.workload import Workload
 from manyhands.models.registry import build
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile, seconds_of
-from manyhands.runtime.order import WAIT_LIMIT_SECONDS, RunState
+from manyhands.runtime.order import RunState
 from manyhands.runtime.record import RunRecord
 from manyhands.session.measuring import measure
-from manyhands.split.job import Asked, SplitJob, SplitResult
+from manyhands.split.config import SplitConfig
+from manyhands.split.job import SplitJob, SplitResult
 from manyhands.split.session import Two
 from manyhands_bench.recovery.site import DrawnPictures
 
@@ -196,22 +198,19 @@ class SplitSite:
         cut: int | str = "auto", bits: int | str = "auto",
     ) -> TimedSplit:  # fmt: skip
         """Train `steps` batches from the beginning, over a link that follows a trace from its beginning."""
-        config = Asked(cut, bits, k, mode, rival)
-        size = self.setting.batch_size
-        options = Options(
-            self.module, self.data, nn.functional.cross_entropy, OPTIMIZER, size, 1, steps, True, "synchronised", 0
-        )
+        config = SplitConfig(
+            cut=cut, bits=bits, k=k, mode=mode, rival=rival, batch_size=self.setting.batch_size, steps=steps,
+            backup_every=0,
+        )  # fmt: skip
+        workload = Workload(self.module, self.data, nn.functional.cross_entropy, OPTIMIZER, config)
         seen: list[tuple[float, int, float]] = []
 
         def stepped(step: int, loss: float, seconds: float) -> None:
             seen.append((time.monotonic() - began, step, seconds))
 
         with tempfile.TemporaryDirectory(dir=self.folder) as name, closing(RunRecord(Path(name) / "run")) as record:
-            job = _Job(
-                options, self.graph, self.two.session, record, RunState(dict(self.graph.state)), steps,
-                record.folder, None, None, WAIT_LIMIT_SECONDS,
-            )  # fmt: skip
-            job.ask(config, self.two, trace, 0, {})
+            opened = OpenedRun(self.graph, record, RunState(dict(self.graph.state)), record.folder, steps, False)
+            job = _Job(workload, self.two.session, opened).between(self.two, trace)
             planned = job.prepared()
             began = time.monotonic()
             result = job.train(planned, stepped)

@@ -1,0 +1,116 @@
+"""`InferConfig`: every option of `mh.infer`, `mh.Inference.open` and `manyhands infer`, with default and help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyhands.facts.errors import BadValue
+from manyhands.job.config import Config, Option, option, varied
+from manyhands.job.config_sections import MODEL, DevicesConfig, JobConfig
+
+if TYPE_CHECKING:
+    from manyhands.facts.plan import Plan
+
+STRATEGIES = {
+    "auto": "fastest", "single": "", "samples": "", "tiles": "", "deepthings": "", "modnn": "", "coates": "",
+    "channels": "", "pipeline": "", "split": "",
+}  # fmt: skip
+MOST_WAITING = 64
+REQUEST_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersConfig(Config):
+    """The network, its samples, and what becomes of the answers."""
+
+    model: str = option(
+        "", "A name from `manyhands models`, or module:factory.", "--model", "-m", is_keyword=False, default_text=MODEL
+    )
+    weights: str = option(
+        "", "A run's folder, or a .safetensors file.", "--weights", "-w", is_keyword=False, default_text="random"
+    )
+    input: str = option(
+        "", "A folder of pictures, a picture, samples.npy, .npz, .json, or digits.", "--input", "-i", is_keyword=False
+    )
+    resize: bool = option(
+        False, "Resize pictures, and arrays of them, to the network's height and width; else refused.", "--resize",
+        kind=bool, is_keyword=False,
+    )  # fmt: skip
+    output: str = option(
+        "", "Write answers here: .npy (all outputs) or .jsonl (a line each).", "--output", "-o", is_keyword=False
+    )
+    objective: str = option(
+        "latency", "What to plan for.", "--for", noun="objective",
+        choices={"latency": "one sample at a time", "throughput": "a stream of many"},
+    )  # fmt: skip
+    plan: Plan | str | Path = option(
+        "auto", "A plan file (manyhands plan --for ... --out), or as --share.", "--plan", "-p",
+        default_text="the plan of --share", in_python="Or an mh.Plan.",
+        other_flags={
+            "share": Option(
+                "How to share the work.", ("--share", "-s"), choices=STRATEGIES, noun="way to share the work",
+                default_text="auto",
+            )
+        },
+    )  # fmt: skip
+    home: str = option("", "The device that has the samples, which --share split and auto plan with.", "--home")
+    decouple: str = option(
+        "", "Decouple the network first: groups,shuffles,widening like 4,3,1.5.", "--decouple", is_keyword=False
+    )
+    shape: str = option(
+        "", "Shape of one sample, like 3x64x64.", "--shape", is_keyword=False,
+        default_text="the run's, or the model's own",
+    )  # fmt: skip
+    top: int = option(
+        5, "So many classes of each answer.", "--top", kind=int, at_least=1, at_most=1000, is_keyword=False
+    )
+    raw: bool = option(False, "All numbers of each answer in place of classes.", "--raw", kind=bool, is_keyword=False)
+    serve: int | None = option(
+        None, "Answer HTTP requests at this port until Ctrl-C; 0: any.", "--serve", kind=int, at_least=0, at_most=65535,
+        is_keyword=False,
+    )  # fmt: skip
+    host: str = option(
+        "127.0.0.1", "Of --serve: 0.0.0.0 for others too, with TLS and a token.", "--host", is_keyword=False
+    )
+    bearer: str = option(
+        "", "What clients must know.", "--bearer", variable="MANYHANDS_BEARER", is_keyword=False,
+        default_text="a new one",
+    )  # fmt: skip
+    time_limit: float | None = option(
+        None, "Of --serve: seconds that a request is given.", "--time-limit", kind=float, more_than=0, unit=" seconds",
+        is_keyword=False, default_text=f"{REQUEST_SECONDS:g}",
+    )  # fmt: skip
+    most_waiting: int = option(
+        MOST_WAITING, "Samples that wait; a caller that has more waits with them.", kind=int, at_least=1
+    )
+    memory: bool = option(False, "Count the bytes that each device holds, with the first samples (see `logs`).")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(JobConfig, DevicesConfig, AnswersConfig):
+    """Everything that `mh.infer` and `manyhands infer` can be told."""
+
+    devices: int | None = varied(DevicesConfig, "devices", None, default_text="one a core, up to 4")
+
+    def check(self) -> None:
+        super().check()
+        if self.is_command and bool(self.input) == (self.serve is not None):
+            raise BadValue(
+                "There is nothing to answer."
+                if not self.input
+                else "--input and --serve both say what is to be answered.",
+                hint="Give one of them: --input FOLDER, --input samples.npy, --input digits or --serve 8080.",
+            )
+
+    @property
+    def plan_file(self) -> str:
+        """The plan file, where one is given."""
+        is_file = isinstance(self.plan, (str, Path)) and str(self.plan) not in STRATEGIES
+        return str(self.plan) if is_file else ""
+
+    @property
+    def title(self) -> str:
+        """What workers that join are told they work for."""
+        return self.model or MODEL

@@ -1,0 +1,30 @@
+"""The keywords of `mh.infer`, made from `InferConfig` by python docs/generate.py: change them there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from manyhands.facts.cluster import Cluster, LabCluster
+    from manyhands.facts.plan import Plan
+    from manyhands.job.callbacks import Say
+    from manyhands.runtime.coordinator import Coordinator
+
+
+class InferOptions(TypedDict, total=False):
+    """Every keyword that `InferConfig` describes."""
+
+    objective: str
+    plan: Plan | str | Path
+    home: str
+    most_waiting: int
+    memory: bool
+    min_devices: int
+    max_devices: int | None
+    cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    granularity: str
+    name: str
+    say: Say | None
+    limit_seconds: float

@@ -1,0 +1,130 @@
+"""Opens a run: captures the model, checks it, makes the run folder, and says how to resume when something fails."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.executor import checkpoint
+from manyhands.facts.errors import ManyhandsError
+from manyhands.graph.graph import Graph
+from manyhands.graph.unsupported import refuse_unsupported
+from manyhands.graph.verify import Verified
+from manyhands.job.aftermath import Aftermath
+from manyhands.job.callbacks import Say
+from manyhands.job.evaluation import captured
+from manyhands.job.resume_hint import Words, point_to_checkpoint
+from manyhands.job.self_check import verified
+from manyhands.job.workload import Workload, check_same, resumed_from
+from manyhands.observe.live import RunState as Ending
+from manyhands.observe.recent import remember
+from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
+from manyhands.runtime.living import Living
+from manyhands.runtime.order import RunState
+from manyhands.runtime.record import RunRecord, new_folder, resumed_state
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run that is about to begin, or to be resumed: its graph, its folder, and where it begins."""
+
+    graph: Graph
+    record: RunRecord
+    start: RunState
+    folder: Path
+    last_step: int
+    is_resumed: bool
+
+
+@contextlib.contextmanager
+def open_run(
+    workload: Workload,
+    *,
+    command: str = "train",
+    document: Mapping[str, Any] | None = None,
+    on_captured: Callable[[Graph], None] = lambda graph: None,
+    tensorboard: bool = False,
+) -> Iterator[OpenedRun]:
+    """Capture the model and make the folder, and yield both.
+
+    An error in the middle says how to resume: in the words of the command line, where `document` has the workload that
+    it was started with. `on_captured` may refuse the graph before anything is made.
+    """
+    config = workload.config
+    if tensorboard:
+        need_tensorboard()
+    refuse_unsupported(workload.model)
+    folder, resumed = resumed_from(config.folder, config.resume, config.say)
+    last_step = workload.last_step
+    graph = captured(workload.model, workload.data, workload.loss, granularity=config.granularity, name=config.name)
+    on_captured(graph)
+    check = verified(graph, workload, config.verify)
+    start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
+    if resumed is not None:
+        check_same(resumed, workload, last_step)
+    is_new = folder is None or not Path(folder).exists()
+    where = Path(folder) if folder is not None else new_folder(command, graph.name)
+    record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
+    if tensorboard:
+        record.board = TensorBoard(where, start.steps_done)
+    living = record.living = Living(
+        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
+        batch_size=workload.batch_size,
+    )  # fmt: skip
+    ending: tuple[Ending, str] = ("ended", "")
+    try:
+        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        _record_check(record, check, config.say if config.verify is not False else None)
+        remember(where)
+        if config.on_opened is not None:
+            living.shown_at(config.on_opened(where) or "")
+        living.noted("starting workers")
+        yield OpenedRun(graph, record, start, where, last_step, resumed is not None)
+    except BaseException as error:
+        is_stop = isinstance(error, KeyboardInterrupt)
+        ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
+        words = Words(command, where, document)
+        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (_stopped(record, last_step, words.resume),)
+            else:
+                record.event("failed", kind=type(error).__name__, message=str(getattr(error, "message", error))[:500])
+        if isinstance(error, ManyhandsError):
+            point_to_checkpoint(error, words, workload.optimizer)
+        raise
+    finally:
+        living.close(*ending)
+        with Aftermath([], record, config.say).surviving("The run's files could not be closed"):
+            record.close()
+        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
+            shutil.rmtree(where, ignore_errors=True)
+
+
+def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
+    """What the self-check found goes into the folder; that it could not be made is said too."""
+    if not check.note:
+        record.event(
+            "verified", samples=check.samples, seconds=check.seconds, largest_relative_difference=check.difference
+        )
+        return
+    text = f"The captured graph was not compared with the module: {check.note}."
+    record.event("note", text=text)
+    if say is not None:
+        say(text)
+
+
+def _stopped(record: RunRecord, last_step: int, how: str) -> str:
+    """Return the text for whoever ended a run: which step the last checkpoint is of, and how to resume."""
+    newest = checkpoint.latest(record.folder)
+    if newest is None:
+        record.event("stopped", step=0, steps=last_step)
+        return "It had not begun: nothing is kept."
+    step = int(newest.name.rpartition("-")[2])
+    record.event("stopped", step=step, steps=last_step, checkpoint=str(newest.relative_to(record.folder)))
+    if step >= last_step:
+        return f"All {last_step} steps are done. Checkpoint: {newest}"
+    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {how}"

@@ -1,0 +1,123 @@
+"""What a job trains, checked before anything starts; and the checkpoint that a resumed run goes on from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from manyhands.data.loader import length
+from manyhands.data.order import BatchOrder
+from manyhands.executor import checkpoint
+from manyhands.executor.optimizers import validate
+from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.optimizer import Optimizer
+from manyhands.job.callbacks import Say
+from manyhands.job.config_sections import WorkloadConfig
+
+CHECKPOINT_SECONDS = 30.0
+LEAST_CHECKPOINT_SECONDS = 1.0
+"""Short epochs are not worth a checkpoint each."""
+
+
+@dataclass
+class Workload:
+    """What a job trains: the module, its data, loss and optimiser, with a configuration whose batch size is known."""
+
+    model: nn.Module
+    data: Dataset[Any]
+    loss: Callable[..., torch.Tensor]
+    optimizer: Optimizer
+    config: WorkloadConfig
+    batch_norm: str = "synchronised"
+    feed: str = "step"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise BadValue(f"model is a {type(self.model).__name__}; it must be a torch.nn.Module.")
+        if not isinstance(self.optimizer, Optimizer):
+            raise BadValue(
+                f"optimizer is a {type(self.optimizer).__name__}; it must be an mh.Optimizer.",
+                hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).',
+            )
+        if not callable(self.loss):
+            raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
+        if self.config.batch_size is None:
+            raise BadValue("batch_size is None; it must be a whole number of at least 1.", hint="Write batch_size=64.")
+        self.batch_size: int = self.config.batch_size
+        shuffle = self.config.shuffle is not False
+        self.order = BatchOrder(length(self.data), self.batch_size, shuffle, self.seed)
+        validate(self.optimizer, self.last_step)
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def epochs(self) -> int:
+        """How many passes over the data the whole run makes, where `steps` does not say it."""
+        return self.config.epochs or 1
+
+    @property
+    def last_step(self) -> int:
+        """How many steps of the optimiser the whole run makes."""
+        steps = self.config.steps
+        return steps if steps is not None else self.epochs * self.order.steps_per_epoch
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same for a run to go on as if it had never stopped."""
+        return {
+            **self.config.decisive, "shuffle": self.config.shuffle is not False, "batch_norm": self.batch_norm,
+            "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
+        }  # fmt: skip
+
+    def checkpoint_steps(self, step_seconds: float) -> int:
+        """How many steps lie between two checkpoints: an epoch, within the limits of time."""
+        most = max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
+        least = math.ceil(LEAST_CHECKPOINT_SECONDS / max(step_seconds, 1e-6))
+        epoch = self.order.steps_per_epoch
+        return min(most, epoch * math.ceil(least / epoch))
+
+
+def resumed_from(
+    folder: str | Path | None, resume: bool | str | Path, say: Say | None = None
+) -> tuple[str | Path | None, checkpoint.Checkpoint | None]:
+    """The folder of the run, and the checkpoint to go on from, if any: the newest that can be read."""
+    if resume is False:
+        return folder, None
+    where = folder if resume is True else resume
+    if where is None:
+        raise BadValue("resume=True needs the folder of the run.", hint="Write folder='runs/...' or resume='runs/...'.")
+    if not Path(where).is_dir():
+        raise BadFile(f"{where}: there is no such run folder.", hint="ls runs")
+    newest = checkpoint.load_newest(Path(where))
+    if newest is None:
+        raise BadFile(f"{where}: has no complete checkpoint to go on from.", hint="Start anew, without resume.")
+    if newest.note and say is not None:
+        say(newest.note)
+    return where, newest.checkpoint
+
+
+def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int) -> None:
+    """A run goes on as it was, or not at all."""
+    if loaded.step >= last_step:
+        raise BadValue(
+            f"The run has done {loaded.step} of {last_step} steps: there is nothing to go on with.",
+            hint="Ask for more: epochs= or steps= (--epochs, --steps).",
+        )
+    now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload.facts))  # as it was written
+    for key, value in now.items():
+        was = loaded.facts.get(key, value)
+        if was != value:
+            raise BadValue(
+                f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",
+                hint="Use the same, or start a new run.",
+            )

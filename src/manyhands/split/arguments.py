@@ -1,0 +1,48 @@
+"""The arguments of `manyhands split train` as a `SplitConfig`: a new run, or one that is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyhands.facts.errors import BadValue
+from manyhands.job.arguments import check_resumed, given_arguments, resumed_folder, stored_document
+from manyhands.session.joining import DEVICE_NAME
+from manyhands.split.config import SplitConfig
+
+DOCUMENT = "split_wish"
+"""The key of config.yaml under which the command's options are kept, since 0.1."""
+
+
+def split_config(arguments: Mapping[str, Any]) -> SplitConfig:
+    """Return the configuration of a command; arguments that are None were left out."""
+    given = given_arguments(arguments)
+    folder = resumed_folder(given, "split train")
+    if folder is None:
+        return SplitConfig.from_command(given)
+    document = stored_document(folder, DOCUMENT)
+    if document is None:
+        raise BadValue(
+            f"{folder} was not started by manyhands split train.", hint="In Python: mh.split_train(..., resume=FOLDER)."
+        )
+    stored = SplitConfig.stored_values(document)
+    check_resumed(SplitConfig, folder, stored, given)
+    if "epochs" in given or "steps" in given:
+        stored |= {"epochs": None, "steps": None}
+    return SplitConfig.from_command({**stored, **given})
+
+
+def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
+    """'edge-a=left,edge-b=right+mask,server=target' -> which device has which inputs."""
+    if not text:
+        return None
+    holders: dict[str, tuple[str, ...]] = {}
+    for part in text.split(","):
+        device, sign, names = part.strip().partition("=")
+        if not sign or not DEVICE_NAME.fullmatch(device) or device in holders or not all(names.split("+")):
+            raise BadValue(
+                f"--silos '{text:.80}' does not say which device has what.",
+                hint="Write edge-a=left,edge-b=right,server=target; several of one device: edge-a=left+mask.",
+            )
+        holders[device] = tuple(names.split("+"))
+    return holders

@@ -1,0 +1,156 @@
+"""`TrainConfig`: every option of `mh.train` and `manyhands train`, with its default, its limits and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manyhands.data.sets import NAMES, STAND_INS
+from manyhands.facts.errors import BadValue
+from manyhands.job.config import Option, full_path, option
+from manyhands.job.config_sections import HEARTBEAT_TIMEOUT_SECONDS, DevicesConfig, LearningConfig, WorkloadConfig
+
+if TYPE_CHECKING:
+    from manyhands.facts.plan import Plan
+    from manyhands.planner.task import TileOptions
+
+STRATEGIES = {"auto": "fastest", "single": "", "samples": "", "pipeline": "", "tiles": "", "mixed": ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingConfig(LearningConfig):
+    """How the devices share the work."""
+
+    plan: Plan | str | Path = option(
+        "auto",
+        "A plan file (manyhands plan --out), in place of --share.",
+        "--plan", "-p",
+        in_python="Or an mh.Plan, or a strategy: auto, single, samples, pipeline, tiles or mixed; auto, pipeline and "
+        "mixed may leave devices out.",
+        default_text="the plan of --share",
+        other_flags={
+            "share": Option(
+                "How to share the work.", ("--share", "-s"), choices=STRATEGIES, noun="way to share the work",
+                default_text="auto",
+            )
+        },
+    )  # fmt: skip
+    grid: str = option(
+        "", "Of --share tiles: rows x columns, like 2x2.", "--grid", is_keyword=False, default_text="the fastest"
+    )
+    rows: str = option(
+        "", "Relative heights of the tiles' rows, like 2,1.", "--rows", is_keyword=False, default_text="by speed"
+    )
+    columns: str = option("", "Relative widths of their columns.", "--columns", is_keyword=False)
+    tiles: TileOptions | None = option(None, 'Grid, rows and columns of plan="tiles".', stored=None)
+    reduce: str = option(
+        "allreduce", "How the devices of a stage add up gradients.", "--reduce",
+        choices={"allreduce": "all of them", "gateway": "the first of them"}, noun="way to add up gradients",
+    )  # fmt: skip
+    feed: str = option(
+        "step",
+        "When samples travel.",
+        "--feed",
+        choices={
+            "step": "those of a step before it",
+            "start": "all at the start, if the devices have room, then only their numbers",
+        },
+        noun="way to feed samples",
+    )  # fmt: skip
+    micro_batches: int | None = option(
+        None, "Parts of a batch.", "--micro-batches", kind=int, at_least=1, default_text="chosen by the strategy"
+    )
+    tune: int = option(
+        0,
+        "Try so many of the strategy's best plans for a few steps each, then those nearest to the best of them, and "
+        "take the fastest; 0: trust the simulation.",
+        "--tune", kind=int, at_least=0,
+    )  # fmt: skip
+    batch_norm: str = option(
+        "synchronised", "Over what batch norm takes its statistics.", "--batch-norm",
+        choices={
+            "synchronised": "all devices: exact", "local": "each replica, as DDP; the first one's buffers are kept",
+        },
+        on_resume="same",
+    )  # fmt: skip
+    replan: str = option(
+        "auto", "How the plan changes when a worker is lost, joins or leaves.", "--replan",
+        choices={
+            "auto": "whichever is faster", "light": "shares, tiles and cuts move", "heavy": "planned anew",
+        },
+        noun="way to re-plan",
+    )  # fmt: skip
+    backup_every: int | None = option(
+        None,
+        "Rounds between two copies of all weights that workers keep for each other; 0: none, and a loss costs what "
+        "came after the last checkpoint.",
+        "--backup-every", kind=int, at_least=0, default_text="so that it is hardly felt",
+    )  # fmt: skip
+    silence_seconds: float = option(
+        HEARTBEAT_TIMEOUT_SECONDS,
+        "Seconds after which a worker that sends nothing is lost (an mh.Coordinator has its own).",
+        "--silence", kind=float, more_than=0, unit=" seconds", stored="silence",
+    )  # fmt: skip
+    tensorboard: bool = option(
+        False, "Write logs for TensorBoard too: tensorboard --logdir runs.", "--tensorboard", kind=bool, stored=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig):
+    """Everything that `mh.train` and `manyhands train` can be told."""
+
+    def check(self) -> None:
+        super().check()
+        if (self.grid or self.rows or self.columns) and self.plan != "tiles":
+            raise BadValue("--grid, --rows and --columns are for --share tiles.", hint="Add --share tiles.")
+
+    @property
+    def has_plan_file(self) -> bool:
+        """Whether `plan` names a file, in place of a strategy."""
+        return isinstance(self.plan, (str, Path)) and str(self.plan) not in STRATEGIES
+
+    @property
+    def plan_file(self) -> str:
+        """The plan file, where one is given."""
+        return str(self.plan) if self.has_plan_file else ""
+
+    @property
+    def title(self) -> str:
+        """What workers that join are told they work for."""
+        return self.model
+
+    @property
+    def worker_timeout_seconds(self) -> float:
+        """Seconds after which a worker that sends nothing is lost."""
+        return self.silence_seconds
+
+    @property
+    def tile_options(self) -> TileOptions | None:
+        """Grid, rows and columns; None: the planner chooses them."""
+        if not (self.grid or self.rows or self.columns):
+            return self.tiles
+        from manyhands.plans.tiles import tile_options
+
+        return tile_options(self.grid or None, self.rows or None, self.columns or None)
+
+    @property
+    def count(self) -> int:
+        """How many workers the job begins with: one for each tile, where a grid is given and no number."""
+        grid = self.tile_options.grid if self.tile_options is not None else None
+        if grid is not None and self.devices is None and not self.cluster and not self.lab:
+            return grid[0] * grid[1]
+        return super().count
+
+    def document(self) -> dict[str, Any]:
+        """Return what config.yaml keeps. Files have their full paths: a run may be resumed from another folder."""
+        kept = super().document()
+        names = (*NAMES, *STAND_INS, *STRATEGIES)
+        files = {name: full_path(kept[name], names) for name in ("data", "plan", "cluster", "lab")}
+        return {**kept, **files, "traces": [_full_trace(text) for text in self.traces]}
+
+
+def _full_trace(text: str) -> str:
+    device, sign, file = text.rpartition("=")
+    return f"{device}{sign}{full_path(file)}"
