@@ -72,7 +72,7 @@ PROSE = {
 }  # fmt: skip
 """Words that only look like values."""
 NEEDS_OTHERS = {("lab slow", "factor"), ("devices allow", "role"), ("bench chaos", "--only")}
-FREE = {("split serve", "--host"), ("export", "--shape")}
+FREE = {("split serve", "--host"), ("infer", "--host"), ("export", "--shape")}
 """Looked at by whoever listens there, or once the weights are read: a made-up one goes as far as this."""
 
 

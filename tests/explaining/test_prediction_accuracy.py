@@ -364,7 +364,7 @@ def test_nothing_is_learnt_from_a_run_that_lost_somebody(tmp_path: Path, monkeyp
     told: list[str] = []
     nobody: Any = SimpleNamespace(event=lambda *_, **__: None)
     job: Any = SimpleNamespace(
-        folder=tmp_path, record=nobody, say=told.append, session=None, graph=None, options=nobody
+        folder=tmp_path, record=nobody, say=told.append, session=None, graph=None, workload=nobody
     )
     nobody.optimizer = SGD
     found = made_run(lambda stage, device: 3.0)

@@ -23,8 +23,7 @@ from manyhands.facts.errors import BadFile, DiskFull
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files import documents
 from manyhands.files.documents import write_document
-from manyhands.job import workload
-from manyhands.job import pictures
+from manyhands.job import pictures, workload
 from manyhands.job.base import Job
 from manyhands.observe import figures
 from manyhands.observe.append import LineFile, Metrics

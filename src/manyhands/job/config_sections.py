@@ -177,7 +177,6 @@ class DevicesConfig(TokenConfig):
     )
     gpus: int = option(
         0, "How many of the local workers each use a GPU.", "--gpus", kind=int, at_least=0, is_keyword=False,
-        default_text="none",
     )  # fmt: skip
 
     def check(self) -> None:
