@@ -85,7 +85,7 @@ def test_a_study_on_a_gpu_is_left_out_where_there_is_none_and_where_all_is_to_be
     with_gpu = msgspec.structs.replace(SMALL, gpu="a GPU")
     assert bench_all._impossible("infer-accuracy", with_gpu, quick=False) == ""
     assert "needs a GPU" in bench_all._impossible("infer-accuracy", msgspec.structs.replace(SMALL, gpu=""), quick=False)
-    assert "not to be had quickly" in bench_all._impossible("infer-accuracy", with_gpu, quick=True)
+    assert "without a quick form" in bench_all._impossible("infer-accuracy", with_gpu, quick=True)
 
 
 def test_unknown_benches_are_refused() -> None:

@@ -448,7 +448,7 @@ def test_a_frame_in_memory_that_nobody_agreed_on(security: Security, is_refused:
             guest.offer(key=bytes(32)).close()
             guest.hear()
         guest.shared_frame(0, 100)
-        with pytest.raises(WorkerLost, match="100 bytes at 0 of memory in common, of which there are 0"):
+        with pytest.raises(WorkerLost, match="100 bytes at 0 of shared memory, of which there are 0"):
             b.mailbox.receive("a", 0, "x", [torch.zeros(100, dtype=torch.uint8)])
 
 

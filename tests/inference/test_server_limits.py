@@ -66,7 +66,7 @@ def test_slow_clients_hold_up_nobody_and_are_let_go() -> None:
             one.settimeout(5)
         until(lambda: not slow[0].recv(1000))
         assert b" 408 " in slow[1].recv(1000)
-        until(lambda: not served._door._connections)
+        until(lambda: not served._server._connections)
         assert len(asks.asked) < 10_000, "all of its answers fitted into buffers"
         for one in slow:
             one.close()
@@ -95,7 +95,7 @@ def test_a_client_that_went_away_is_not_worked_for() -> None:
             until(lambda: len(asks.asked) == 8)
         asks.pause = 0.002
         asks.may_answer.set()
-        until(lambda: not served._door._connections)
+        until(lambda: not served._server._connections)
         assert len(asks.asked) < 200
 
 
@@ -106,14 +106,14 @@ def test_the_end_answers_what_is_under_way() -> None:
         one = threads.submit(ask, served, samples(*range(10)), NPY)
         until(lambda: len(asks.asked) > 0)
         began = time.monotonic()
-        served._door.close()
+        served._server.close()
         assert time.monotonic() - began < 5, "a connection that asks nothing was waited for"
         status, lines = one.result(1)
         assert (status, len(lines)) == (200, 10)
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", served.port), timeout=1)
         idle.close()
-        served._door.close = lambda: None  # type: ignore[method-assign]
+        served._server.close = lambda: None  # type: ignore[method-assign]
 
 
 # Who may ask

@@ -34,11 +34,11 @@ def test_presets_are_known_by_model_and_data() -> None:
 def test_what_is_typed_goes_before_the_preset() -> None:
     paper = hyper("resnet50", "cifar10")
     assert optimizer_of(SplitConfig(), None, 10) == parse(OPTIMIZER)
-    assert optimizer_of(SplitConfig(), paper, 10) == paper.optimizer_for(10)
+    assert optimizer_of(SplitConfig(), paper, 10) == parse(paper.optimizer_text(10))
     assert optimizer_of(SplitConfig(optimizer="Adam:lr=1e-3"), paper, 10) == parse("Adam:lr=1e-3")
     slower = optimizer_of(SplitConfig(lr=0.01), paper, 10)
-    assert slower.options == {**paper.optimizer_for(10).options, "lr": 0.01}
-    assert slower.schedule == paper.optimizer_for(10).schedule
+    assert slower.options == {**parse(paper.optimizer_text(10)).options, "lr": 0.01}
+    assert slower.schedule == parse(paper.optimizer_text(10)).schedule
 
 
 @pytest.mark.parametrize(

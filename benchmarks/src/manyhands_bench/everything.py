@@ -81,7 +81,7 @@ def _impossible(name: str, host: Host, quick: bool) -> str:
     if name in ON_GPU and not host.gpu:
         return "it needs a GPU; this machine has none."
     if quick and "--full" in WORDS[name]:
-        return "it is a study of its own, not to be had quickly."
+        return "it is a long study without a quick form."
     return missing() if name == "lab" else ""
 
 
@@ -195,7 +195,7 @@ def this_host() -> Host:
 
 
 def _kernel() -> str:
-    """6.18 of 6.18.44-some-build: what else is in it says whose machine it is."""
+    """Return 6.18 of 6.18.44-some-build: the rest could identify the machine's owner."""
     return ".".join(platform.release().split("-")[0].split(".")[:2])
 
 

@@ -1,4 +1,4 @@
-"""A bench made of parts: each gives figures by itself, and one that cannot be measured does not end the others."""
+"""A bench made of parts: each returns its own figures, and one that cannot be measured does not end the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands_bench.results import Host
 
 KEPT = "figures.json"
 PROFILE_MACHINE = "profile_machine"
-"""The key under which a bench that simulates says whose seconds of layers that rests on."""
+"""The key under which a bench that simulates names the profile its layers' seconds come from."""
 Bench = TypeVar("Bench")
 
 

@@ -228,7 +228,7 @@ def _cells(stored: StoredResults, claim: Claim) -> list[str]:
 
 
 def _how(stored: StoredResults, claim: Claim) -> str:
-    """How a figure came about; a simulated one also from whose profile, machine by machine as the columns are."""
+    """Return how a figure was obtained; for a simulated one also the profile it rests on, in the columns' order."""
     if claim.how != "simulated":
         return claim.how
     machines = [host.slug for host, value in zip(stored.hosts, stored.values(claim)) if value is not None]

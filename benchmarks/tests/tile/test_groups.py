@@ -15,6 +15,7 @@ def quiet(text: str) -> None:
     """No progress."""
 
 
+@pytest.mark.slow
 def test_bytes_are_the_plans(subject: TiledNetwork, session: Session) -> None:
     figures = bench_bytes(subject, session, [TileVariant((2, 1)), TileVariant((2, 1), beside_sums=True)], quiet)
     assert figures["bytes_match"] == 1

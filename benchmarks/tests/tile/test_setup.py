@@ -20,6 +20,7 @@ def test_grids_are_square_as_far_as_they_go() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_workers_stay_on_their_cores(session: Session) -> None:
     cores = usable()
     for number, name in enumerate(session.cluster.names):

@@ -29,7 +29,7 @@ from manyhands_bench.pipeline.torch_setting import TorchSetting
 
 MIXED = "mixed"
 NEAR = 2.5
-"""Corners predicted to take so many times as long as the best are not worth measuring. Less would be unfair: in the lab
+"""Corners predicted to take longer than this many times the best are not measured. Less would be unfair: in the lab
 tiles have taken twice what was predicted, one device alone what was."""
 MOST_CORNERS = 2
 

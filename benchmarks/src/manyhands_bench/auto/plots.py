@@ -18,7 +18,7 @@ _WIDTH = 0.8
 
 @dataclass(frozen=True)
 class Gain:
-    """One scenario: whose plan is the best, and how many times as fast as the best corner; None: no corner fits."""
+    """One scenario: the kind of the best plan, and its speed over the best corner's; None: no corner fits."""
 
     text: str
     kind: str

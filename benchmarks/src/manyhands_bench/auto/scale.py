@@ -24,7 +24,7 @@ from manyhands_bench.figures import Figures, Progress
 
 LAYERS = 200
 FINE = "efficientnet-b1"
-"""The zoo's network of most layers, cut at every operator; neighbours are joined until there are so many."""
+"""The zoo's network with most layers, cut at every operator; neighbours are joined until this many are left."""
 BATCH = 64
 KINDS = ("pi4", "pi5", "laptop", "jetson-nano", "jetson-tx2", "jetson-nx")
 MEMORIES = (1.0, 0.75, 0.5)
@@ -105,7 +105,7 @@ def unequal(count: int) -> Cluster:
 
 
 def joined_layers(network: Network, count: int) -> Network:
-    """The network with neighbouring layers joined, as evenly as can be, until there are so many."""
+    """Return the network with neighbouring layers joined, as evenly as possible, until `count` are left."""
     total = len(network.layers)
     if total <= count:
         return network

@@ -78,7 +78,7 @@ class ScenarioResult:
 
 
 def answered(scenario: PlanningScenario) -> ScenarioResult:
-    """Auto, and each corner planned by itself, as if there were no other."""
+    """Plan a scenario with `auto` and with each corner separately."""
     network = load_network(scenario.model, scenario.shape)
     cluster, profile = scenario.cluster, estimate_cluster(network, scenario.cluster)
     corners: dict[str, float] = {}

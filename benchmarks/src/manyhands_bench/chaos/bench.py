@@ -40,7 +40,7 @@ class ChaosOptions:
     scenario: int | None = None
     """This one alone."""
     add: tuple[Path, ...] = ()
-    """Stored runs whose scenarios count too."""
+    """Stored runs whose scenarios are added."""
     out: Path | None = None
     """Where this run is stored, and folders of scenarios in which something went wrong."""
 

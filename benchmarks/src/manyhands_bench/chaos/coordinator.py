@@ -168,7 +168,7 @@ def _report_events(report: Reports) -> None:
 
 @contextlib.contextmanager
 def _alive(coordinator: Coordinator, report: Reports) -> Iterator[None]:
-    """Meanwhile every change of who is there is reported; a device that was given up and came back counts anew."""
+    """Report every change of the members while in this context; a device that was evicted and came back counts anew."""
     closing = threading.Event()
 
     def look() -> None:

@@ -126,7 +126,7 @@ def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_
 
 
 def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[ChaosScenario]:
-    """One after another, with so many faults in all; None: without end."""
+    """Yield scenarios with `faults` faults in all; None: without end."""
     left, number = faults, 0
     while left is None or left > 0:
         yield scenario(seed, number, kinds, FAULTS_EACH if left is None else min(left, FAULTS_EACH))

@@ -139,7 +139,7 @@ def main() -> None:
     load_everything()
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left as a zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children do not become zombies
     while text := door.recv(_LARGEST):
         wanted = json.loads(text)
         child = os.fork() if wanted else 0

@@ -30,7 +30,7 @@ _WHOLE_RATE = "100gbit"
 
 
 def missing() -> dict[str, str]:
-    """What a kind of fault may need -> why it is not to be had here."""
+    """Return what kinds of faults need -> why it is missing here."""
     network, own_groups = spaces.missing(), groups.missing()
     disk = "" if os.name == "posix" and os.geteuid() == 0 else "A disk of its own needs root (mount)."
     lacking = {"network": network, "groups": own_groups, "disk": disk}

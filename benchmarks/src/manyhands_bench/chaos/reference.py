@@ -61,7 +61,7 @@ class Reference:
     _data: TensorDataset = field(default_factory=lambda: data())
 
     def weights(self, steps: int) -> Mapping[str, Tensor]:
-        """Weights and buffers after so many steps."""
+        """Return the weights and buffers after `steps` steps."""
         first = max((step for step in self._kept if step <= steps), default=0)
         model = copy.deepcopy(self._kept[first][0]) if first else network()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

@@ -121,7 +121,7 @@ class ScenarioProcesses:
     # Waiting
 
     def look(self) -> None:
-        """Take in what was reported, and judge who was given up."""
+        """Read new reports, and count devices that were evicted without a reason."""
         self.watched.poll()
         new = self.watched.gone[self._judged :]
         self._judged = len(self.watched.gone)
@@ -167,7 +167,7 @@ class ScenarioProcesses:
         self.look()
 
     def until_calm(self, steps: int, limit_seconds: float, what: str) -> None:
-        """Until everybody is there, and so many new rounds were done since."""
+        """Wait until all devices are members and `rounds` new rounds are completed."""
         since = -1.0
 
         def is_calm() -> bool:

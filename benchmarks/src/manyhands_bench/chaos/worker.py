@@ -58,7 +58,7 @@ class Gate:
     def pass_by(self) -> None:
         if self._is_closed:
             self._stands.set()
-            threading.Event().wait()  # for ever: whoever started this process ends it
+            threading.Event().wait()  # for ever: its starter ends this process
 
     def close(self, command: dict[str, Any]) -> bool:
         """Whether the computing thread stands there now."""

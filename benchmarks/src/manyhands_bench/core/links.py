@@ -104,7 +104,7 @@ class EndpointLink:
         self.endpoint.send(self.peer, self.step, "word", self.word)
 
     def compare(self, size: int) -> list[float]:
-        """Seconds of one message there and back, the median of some, and of a stream of them with a word back."""
+        """Return the median seconds of a message's round trip, and those of a stream of messages with its reply."""
         tensors = self._of_size(size)
         self._next_step()
         seconds = []

@@ -84,7 +84,7 @@ class MeasuredMethod:
 
 
 def lab_of(pair: str, seconds: float, subject: DecnnNetwork, name: str) -> LabCluster:
-    """Four devices on which a network that takes so many seconds on a core of this machine takes as long as in the
+    """Return four devices on which a network that takes `seconds` on a core of this machine takes as long as in the
     paper."""
     core = this_machine(threads=1).gflops
     share = seconds / subject.paper_seconds

@@ -126,7 +126,7 @@ def _batched(plan: Plan, batch: int) -> Plan:
 
 
 def _one_each(network: Network, cluster: Cluster, batch: int) -> Plan:
-    """Every device computes so many samples of its own."""
+    """Return a plan in which every device computes `samples` samples of its own."""
     plan = plan_for(network, cluster, objective="throughput", strategy="samples").plan
     share = BySamples((batch,) * len(cluster.names))
     (stage,) = plan.stages

@@ -84,7 +84,7 @@ class Ran:
 
 @dataclass
 class Stand:
-    """A network at hand for workers of a session, with the kernels that all of them use."""
+    """A network loaded by the workers of a session, with the kernels that all of them use."""
 
     session: Session
     graph: Graph
@@ -155,7 +155,7 @@ def _nobody_else(plan: Plan, names: tuple[str, ...]) -> tuple[Plan, Mapping[str,
 
 
 def interleaved(plan: Plan, samples: int) -> Plan:
-    """Schemes 1+2+3: two samples under way, rounds of so many."""
+    """Return the plan with schemes 1+2+3: two samples in flight, in rounds of `samples`."""
     return msgspec.structs.replace(
         plan, order="interleave", micro_batches=samples, batch_size=samples * plan.micro_batch_size
     )

@@ -161,7 +161,7 @@ time.sleep(600)
 
 
 def _leftovers(say: Progress) -> Figures:
-    """What remains after `down`, after the owner was killed, and after a later `down` where nobody owned it."""
+    """Count what remains after `down`, after the owner was killed, and after a later `down` of a lab without owner."""
     say("leftovers")
     left = len(_remains())
     for owned in ("owned", "left"):

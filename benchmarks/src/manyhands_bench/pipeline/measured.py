@@ -38,7 +38,7 @@ QUICK = TorchSetting("mobilenetv2", (3, 64, 64), 8, 4)
 TUNED_PLANS = 6
 """How many of our planner's best plans are tried, as PyTorch's settings are."""
 WORTH_TIMING = 1.5
-"""A baseline that took so many times as long as the best in trials is timed with fewer steps."""
+"""A baseline slower than this many times the best in trials is timed with fewer steps."""
 LAB_SHARES = (0.6, 0.4, 0.25)
 LAB_BYTES_PER_SECOND = 12.5e6
 LAB_DELAY_SECONDS = 0.002
@@ -59,7 +59,7 @@ class PipelineExtent:
     splits: int
     """Hand-chosen splits that PyTorch's pipeline is tried with."""
     kernel_samples: int = 1
-    """For so many samples our kernels are chosen, within these seconds; PyTorch's ways try channels_last."""
+    """Samples for which our kernels are chosen, within `kernel_seconds`; PyTorch's variants try channels_last."""
     kernel_seconds: float = 0.0
 
 
@@ -211,7 +211,7 @@ def bench_local(say: Progress, quick: bool) -> Figures:
 
 
 def lab_cluster(name: str) -> LabCluster:
-    """Three devices, whose speeds are parts of one of this machine's cores."""
+    """Return three devices whose speeds are shares of one of this machine's cores."""
     core = this_machine(threads=1).gflops
     devices = tuple(
         Device(

@@ -1,4 +1,4 @@
-"""Our side of the comparison with PyTorch: workers at hand, the captured network, a batch."""
+"""Our side of the comparison with PyTorch: connected workers, the captured network, a batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LADDER = (1, 2, 4, 8)
 
 @dataclass
 class Ours:
-    """Our side: workers at hand, the captured network, a batch."""
+    """Our side: connected workers, the captured network, a batch."""
 
     session: Session
     setting: TorchSetting
@@ -50,7 +50,7 @@ class Ours:
     choice: Choice = field(default_factory=Choice)
 
     laying: Preload = field(init=False)
-    """PyTorch's processes have the batch at hand, so do our workers."""
+    """The batch, resident in our workers as it is in PyTorch's processes."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Ours:
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 
     def choose_kernels(self, samples: int, seconds: float) -> None:
-        """The fastest for so many samples with one thread, by whole steps on one core."""
+        """Choose the fastest kernels for `samples` samples and one thread, by whole steps on one core."""
         before, threads = os.sched_getaffinity(0), torch.get_num_threads()
         os.sched_setaffinity(0, {min(before)})
         try:

@@ -16,7 +16,7 @@ from manyhands_bench.pipeline.torch_tuning import splits
 
 
 def critical_path(plan: Plan, stages: Sequence[BareRound]) -> float:
-    """Seconds of a round in the plan's order, whose stages take these, if nothing had to be sent."""
+    """Return the seconds of a round in the plan's order if nothing had to be sent."""
     orders = [list(passes(plan, stage)) for stage in range(len(stages))]
     ended: dict[tuple[int, str, int], float] = {}
     clocks = [0.0] * len(stages)

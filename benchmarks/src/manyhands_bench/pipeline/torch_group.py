@@ -40,7 +40,7 @@ class TorchGroup:
         `host`: where the first of them is found. `cores`: the core that each is kept on."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.processes: list[subprocess.Popen[str]] = []
-        self._said = [tempfile.TemporaryFile() for _ in places]  # noqa: SIM115
+        self._logs = [tempfile.TemporaryFile() for _ in places]  # noqa: SIM115
         try:
             for rank, before in enumerate(places):
                 core = cores[rank] if cores else None
@@ -51,20 +51,20 @@ class TorchGroup:
                 self.processes.append(
                     subprocess.Popen(
                         words, text=True, bufsize=1, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                        stderr=self._said[rank],
+                        stderr=self._logs[rank],
                     )
                 )  # fmt: skip
-            everyone = range(len(places))
+            all_ranks = range(len(places))
             port = self._answers([0], "begin", START_SECONDS)[0]
-            for rank in everyone[1:]:
+            for rank in all_ranks[1:]:
                 self._tell(rank, port)
-            self._answers(everyone, "join the others", START_SECONDS)
+            self._answers(all_ranks, "join the others", START_SECONDS)
         except BaseException:
             self.close()
             raise
 
     def run(self, way: TorchVariant, steps: int) -> list[float]:
-        """Seconds of each of so many training steps."""
+        """Return the seconds of each of `steps` training steps."""
         answers = self._ask({"do": "train", "way": asdict(way), "steps": steps}, f"run {way}")
         return [float(seconds) for seconds in answers[way.ranks[0]]]
 
@@ -122,7 +122,7 @@ class TorchGroup:
     def _died(self, rank: int, what: str) -> ManyhandsError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[rank].wait(5)
-        file = self._said[rank]
+        file = self._logs[rank]
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _TAIL_BYTES))
         words = file.read().decode(errors="replace").strip()
@@ -132,7 +132,7 @@ class TorchGroup:
 
     def close(self) -> None:
         end_all(self.processes)
-        for file in self._said:
+        for file in self._logs:
             file.close()
 
     def __enter__(self) -> TorchGroup:

@@ -66,7 +66,7 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _packed_for_sending(stage: nn.Module) -> nn.Module:
-    """Computes in channels_last; gloo sends contiguous tensors only, there and back."""
+    """Return a stage that computes in channels_last between contiguous tensors: gloo sends no others."""
     import torch
     from torch import nn
 
@@ -136,7 +136,7 @@ class Rank:
         import torch.distributed as dist
 
         group = self._groups.get(way.ranks)
-        if group is None:  # everybody takes part in making a group, also who is not in it
+        if group is None:  # all ranks take part in making a group, also those outside it
             group = self._groups[way.ranks] = dist.new_group(list(way.ranks))
         if self.rank not in way.ranks:
             return []

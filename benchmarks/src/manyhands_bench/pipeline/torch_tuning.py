@@ -34,7 +34,7 @@ def splits(
 def shared_out(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Samples in proportion to speeds, at least one each."""
     shares = [max(1, int(samples * speed / sum(speeds))) for speed in speeds]
-    while sum(shares) < samples:  # whoever is furthest below its due
+    while sum(shares) < samples:  # the device furthest below its due
         most = max(range(len(speeds)), key=lambda device: speeds[device] / sum(speeds) * samples - shares[device])
         shares[most] += 1
     while sum(shares) > samples:
@@ -60,7 +60,7 @@ def tuned(
 ) -> Tuned:  # fmt: skip
     """Try what a careful person would: splits by capacity and an even one, fewer devices, shares by capacity; and our
     plan's own cuts, where a device each has them."""
-    everyone = tuple(range(len(speeds)))
+    all_ranks = tuple(range(len(speeds)))
     trials: dict[TorchVariant, float] = {}
 
     def attempt(ways: Iterable[TorchVariant]) -> None:
@@ -76,10 +76,10 @@ def tuned(
     units = group.units(setting.samples // usual)
     even = splits(units, [1.0] * len(speeds), bytes_per_second, 1)
     bounds = [*splits(units, speeds, bytes_per_second, count), *even]
-    attempt(TorchVariant("1f1b", everyone, bound, usual) for bound in bounds)
+    attempt(TorchVariant("1f1b", all_ranks, bound, usual) for bound in bounds)
     if len(speeds) > 2:
         fewer = splits(units, speeds[:2], bytes_per_second, max(1, count // 2))
-        attempt(TorchVariant("1f1b", everyone[:2], bound, usual) for bound in fewer)
+        attempt(TorchVariant("1f1b", all_ranks[:2], bound, usual) for bound in fewer)
     if len(ours.stages) > 1 and all(len(stage.devices) == 1 for stage in ours.stages):
         ranks = tuple(names.index(stage.devices[0]) for stage in ours.stages)
         if ranks == tuple(sorted(ranks)):
@@ -93,6 +93,6 @@ def tuned(
     attempt(replace(way, kind="gpipe") for way in best("1f1b", 3))
     samples = setting.samples
     shares = {shared_out(samples, [1.0] * len(speeds)), shared_out(samples, speeds)}
-    attempt(TorchVariant("ddp", everyone, shares=share) for share in sorted(shares))
+    attempt(TorchVariant("ddp", all_ranks, shares=share) for share in sorted(shares))
     attempt([replace(best(kind)[0], channels_last=True) for kind in ("1f1b", "gpipe", "ddp")])
     return Tuned({kind: best(kind)[0] for kind in ("1f1b", "gpipe", "ddp")}, trials)

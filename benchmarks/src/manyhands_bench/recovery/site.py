@@ -1,4 +1,4 @@
-"""Where `manyhands bench recovery` trains: workers at hand, a network and a plan, and trips through a failure."""
+"""A job of `manyhands bench recovery`: connected workers, a network, a plan, and runs through a failure."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Trip:
 
     @property
     def replan_seconds(self) -> float:
-        """From the loss to the new plan: those who are left say what they have, and it is planned."""
+        """Return the seconds from the loss to the new plan, in which the remaining devices report what they hold."""
         return self.when("replanned") - self.when("lost")
 
     @property
@@ -110,7 +110,7 @@ class Trip:
         return next(moment for moment, _, _ in self.steps if moment >= lost) - self.struck_at
 
     def recoveries_after(self, event: str) -> list[float]:
-        """Seconds of those whose last cause was a loss, or a join."""
+        """Return the seconds of recoveries whose last cause was a loss, or a join."""
         seconds, cause = [], ""
         for _, name, facts in self.events:
             if name == "recovered" and cause == event:

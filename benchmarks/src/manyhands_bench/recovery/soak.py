@@ -78,7 +78,7 @@ class Reaper:
     drawing: random.Random = field(default_factory=lambda: random.Random(SEED))
     began: float = field(default_factory=time.monotonic)
     done: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
-    """When, whom, how."""
+    """Moment, worker and kind of each kill."""
     struck: dict[str, signal.Signals] = field(default_factory=dict)
     """Workers that were struck and have not been started again."""
     armed: int = 0
@@ -130,7 +130,7 @@ class Reaper:
         self.thread.start()
 
     def _bring_back(self) -> None:
-        """Whoever is lost is started again, at once, and joins when it is ready."""
+        """Start lost workers again at once; they join when they are ready."""
         members = self.site.session.coordinator.members
         lost = [name for name in self.struck if members[name].is_lost]
         if lost:
@@ -148,7 +148,7 @@ class Reaper:
 
 
 def soak(site: Site, kills: int, say: Progress) -> Figures:
-    """The same steps twice: undisturbed, then with so many kills."""
+    """Train the same steps twice: undisturbed, then with `kills` kills."""
     reaper = Reaper(site, kills, say)
     steps = reaper.steps
     snapshots = snapshot_steps(0, steps, STEPS_BETWEEN_SNAPSHOTS)

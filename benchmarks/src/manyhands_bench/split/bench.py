@@ -46,7 +46,7 @@ def bench_split(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench split`, flat. What needs data that is not there is left out, and says so."""
+    """Return every figure of `manyhands bench split`, flat. A part whose data are missing is skipped with a reason."""
     say = on_progress or (lambda text: None)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -53,9 +53,9 @@ LINKED = ("k0", "jointdnn")
 ALONE = "edge-only"
 SECTION_SECONDS = 120.0
 MOVING_SECONDS = 5.0
-"""A trace moves as much as its means over so many seconds differ."""
+"""Seconds of the means by which a trace's movement is judged."""
 LOOKED_AT_SECONDS = 30.0
-"""Where these means differ most over so many seconds, a run begins."""
+"""Seconds of trace within which these means differ most: a run begins there."""
 LEAST_BATCHES = 3
 MBIT = 1e6 / 8
 EDGE_KIND = "jetson-tx2"
@@ -137,29 +137,28 @@ class Contest:
         every = self.timed.values()
         return max(timed.rounds[0].begin for timed in every), min(timed.rounds[-1].end for timed in every)
 
-    def seconds(self, who: str) -> float:
+    def seconds(self, method: str) -> float:
         """Return the seconds of 100 batches."""
-        return self.alone if who == ALONE else self.timed[who].seconds_within(*self.window)
+        return self.alone if method == ALONE else self.timed[method].seconds_within(*self.window)
 
     @property
     def best_baseline(self) -> str:
-        return min((ALONE, *(who for who in LINKED if who in self.timed)), key=self.seconds)
+        return min((ALONE, *(method for method in LINKED if method in self.timed)), key=self.seconds)
 
-    def gain(self, who: str = OURS) -> float:
-        return self.seconds(self.best_baseline) / self.seconds(who)
+    def gain(self, method: str = OURS) -> float:
+        return self.seconds(self.best_baseline) / self.seconds(method)
 
     @property
     def text(self) -> str:
         up, down = (way.mean / MBIT for way in (self.trace.up, self.trace.down))
         rate = f"{up:.3g} Mbit/s both ways" if self.trace.is_one_way else f"{up:.3g} up, {down:.3g} Mbit/s down"
         way = ", one direction recorded, which serves both" if self.trace.is_one_way else ""
-        who = "; ".join(
+        methods = "; ".join(
             f"{name} {_deployed(timed)}, {timed.steps} batches in {timed.seconds:.1f} s"
             for name, timed in self.timed.items()
         )
-        return (
-            f"{self.name}: {Path(self.trace.name.split(',')[0]).name} from {self.begin:g} s on, mean {rate}{way}; {who}"
-        )
+        file = Path(self.trace.name.split(",")[0]).name
+        return f"{self.name}: {file} from {self.begin:g} s on, mean {rate}{way}; {methods}"
 
 
 def _deployed(timed: TimedSplit) -> str:
@@ -171,15 +170,15 @@ def _deployed(timed: TimedSplit) -> str:
     )
 
 
-def _way(who: str) -> tuple[str, str]:
+def _way(method: str) -> tuple[str, str]:
     """Baseline and mode."""
-    return ("", MODE) if who == OURS else ("", BESIDE) if who == BESIDE else (who, MODE)
+    return ("", MODE) if method == OURS else ("", BESIDE) if method == BESIDE else (method, MODE)
 
 
-def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float, most: int) -> int:
+def batches_in(profile: SplitProfile, method: str, trace: LinkTrace, seconds: float, most: int) -> int:
     """How many batches should be done in the first seconds of a trace, as it is deployed first; of what runs ahead two
     groups at least, for filling and draining to count for what they are."""
-    baseline, mode = _way(who)
+    baseline, mode = _way(method)
     mean = LinkRates(trace.up.mean, trace.down.mean)
     chooser = BASELINES[baseline] if baseline else choose
     first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
@@ -192,11 +191,11 @@ def batches_in(profile: SplitProfile, who: str, trace: LinkTrace, seconds: float
     return max(least, round(min(done, most) / group)) * group
 
 
-def contest(
-    site: SplitSite, contest: Contest, who: Sequence[str], extent: TraceExtent, profile: SplitProfile, say: Progress
+def run_contest(
+    site: SplitSite, contest: Contest, order: Sequence[str], extent: TraceExtent, profile: SplitProfile, say: Progress
 ) -> Contest:  # fmt: skip
-    """One after another, in the order given."""
-    for method in who:
+    """Run the methods one after another in the given order, and return the contest with their times."""
+    for method in order:
         baseline, mode = _way(method)
         batches = batches_in(profile, method, contest.trace, extent.run_seconds, extent.most_batches)
         say(f"{contest.name}: {method}, {batches} batches")
@@ -213,13 +212,13 @@ def bench_traces(site: SplitSite, folder: Path, extent: TraceExtent, out: Path |
     """Every trace, and what follows from the same runs."""
     alone = run_alone(site, extent.alone_batches, say)
     contests = []
-    everyone = [OURS, "k0", "jointdnn", BESIDE]
+    methods = [OURS, "k0", "jointdnn", BESIDE]
     for place, (name, whole) in enumerate(read_traces(folder, extent.traces).items()):
         trace, begin = section(whole)
-        turn = place % len(everyone)
-        who = everyone[turn:] + everyone[:turn]
-        contest_of_trace = Contest(name, trace, begin, alone=alone.seconds_of_100)
-        contests.append(contest(site, contest_of_trace, who, extent, alone.profile, say))
+        turn = place % len(methods)
+        order = methods[turn:] + methods[:turn]
+        contest = Contest(name, trace, begin, alone=alone.seconds_of_100)
+        contests.append(run_contest(site, contest, order, extent, alone.profile, say))
     figures = trace_figures(contests, alone, site.setting)
     if out is not None:
         figures |= bench_course(site, folder, extent, alone.profile, out, say)
@@ -228,24 +227,24 @@ def bench_traces(site: SplitSite, folder: Path, extent: TraceExtent, out: Path |
 
 
 def trace_figures(contests: Sequence[Contest], alone: TimedSplit, setting: SplitSetting) -> Figures:
-    gains = [contest_.gain() for contest_ in contests]
+    gains = [contest.gain() for contest in contests]
     figures: Figures = {
         "worst_vs_best_rival": min(gains),
         "gain_geomean": statistics.geometric_mean(gains),
-        f"gain_geomean_{BESIDE}": statistics.geometric_mean(contest_.gain(BESIDE) for contest_ in contests),
-        f"worst_vs_best_rival_{BESIDE}": min(contest_.gain(BESIDE) for contest_ in contests),
+        f"gain_geomean_{BESIDE}": statistics.geometric_mean(contest.gain(BESIDE) for contest in contests),
+        f"worst_vs_best_rival_{BESIDE}": min(contest.gain(BESIDE) for contest in contests),
         "sim_error": sim_error(contests, OURS),
         f"sim_error_{BESIDE}": sim_error(contests, BESIDE),
         "sim_error_k0": sim_error(contests, "k0"),
         "edge_only_seconds": alone.seconds_of_100,
-        "redeployments": sum(len(contest_.timed[OURS].result.changes) for contest_ in contests),
+        "redeployments": sum(len(contest.timed[OURS].result.changes) for contest in contests),
         **_resources(contests, alone),
     }
-    for contest_ in contests:
-        for who in (OURS, BESIDE, *LINKED):
-            figures[f"{contest_.name}_seconds_{who}"] = contest_.seconds(who)
-        figures[f"{contest_.name}_vs_best_rival"] = contest_.gain()
-        figures[f"{contest_.name}_sim_error"] = sim_error([contest_], OURS)
+    for contest in contests:
+        for method in (OURS, BESIDE, *LINKED):
+            figures[f"{contest.name}_seconds_{method}"] = contest.seconds(method)
+        figures[f"{contest.name}_vs_best_rival"] = contest.gain()
+        figures[f"{contest.name}_sim_error"] = sim_error([contest], OURS)
     figures["traces_setting"] = (
         f"{setting}; ours: {MODE}, K={K}; {BESIDE} beside it; baselines: {', '.join((ALONE, *LINKED))} on the same "
         f"engine and, but for jointdnn, the same codec; seconds of 100 batches, scaled up from what each did in the "
@@ -253,14 +252,14 @@ def trace_figures(contests: Sequence[Contest], alone: TimedSplit, setting: Split
         "shaped in the processes, edge and server with 1 thread each"
     )
     figures["traces_each"] = "\n  ".join(
-        f"{contest_.text}; best baseline {contest_.best_baseline}, gain {contest_.gain():.2f}" for contest_ in contests
+        f"{contest.text}; best baseline {contest.best_baseline}, gain {contest.gain():.2f}" for contest in contests
     )
     return figures
 
 
-def sim_error(contests: Sequence[Contest], who: str) -> float:
+def sim_error(contests: Sequence[Contest], method: str) -> float:
     """Median over stretches without a change: predicted at the rates that were in force, against measured."""
-    pairs = [pair for contest_ in contests for pair in contest_.timed[who].predictions(contest_.trace)]
+    pairs = [pair for contest in contests for pair in contest.timed[method].predictions(contest.trace)]
     return statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs)
 
 
@@ -270,14 +269,14 @@ def sim_error(contests: Sequence[Contest], who: str) -> float:
 def _resources(contests: Sequence[Contest], alone: TimedSplit) -> Figures:
     memory: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
     energy: dict[str, list[float]] = {ALONE: [], "jointdnn": []}
-    for contest_ in contests:
-        ours, joint = contest_.timed[OURS], contest_.timed["jointdnn"]
+    for contest in contests:
+        ours, joint = contest.timed[OURS], contest.timed["jointdnn"]
         peak = _most_memory(ours)
         memory[ALONE].append(peak / _most_memory(alone))
         memory["jointdnn"].append(peak / _most_memory(joint))
-        spent = joules(ours, contest_.trace)
-        energy[ALONE].append(spent / joules(alone, contest_.trace))
-        energy["jointdnn"].append(spent / joules(joint, contest_.trace))
+        spent = joules(ours, contest.trace)
+        energy[ALONE].append(spent / joules(alone, contest.trace))
+        energy["jointdnn"].append(spent / joules(joint, contest.trace))
     mean = statistics.geometric_mean
     return {
         "edge_memory_ratio": mean(memory[ALONE]),
@@ -359,11 +358,11 @@ def bench_rates(site: SplitSite, alone: TimedSplit, extent: TraceExtent, out: Pa
     """Fig. 16: samples per second at fixed rates."""
     figures: Figures = {}
     size = site.setting.batch_size
-    lines: dict[str, list[tuple[float, float]]] = {who: [] for who in (OURS, "k0", "jointdnn", ALONE)}
+    lines: dict[str, list[tuple[float, float]]] = {method: [] for method in (OURS, "k0", "jointdnn", ALONE)}
     for place, rate in enumerate(extent.rates):
         trace = LinkTrace.constant(rate * MBIT, rate * MBIT)
-        who = [OURS, *LINKED] if place % 2 == 0 else [*LINKED, OURS]
-        for method in who:
+        order = [OURS, *LINKED] if place % 2 == 0 else [*LINKED, OURS]
+        for method in order:
             batches = batches_in(alone.profile, method, trace, extent.rate_seconds, extent.most_batches)
             say(f"{rate:g} Mbit/s: {method}, {batches} batches")
             speed = size * batches / site.run(batches, trace=trace, rival=_way(method)[0]).seconds

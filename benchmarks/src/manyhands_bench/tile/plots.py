@@ -23,7 +23,7 @@ _BYTES = 4
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Where the time of one step went, with so many tiles on each of so many devices."""
+    """Where the time of one step went, for a number of devices and of tiles on each."""
 
     devices: int
     tiles: int

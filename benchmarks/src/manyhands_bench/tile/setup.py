@@ -146,7 +146,7 @@ def steady(seconds: Sequence[float]) -> float:
 
 
 def square_grid(tiles: int) -> Grid:
-    """Rows and columns of so many tiles, as near to a square as can be, no fewer rows than columns."""
+    """Return rows and columns of a number of tiles, as near to a square as possible, no fewer rows than columns."""
     columns = next(number for number in range(math.isqrt(tiles), 0, -1) if tiles % number == 0)
     return tiles // columns, columns
 
