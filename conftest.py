@@ -42,7 +42,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def strangers() -> Iterator[None]:
     """Devices that do not know each other, before and after a test. A port that another test's device had may be
     another's by now; its key is not to be missed there."""
-    from manyhands.engine.proofs import DIALLED
+    from manyhands.transport.proofs import DIALLED
 
     DIALLED.reset()
     yield

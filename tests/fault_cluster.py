@@ -29,8 +29,6 @@ from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
 from manyhands.data.preload import Numbered, Preload
 from manyhands.data.rewinding import Rewindable
-from manyhands.engine.inprocess import InProcessTransport
-from manyhands.engine.inprocess_channel import InProcessListener
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
@@ -59,6 +57,8 @@ from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.inprocess import InProcessTransport
+from manyhands.transport.inprocess_channel import InProcessListener
 from real_runs import ADAM, BATCH, LAYERS, SGD, Pictures, network
 
 STEPS = 8

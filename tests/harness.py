@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hand_made import cluster
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.log import DeviceLog
@@ -34,6 +33,7 @@ from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.tiles import TileGeometry
+from manyhands.transport.switchboard import Switchboard
 from tape import CapturedLoss
 
 Batch = tuple[Any, Any]

@@ -15,13 +15,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 
-from manyhands.engine.keys import Role
-from manyhands.engine.security import new_token
-from manyhands.engine.transport import Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.serving import listen
+from manyhands.transport.keys import Role
+from manyhands.transport.security import new_token
+from manyhands.transport.transport import Transport
 
 HERE = "127.0.0.1"
 LIMIT_SECONDS = 20.0

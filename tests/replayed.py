@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 from harness import JOIN_SECONDS
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes
@@ -28,6 +27,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Discard, Forward, Step
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.switchboard import Switchboard
 from real_runs import BATCH, CLASSES, LAYERS, SGD, network
 
 CUT = 2

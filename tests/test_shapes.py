@@ -10,13 +10,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "manyhands"
 MOST_PARAMETERS = 10
 NOT_YET = {
     "cli/plan.py:plan", "cli/simulate.py:simulate", "cli/split.py:serve", "cli/worker.py:worker",
-    "executor/tile_sums.py:input_gradients", "planner/rates.py:__init__", "planner/split_profile.py:split_profile",
+    "planner/rates.py:__init__", "planner/split_profile.py:split_profile",
     "plans/pipelines.py:pipeline_plan", "plans/planning.py:plan", "profiler/measure.py:measure_network",
-    "runtime/coordinator.py:__init__", "runtime/journey.py:__init__", "runtime/run.py:__init__",
+    "runtime/coordinator.py:__init__", "runtime/elastic_job.py:__init__", "runtime/run.py:__init__",
     "split/calibration.py:calibrate", "split/calibration.py:calibrated", "split/controller.py:__init__",
 }  # fmt: skip
 """Functions that still have more; the set may only become smaller."""
-OWN_ENVIRONMENT = {"runtime/nursery.py", "runtime/own_folder.py", "runtime/confinement.py"}
+OWN_ENVIRONMENT = {"runtime/fork_server.py", "runtime/own_folder.py", "runtime/confinement.py"}
 """Processes of workers that take up an environment of their own; the set may only become smaller."""
 
 

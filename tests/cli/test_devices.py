@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.engine.keys import Role
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.device_book import DeviceBook
+from manyhands.transport.keys import Role
 
 PI, DESK = bytes([1]) * 32, bytes([2]) * 32
 

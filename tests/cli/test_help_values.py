@@ -76,12 +76,12 @@ FREE = {("split serve", "--host"), ("infer", "--host"), ("export", "--shape")}
 """Looked at by whoever listens there, or once the weights are read: a made-up one goes as far as this."""
 
 
-class ControlConnection(BaseException):
+class Reached(BaseException):
     """The command has accepted everything, and would start."""
 
 
 def reached(*_: object, **__: object) -> NoReturn:
-    raise ControlConnection
+    raise Reached
 
 
 def to_try() -> dict[tuple[str, str], list[str]]:
@@ -112,7 +112,7 @@ def refusal(words: list[str]) -> str:
     """Why a command refuses its words; empty: it does not."""
     try:
         whole_app()(args=words, prog_name="manyhands", standalone_mode=False)
-    except ControlConnection:
+    except Reached:
         return ""
     except Exception as error:
         return str(getattr(error, "message", error)) or type(error).__name__

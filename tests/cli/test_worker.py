@@ -14,12 +14,12 @@ import pytest
 from command_processes import Command, leftovers
 from forking import run_command
 
-from manyhands.engine.keys import Role
 from manyhands.facts.version import __version__
 from manyhands.runtime import admission
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.device_book import own_credentials
 from manyhands.session.joining import reachable
+from manyhands.transport.keys import Role
 
 
 @pytest.mark.xdist_group("commands")

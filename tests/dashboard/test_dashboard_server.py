@@ -29,11 +29,11 @@ from manyhands.dashboard.sections import (
     shown_events,
 )
 from manyhands.dashboard.server import Dashboard
-from manyhands.engine.http_server import ConnectionLimits
-from manyhands.engine.rate_limiter import RateLimiter
 from manyhands.files.documents import write_document
 from manyhands.observe.live import MOST_LINKS, Live, LiveLink
 from manyhands.observe.watching import RunWatch, View
+from manyhands.transport.http_server import ConnectionLimits
+from manyhands.transport.rate_limiter import RateLimiter
 
 EVERYWHERE = "0.0.0.0"
 

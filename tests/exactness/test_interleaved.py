@@ -9,7 +9,6 @@ import torch
 
 from channel_networks import decoupled
 from harness import own_weights, relative, schedule_of
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, plan_bytes
@@ -18,6 +17,7 @@ from manyhands.facts.plan import ByChannels, ByTiles, Plan, Share, Stage
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import outputs_of
 from manyhands.schedule.actions import Forward, parse_action
+from manyhands.transport.switchboard import Switchboard
 
 ROUND = 4
 SAMPLES = 2 * ROUND

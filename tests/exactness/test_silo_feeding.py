@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from harness import JOIN_SECONDS, SGD, alone, relative
 from manyhands.data.silo import Silo, SiloContent
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR, ROW_BYTES
@@ -27,6 +26,7 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.switchboard import Switchboard
 
 SAMPLES, BATCH, STEPS = 40, 6, 12
 HAVE = {"a": ("left",), "b": ("right",), "s": ("target",)}

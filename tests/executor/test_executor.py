@@ -11,11 +11,11 @@ import pytest
 from small_plans import staged, tiled
 
 from harness import ADAM, SGD, Ran, micro_batches_kept, plan_for, run, shared
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.graph import Graph
+from manyhands.transport.switchboard import Switchboard
 from small_networks import batches_of, captured
 
 PROMPT_SECONDS = 15.0  # waits have a limit of 20

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from harness import micro_batches_kept, plan_for, relative, run, schedule_of, shared
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
@@ -24,6 +23,7 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
 from manyhands.schedule.actions import Action
+from manyhands.transport.switchboard import Switchboard
 from small_networks import batches_of, captured, module_of
 
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hand_made import chain
-from manyhands.engine.switchboard import Switchboard
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.reducer import Reducer, row_of
@@ -24,6 +23,7 @@ from manyhands.graph.weights import dense_gradient
 from manyhands.runtime.agreement import Evidence, evidence_of
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import MOST_DIRECT, chunk_points
+from manyhands.transport.switchboard import Switchboard
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
-from manyhands.engine.inprocess import InProcessTransport
 from manyhands.executor.executor import Executor
 from manyhands.facts.errors import WorkerLost
 from manyhands.runtime import quarantine, service, stalls
@@ -21,6 +20,7 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.order import RunState
 from manyhands.runtime.quarantine import Quarantine
 from manyhands.runtime.worker import Worker
+from manyhands.transport.inprocess import InProcessTransport
 
 pytestmark = pytest.mark.xdist_group("faults")
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from manyhands.engine.channel import Channel, connect
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.facts.profile import Profile
@@ -23,6 +22,7 @@ from manyhands.session import measuring as session_measuring
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
+from manyhands.transport.channel import Channel, connect
 
 HELLO = Hello(__version__, PROTOCOL, "pi-1", "127.0.0.1", 1, Facts("a machine", 4, 4, 10**9, "2.6"))
 

@@ -26,13 +26,13 @@ from manyhands.data.sample_json import read_json
 from manyhands.data.samples import read_picture
 from manyhands.data.silo import Silo
 from manyhands.data.wanted import SampleForm
-from manyhands.engine.http_handler import HttpRefusal
-from manyhands.engine.http_server import ConnectionLimits
 from manyhands.facts.errors import ManyhandsError
 from manyhands.inference.handler import Handler
 from manyhands.inference.lines import Labels
 from manyhands.inference.requests import Limits, samples_in
 from manyhands.inference.server import Answering
+from manyhands.transport.http_handler import HttpRefusal
+from manyhands.transport.http_server import ConnectionLimits
 
 WANTED = SampleForm((1, 2, 2)).resizing()  # what lies behind a wrong size is reached, too
 

@@ -15,14 +15,6 @@ import msgspec
 import torch
 
 from fuzz.judging import Build, Target
-from manyhands.engine import frames, pake, proofs, rendezvous, sharing
-from manyhands.engine.channel import Channel
-from manyhands.engine.frames import BadFrame, Header
-from manyhands.engine.inbox import Inbox
-from manyhands.engine.limiter import ProofLimiter
-from manyhands.engine.mailbox import Mailbox
-from manyhands.engine.security import Purpose, Security, admit, enter, new_secret, preamble
-from manyhands.engine.wire import Broken
 from manyhands.executor import codec
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.projections import SumRecord
@@ -32,6 +24,14 @@ from manyhands.runtime import control, discovery, state
 from manyhands.runtime import control_messages as sent
 from manyhands.runtime import control_parts as parts
 from manyhands.runtime.admission import judged
+from manyhands.transport import frames, pake, proofs, rendezvous, sharing
+from manyhands.transport.channel import Channel
+from manyhands.transport.frames import BadFrame, Header
+from manyhands.transport.inbox import Inbox
+from manyhands.transport.limiter import ProofLimiter
+from manyhands.transport.mailbox import Mailbox
+from manyhands.transport.security import Purpose, Security, admit, enter, new_secret, preamble
+from manyhands.transport.wire import Broken
 
 PLAIN = Security("a token of the fuzzer", encrypted=False)
 ENCRYPTED = Security("a token of the fuzzer", encrypted=True)

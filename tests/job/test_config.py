@@ -23,13 +23,13 @@ from manyhands.job.arguments import check_resumed
 from manyhands.job.config import Config, fields_of, keywords_of, option
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.replanning import WAYS as WAYS_TO_REPLAN
+from manyhands.planner.split_choice import BASELINES
 from manyhands.planner.strategies import STRATEGIES
 from manyhands.runtime import failure_detector, order, streaming
 from manyhands.schedule.feeding import WAYS as WAYS_TO_FEED
 from manyhands.split import config as splitting
 from manyhands.split.arguments import split_config
 from manyhands.split.config import SplitConfig
-from manyhands.split.silo_job import RIVALS
 from manyhands.training import config as training
 from manyhands.training.arguments import train_config
 from manyhands.training.config import TrainConfig
@@ -108,7 +108,7 @@ def test_choices_are_those_that_the_program_knows() -> None:
     assert tuple(inference.STRATEGIES) == INFERENCE_STRATEGIES
     assert sorted(choices["replan"] or ()) == sorted(WAYS_TO_REPLAN)
     assert sorted(choices["feed"] or ()) == sorted(WAYS_TO_FEED)
-    assert tuple(splitting.BASELINES) == tuple(RIVALS)
+    assert tuple(splitting.BASELINES) == tuple(BASELINES)
     assert config_sections.DATA in NAMES
 
 

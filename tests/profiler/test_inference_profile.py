@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.profile import Kernel
@@ -33,6 +32,7 @@ from manyhands.runtime.measuring import measure_on
 from manyhands.runtime.worker import Worker
 from manyhands.session.measuring import profile_place
 from manyhands.session.session import Session
+from manyhands.transport.transport import TcpTransport
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from manyhands.engine.channel import Channel, Listener, connect
-from manyhands.engine.security import Security
-from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import Refused
 from manyhands.facts.version import __version__
 from manyhands.runtime import admission
@@ -25,6 +22,9 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.service import serve
 from manyhands.runtime.worker import Worker
+from manyhands.transport.channel import Channel, Listener, connect
+from manyhands.transport.security import Security
+from manyhands.transport.transport import TcpTransport
 
 FIRST = Identity("process-1", "machine-1", "card")
 CLONE = Identity("process-2", "machine-2", "card")

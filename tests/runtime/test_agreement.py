@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
-from manyhands.engine.memory import as_bytes
 from manyhands.executor.optimizers import slots
 from manyhands.facts.errors import NotFinite
 from manyhands.facts.optimizer import Optimizer
@@ -21,6 +20,7 @@ from manyhands.runtime.agreement import Evidence, decided
 from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.worker import Worker
+from manyhands.transport.memory import as_bytes
 from real_runs import BATCH, LAYERS
 
 pytestmark = pytest.mark.xdist_group("faults")

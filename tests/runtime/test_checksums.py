@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fault_cluster import PLANS, Fault, FaultCluster, Trip, reference
-from manyhands.engine.memory import as_bytes
 from manyhands.runtime.checksums import checksum, checksums, combined
 from manyhands.runtime.worker import Worker
+from manyhands.transport.memory import as_bytes
 
 pytestmark = pytest.mark.xdist_group("faults")
 

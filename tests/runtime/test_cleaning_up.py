@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 import manyhands as mh
-from manyhands.engine import transport
 from manyhands.facts.errors import BadData
 from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.fork_server import close_fork_servers
 from manyhands.session import measuring
+from manyhands.transport import transport
 from real_runs import Pictures, kill, marked, shared, train
 
 GONE_SECONDS = 30.0

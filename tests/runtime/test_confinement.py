@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.engine.shared_memory import FillingRing
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.runtime import confinement, landlock, seccomp
@@ -25,6 +24,7 @@ from manyhands.runtime.confinement import Confinement, is_asked_for
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.landlock import READ, Rule
 from manyhands.runtime.own_folder import own_folder
+from manyhands.transport.shared_memory import FillingRing
 from real_runs import assert_close, shared, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -173,7 +173,7 @@ FETCHING = """
 import sys
 from manyhands.runtime.confinement import confined
 with confined() as own:
-    from manyhands.engine.shared_memory import find
+    from manyhands.transport.shared_memory import find
     ring = find(sys.argv[1].encode(), 2**20, bytes.fromhex(sys.argv[2]))
     print(ring.nonce.hex(), own.text)
     ring.close()

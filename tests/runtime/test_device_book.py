@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.engine.keys import Role, new_private_key
 from manyhands.facts.errors import BadFile, BadValue, Refused
 from manyhands.runtime.device_book import DeviceBook, knows_any, own_credentials, own_key
+from manyhands.transport.keys import Role, new_private_key
 
 PI, DESK, OTHER = (bytes([number]) * 32 for number in (1, 2, 3))
 

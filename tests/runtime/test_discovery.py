@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import BadValue, Refused, TimedOut
 from manyhands.facts.version import __version__
 from manyhands.runtime import discovery, seeking
@@ -22,6 +21,7 @@ from manyhands.runtime.discovery import Announcement, Lookout, announced, can_an
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import nearest_first, seek
 from manyhands.runtime.service import serve
+from manyhands.transport.transport import TcpTransport
 
 
 def is_multicast_here() -> bool:

@@ -16,11 +16,11 @@ from manyhands.doctor import report as doctor
 from manyhands.doctor.check import BROKEN, OK, WARNING, Check, PairRate
 from manyhands.doctor.network import clock_checks, pair_checks
 from manyhands.doctor.report import DoctorOptions, examine
-from manyhands.engine.endpoint import Address
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.runtime import measuring
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.transport.endpoint import Address
 
 pytestmark = pytest.mark.xdist_group("doctor workers")
 

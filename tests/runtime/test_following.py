@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.engine.transport import TcpTransport
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadValue, WorkerLost
 from manyhands.facts.link import Link
@@ -25,6 +24,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import MOST_A_SECOND, Following, Setting
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.worker import Worker
+from manyhands.transport.transport import TcpTransport
 
 MBIT = 1e6 / 8
 UP, DOWN = ("edge", "server"), ("server", "edge")
@@ -213,7 +213,7 @@ def test_a_link_between_workers_follows_and_what_arrives_is_told() -> None:
         wait_until(are_told)
         (one,) = told["edge"]
         assert one.source == "server"
-        assert one.bytes / one.seconds == pytest.approx(8 * MBIT, rel=0.5)  # exactly: tests/engine/test_timing.py
+        assert one.bytes / one.seconds == pytest.approx(8 * MBIT, rel=0.5)  # exactly: tests/transport/test_timing.py
         assert 0 <= one.ago < 10
 
 

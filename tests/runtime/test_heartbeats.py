@@ -11,9 +11,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from manyhands.engine.inprocess import InProcessTransport
-from manyhands.engine.transport import ControlChannel, TcpTransport, Transport
-from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadValue, ManyhandsError, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, Message, decode_from_coordinator, encode
@@ -24,6 +21,9 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.member import Event, Joined, Lost
 from manyhands.runtime.root_cause import find_root_cause
 from manyhands.runtime.worker import Worker
+from manyhands.transport.inprocess import InProcessTransport
+from manyhands.transport.transport import ControlChannel, TcpTransport, Transport
+from manyhands.transport.wire import write_all
 from real_runs import kill, workers
 
 LIMIT_SECONDS = 2.0

@@ -9,7 +9,6 @@ import pytest
 
 from fault_cluster import FaultCluster, reference
 from listening import LIMIT_SECONDS, Listening, ListeningProcess
-from manyhands.engine.security import is_loopback
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.job import base as job
 from manyhands.runtime import inviting
@@ -17,6 +16,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.session import measuring
+from manyhands.transport.security import is_loopback
 from real_runs import BATCH, LAYERS, train
 
 SERVER = "a-server"

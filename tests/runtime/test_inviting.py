@@ -14,11 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from listening import HERE, LIMIT_SECONDS, Listening, Relay
-from manyhands.engine import dialling
-from manyhands.engine.endpoint import Address
-from manyhands.engine.inprocess import InProcessTransport
-from manyhands.engine.security import Purpose, Security, new_secret, new_token
-from manyhands.engine.transport import TcpTransport, Transport, reach_either
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.runtime import admission, inviting, probing, serving
 from manyhands.runtime.control import decode_from_worker, encode
@@ -27,6 +22,11 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, peer_address
 from manyhands.runtime.measuring import probe_links
 from manyhands.runtime.member import Joined, Lost
+from manyhands.transport import dialling
+from manyhands.transport.endpoint import Address
+from manyhands.transport.inprocess import InProcessTransport
+from manyhands.transport.security import Purpose, Security, new_secret, new_token
+from manyhands.transport.transport import TcpTransport, Transport, reach_either
 
 GUEST = Security("the peer's token", encrypted=True)
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from manyhands.engine.channel import Channel, connect
-from manyhands.engine.security import new_token
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.errors import AddressTaken, BadValue, Refused, TimedOut, WorkerLost
 from manyhands.facts.version import __version__
@@ -26,6 +24,8 @@ from manyhands.runtime.member import Joined, Lost
 from manyhands.runtime.worker import Worker
 from manyhands.session.joining import LISTEN_VARIABLE
 from manyhands.session.opening import open_session
+from manyhands.transport.channel import Channel, connect
+from manyhands.transport.security import new_token
 
 OPEN: list[Channel] = []
 """One that nobody holds is closed."""

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from manyhands.engine.switchboard import Switchboard
 from manyhands.runtime import probing
+from manyhands.transport.switchboard import Switchboard
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

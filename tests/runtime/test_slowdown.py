@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from manyhands.engine.transport import TcpTransport
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import UnknownName, WorkerLost
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing
@@ -22,6 +21,7 @@ from manyhands.runtime.measuring import measure_on
 from manyhands.runtime.worker import Worker
 from manyhands.session.measuring import _alike, profile_place
 from manyhands.session.session import Session
+from manyhands.transport.transport import TcpTransport
 from real_runs import Pictures, network
 
 

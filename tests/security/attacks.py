@@ -12,15 +12,15 @@ from types import TracebackType
 
 import msgspec
 
-from manyhands.engine.channel import Channel, connect
-from manyhands.engine.dialling import dial
-from manyhands.engine.proofs import DIALLED
-from manyhands.engine.security import PREAMBLE, Purpose, Security, new_secret, new_token, preamble
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL, encode
 from manyhands.runtime.control_messages import Heartbeat, Hello, Progress, Ready
 from manyhands.runtime.control_parts import Arrival, Facts
+from manyhands.transport.channel import Channel, connect
+from manyhands.transport.dialling import dial
+from manyhands.transport.proofs import DIALLED
+from manyhands.transport.security import PREAMBLE, Purpose, Security, new_secret, new_token, preamble
 
 Address = tuple[str, int]
 HELLO = Hello(__version__, PROTOCOL, "intruder", "127.0.0.1", 9, Facts("a machine", 1, 1, 10**9, "2.6"))

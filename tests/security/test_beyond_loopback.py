@@ -1,6 +1,6 @@
 """Whatever listens beyond loopback is encrypted and asks for a token, without being told to; nothing else gets in.
 
-Somebody in the middle, with a certificate of his own, is in tests/engine/test_security.py.
+Somebody in the middle, with a certificate of his own, is in tests/transport/test_security.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from manyhands.dashboard.server import Dashboard
-from manyhands.engine.channel import connect
-from manyhands.engine.dialling import dial
-from manyhands.engine.security import PREAMBLE, Purpose, Security, new_token
 from manyhands.facts.errors import ManyhandsError, Refused
 from manyhands.runtime.control import encode
 from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.transport.channel import connect
+from manyhands.transport.dialling import dial
+from manyhands.transport.security import PREAMBLE, Purpose, Security, new_token
 
 TOKEN = new_token()
 HERE = "127.0.0.1"

@@ -12,9 +12,6 @@ import msgspec
 import pytest
 from attacks import HELLO
 
-from manyhands.engine.channel import LARGEST_CONTROL_BYTES, Channel, Listener, connect
-from manyhands.engine.security import Security, new_token
-from manyhands.engine.wire import write_all
 from manyhands.facts.errors import BadData, ManyhandsError, Refused, WorkerLost
 from manyhands.files.json_memory import decoded_bytes
 from manyhands.runtime import control_messages, event_queue
@@ -30,6 +27,9 @@ from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.control_parts import Facts, SiloFacts, TensorEntry
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.handshake import short
+from manyhands.transport.channel import LARGEST_CONTROL_BYTES, Channel, Listener, connect
+from manyhands.transport.security import Security, new_token
+from manyhands.transport.wire import write_all
 
 MIB = 2**20
 

@@ -13,15 +13,15 @@ import pytest
 from attacks import Attack, asking_for_data, guessing, loud, one_of_the_house, silent, slow
 from looking import assert_private, holding, processes_showing
 
-from manyhands.engine import listener as listening
-from manyhands.engine import security as rules
-from manyhands.engine.channel import Listener, connect
-from manyhands.engine.security import Security, new_token
 from manyhands.facts.errors import Refused
 from manyhands.runtime import event_queue
 from manyhands.runtime.control_messages import Heartbeat
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.event_queue import EventQueue
+from manyhands.transport import listener as listening
+from manyhands.transport import security as rules
+from manyhands.transport.channel import Listener, connect
+from manyhands.transport.security import Security, new_token
 from real_runs import Ran, assert_same, names, shared, train, workers
 
 STEPS = 30

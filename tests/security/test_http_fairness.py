@@ -21,11 +21,11 @@ import torch
 from manyhands.dashboard import server
 from manyhands.dashboard.server import Dashboard
 from manyhands.data.wanted import SampleForm
-from manyhands.engine.admission import Admission, client_network
-from manyhands.engine.http_server import ConnectionLimits, HttpServer
-from manyhands.engine.rate_limiter import AddressRateLimiter
 from manyhands.inference.lines import Labels
 from manyhands.inference.server import Answering
+from manyhands.transport.admission import Admission, client_network
+from manyhands.transport.http_server import ConnectionLimits, HttpServer
+from manyhands.transport.rate_limiter import AddressRateLimiter
 
 SILENT = 300
 MOST_SECONDS = 1.0
@@ -218,7 +218,7 @@ def test_a_network_of_version_6_is_one_address() -> None:
 
 
 def test_rates_of_few_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.engine.rate_limiter._MOST_ADDRESSES", 5)
+    monkeypatch.setattr("manyhands.transport.rate_limiter._MOST_ADDRESSES", 5)
     limiter = AddressRateLimiter(per_second=0.1, burst=1)
     assert limiter.passes("10.0.0.0", 0.0)
     assert not limiter.passes("10.0.0.0", 0.0)

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.engine.keys import Role, fingerprint
-from manyhands.engine.proofs import DIALLED
-from manyhands.engine.transport import TcpTransport
 from manyhands.facts.errors import ManyhandsError, Refused
 from manyhands.runtime import coordinator as coordinators
 from manyhands.runtime import dialler
@@ -24,6 +21,9 @@ from manyhands.runtime.device_book import DeviceBook, own_credentials, own_key
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.serving import listen
 from manyhands.runtime.worker import Worker
+from manyhands.transport.keys import Role, fingerprint
+from manyhands.transport.proofs import DIALLED
+from manyhands.transport.transport import TcpTransport
 
 TOKEN = "kettle-on-the-hob-9"
 HERE = "127.0.0.1"

@@ -11,10 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from doctor_ports import closed_port, deaf_port
-from manyhands.engine.endpoint import Address
-from manyhands.engine.security import Security, new_token
-from manyhands.engine.tcp import TcpEndpoint
-from manyhands.engine.transport import TcpTransport
 from manyhands.runtime import member_probes, peer_connections
 from manyhands.runtime.control_messages import Failed, Prepare, ProbeLinks
 from manyhands.runtime.coordinator import Coordinator
@@ -22,6 +18,10 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.member_probes import MemberProbes
 from manyhands.runtime.reachability import NO_MEMBER, OPEN
 from manyhands.runtime.worker import Worker
+from manyhands.transport.endpoint import Address
+from manyhands.transport.security import Security, new_token
+from manyhands.transport.tcp import TcpEndpoint
+from manyhands.transport.transport import TcpTransport
 
 LIMIT_SECONDS = 0.6
 SECURITY = Security(new_token(), encrypted=False)

@@ -22,13 +22,6 @@ from manyhands.data.cifar import load_jpeg_copy
 from manyhands.data.sample_arrays import read_npy
 from manyhands.data.silo import Silo
 from manyhands.data.wanted import SampleForm
-from manyhands.engine import rendezvous
-from manyhands.engine.channel import Listener, connect
-from manyhands.engine.dialling import dial
-from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
-from manyhands.engine.security import Purpose, Security, new_token
-from manyhands.engine.tcp import TcpEndpoint
-from manyhands.engine.wire import write_all
 from manyhands.executor import codec
 from manyhands.facts.errors import BadData, BadFile, BadPlan, BadValue, Refused
 from manyhands.facts.plan import Plan, Stage
@@ -39,6 +32,13 @@ from manyhands.observe.live import Live
 from manyhands.observe.watching import RunWatch
 from manyhands.plans import networks
 from manyhands.runtime import control, control_parts, state
+from manyhands.transport import rendezvous
+from manyhands.transport.channel import Listener, connect
+from manyhands.transport.dialling import dial
+from manyhands.transport.http_handler import DeadlineHandler, HttpRefusal
+from manyhands.transport.security import Purpose, Security, new_token
+from manyhands.transport.tcp import TcpEndpoint
+from manyhands.transport.wire import write_all
 
 WANTED = SampleForm((1, 2, 2))
 

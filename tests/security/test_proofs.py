@@ -11,13 +11,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyhands.engine import proofs
-from manyhands.engine.channel import Listener, connect
-from manyhands.engine.keys import Credentials, DeviceKey, Pinned, Role, fingerprint, is_signed, key_of, new_private_key
-from manyhands.engine.pake import Exchange
-from manyhands.engine.security import PREAMBLE, DeviceSecurity, Purpose, Security, new_secret, preamble
-from manyhands.engine.wire import Wire, read_exactly, write_all
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
+from manyhands.transport import proofs
+from manyhands.transport.channel import Listener, connect
+from manyhands.transport.keys import (
+    Credentials,
+    DeviceKey,
+    Pinned,
+    Role,
+    fingerprint,
+    is_signed,
+    key_of,
+    new_private_key,
+)
+from manyhands.transport.pake import Exchange
+from manyhands.transport.security import PREAMBLE, DeviceSecurity, Purpose, Security, new_secret, preamble
+from manyhands.transport.wire import Wire, read_exactly, write_all
 
 TOKEN = "kettle-9"
 HERE = "127.0.0.1"

@@ -15,8 +15,6 @@ import numpy
 import pytest
 from looking import assert_private, holding, processes_showing
 
-from manyhands.engine.channel import Listener, connect
-from manyhands.engine.security import Security, new_token
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import Refused
 from manyhands.facts.optimizer import Optimizer
@@ -24,6 +22,8 @@ from manyhands.files.documents import make_folder, opener, write_document, write
 from manyhands.observe.append import LineFile
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.record import RunRecord, new_folder
+from manyhands.transport.channel import Listener, connect
+from manyhands.transport.security import Security, new_token
 
 PROGRAM = (sys.executable, "-m", "manyhands")
 

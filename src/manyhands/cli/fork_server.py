@@ -1,4 +1,4 @@
-"""`manyhands nursery`, the fork server: started by whoever starts several workers on this machine. Nobody types it."""
+"""`manyhands nursery`, the fork server of this machine's workers. A coordinator starts it; nobody types it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -16,10 +17,19 @@ from manyhands.facts.errors import BadValue
 _NEEDED = ("manyhands.session.joining", "manyhands.runtime.shared_token", "manyhands.runtime.service")
 
 
-def fork_server(
-    door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = ""
-) -> None:
-    """Loads what workers need, then has a child for each that is asked for."""
+def fork_server_command(main: Callable[[], None]) -> Callable[..., None]:
+    """Return the command; `main` runs a child's command line. It is passed in because main.py imports this file."""
+
+    def fork_server(
+        door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = ""
+    ) -> None:
+        """Load what workers need, then fork a child for each worker that is requested."""
+        _serve(door, main)
+
+    return fork_server
+
+
+def _serve(door: int, main: Callable[[], None]) -> None:
     from manyhands.runtime.fork_server import tend
     from manyhands.runtime.serving import load_everything
 
@@ -36,13 +46,11 @@ def fork_server(
     gc.freeze()  # nothing of this is looked at again, so its memory stays shared
     words = tend(asking)
     if words is not None:
-        os._exit(_run(words))  # tidying up would look at all of it
+        os._exit(_run(words, main))  # tidying up would look at all of it
 
 
-def _run(words: list[str]) -> int:
-    """The command of a child, and its exit code."""
-    from manyhands.cli.main import main
-
+def _run(words: list[str], main: Callable[[], None]) -> int:
+    """Run the command of a child, and return its exit code."""
     sys.argv[1:] = words
     try:
         main()

@@ -51,8 +51,8 @@ def allow(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="coordinator or worker.")],
 ) -> None:
     """Let a device act in another role, too: a key is stored for the role in which it first joined."""
-    from manyhands.engine.keys import Role
     from manyhands.facts.errors import BadValue
+    from manyhands.transport.keys import Role
 
     roles = {each.text: each for each in Role}
     if role not in roles:
@@ -92,9 +92,9 @@ def known() -> dict[str, Any]:
     """Return, for --json, this device's fingerprint (null: it has no key yet) and the devices that have joined."""
     import msgspec
 
-    from manyhands.engine.keys import fingerprint
     from manyhands.runtime.device_book import own_key
     from manyhands.runtime.shared_token import config_folder
+    from manyhands.transport.keys import fingerprint
 
     key = own_key(config_folder(), make=False)
     joined = [{**msgspec.to_builtins(device), "fingerprint": device.fingerprint} for device in _book().devices()]

@@ -59,9 +59,9 @@ def serve(
     compute = parse_compute(compute)
     if not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"--name '{name:.80}' cannot name a device.", hint=NAME_HINT)
-    from manyhands.engine.security import is_loopback
     from manyhands.runtime.confinement import confined
     from manyhands.runtime.shared_token import made_config_folder, shared_token
+    from manyhands.transport.security import is_loopback
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -96,10 +96,10 @@ def serve(
 def train(**arguments: Any) -> None:
     """Train with an edge and a server, cut where the link makes it fastest. Without arguments: a demonstration."""
     from manyhands.cli.show import print_json
-    from manyhands.engine.keys import Role
     from manyhands.runtime.device_book import knows_any
     from manyhands.split.arguments import split_config
     from manyhands.split.named import split_by_name
+    from manyhands.transport.keys import Role
 
     arguments = with_token(arguments)
     if arguments["cloud"] and not arguments["token"] and not knows_any(Role.WORKER):

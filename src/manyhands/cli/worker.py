@@ -80,17 +80,17 @@ def worker(
         program = (sys.executable, "-P", "-m", "manyhands")
         typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
-    from manyhands.engine.keys import Role
     from manyhands.runtime import shared_token
     from manyhands.runtime.device_book import knows_any
+    from manyhands.transport.keys import Role
 
     token = token_given(token, token_file) or shared_token.known_token()
     is_known = not token and knows_any(Role.COORDINATOR)
     if not token and not is_known:
         token = ask_for_token("the coordinator")
     check_joining(token, name, is_known=is_known)
-    from manyhands.engine.security import is_loopback
     from manyhands.runtime.confinement import confined
+    from manyhands.transport.security import is_loopback
 
     is_here = bool(host) and is_loopback(host)  # else it remembers the coordinator's key
     writes = [] if is_here else [shared_token.made_config_folder()]

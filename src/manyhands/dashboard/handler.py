@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from manyhands.dashboard.page import page_files
-from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
+from manyhands.transport.http_handler import DeadlineHandler, HttpRefusal
 
 if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard

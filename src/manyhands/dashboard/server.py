@@ -19,9 +19,9 @@ from urllib.parse import urlencode
 from manyhands.dashboard.handler import PageHandler
 from manyhands.dashboard.page import page_files
 from manyhands.dashboard.reader import Reader
-from manyhands.engine.http_server import ConnectionLimits, HttpServer
-from manyhands.engine.rate_limiter import AddressRateLimiter
-from manyhands.engine.security import is_loopback, new_token, server_context
+from manyhands.transport.http_server import ConnectionLimits, HttpServer
+from manyhands.transport.rate_limiter import AddressRateLimiter
+from manyhands.transport.security import is_loopback, new_token, server_context
 
 LIMITS = ConnectionLimits(connections=32, idle_seconds=10.0, drain_seconds=2.0)
 PER_SECOND, AT_ONCE = 60, 150

@@ -192,7 +192,7 @@ def _joined(options: DoctorOptions, coordinator: Coordinator, events: list[str])
 
 def missing_check(coordinator: Coordinator, there: list[str], missing: list[str], count: int, waited: float) -> Check:
     from manyhands.doctor.firewall import firewall_here, opening
-    from manyhands.engine.security import is_loopback
+    from manyhands.transport.security import is_loopback
 
     host, port = coordinator.address[:2]
     joined = f"{len(there)} of {count} joined within {waited:g} s"
@@ -267,8 +267,8 @@ def _discovery_problem(interface: str) -> str:
     """Return why our own announcement is not received, or an empty string if it is."""
     import time
 
-    from manyhands.engine.security import new_token
     from manyhands.runtime.discovery import PROBE, Announcer, Lookout
+    from manyhands.transport.security import new_token
 
     problems: list[str] = []
     host = interface or "0.0.0.0"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manyhands.engine.mailbox import Mailbox
 from manyhands.executor.messages import COORDINATOR
 from manyhands.schedule.actions import Message
 from manyhands.schedule.feeding import feed_topic
+from manyhands.transport.mailbox import Mailbox
 
 
 class ArrivedMessages:

@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 import numpy
 import torch
 
-from manyhands.engine.memory import KNOWN_TO_NUMPY
 from manyhands.facts.boxes import Box
+from manyhands.transport.memory import KNOWN_TO_NUMPY
 
 
 def place_of(box: Box, hull: Box) -> tuple[slice, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.in_flight_micro_batch import InFlightMicroBatch
 from manyhands.executor.messages import COORDINATOR, FeedPart
 from manyhands.executor.options import ExecutorOptions
@@ -14,6 +13,7 @@ from manyhands.executor.runner import Runner
 from manyhands.facts.errors import BadData
 from manyhands.schedule.feeding import AT_HOME, feed_topic
 from manyhands.schedule.lowering import entering_input
+from manyhands.transport.endpoint import Endpoint
 
 
 class DeviceFeed:

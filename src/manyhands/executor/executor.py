@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
@@ -53,6 +52,7 @@ from manyhands.schedule.interleave import InterleavedOrder
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.replay import MiniBatches
+from manyhands.transport.endpoint import Endpoint
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 

@@ -10,7 +10,6 @@ import torch
 
 from manyhands.data.preload import Preload
 from manyhands.data.silo import SiloContent
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
 from manyhands.executor.resident_dataset import SAMPLES, resident_key
@@ -23,6 +22,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_tree
 from manyhands.schedule.feeding import feed_topic, result_topic
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.endpoint import Endpoint
 
 
 class Feeder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.boxes import cut_out, empty
 from manyhands.executor.channels import ChannelRunner
 from manyhands.executor.codec import Coding, NoRange
@@ -21,6 +20,7 @@ from manyhands.facts.boxes import Box
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Message, Part, Receive, Send, is_urgent
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.endpoint import Endpoint
 
 _BEGINS_A_PASS = frozenset({"value", "input", "gradient"})
 _OF_WEIGHTS = frozenset({"weights", "weight-gradient"})

@@ -23,7 +23,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from manyhands.engine.memory import KNOWN_TO_NUMPY
+from manyhands.transport.memory import KNOWN_TO_NUMPY
 
 COLUMNS = 512
 _BLOCK = 128

@@ -17,14 +17,14 @@ from typing import Any
 import numpy
 import torch
 
-from manyhands.engine.endpoint import Endpoint
-from manyhands.engine.memory import KNOWN_TO_NUMPY, as_bytes, window
 from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.graph.weights import memory_order
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import chunk_points, element_bytes, gradient_rounds, topic
+from manyhands.transport.endpoint import Endpoint
+from manyhands.transport.memory import KNOWN_TO_NUMPY, as_bytes, window
 
 OnSpan = Callable[[Reduce, float, float], None]
 

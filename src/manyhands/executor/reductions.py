@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
@@ -19,6 +18,7 @@ from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Await, Reduce
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
+from manyhands.transport.endpoint import Endpoint
 
 WEIGHT_NORM_ROUNDS = 64
 """Rounds after which the norm of weights is formed anew."""

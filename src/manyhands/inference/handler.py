@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from manyhands.engine.http_handler import DeadlineHandler, HttpRefusal
 from manyhands.inference.lines import MOST_CLASSES, TOP, Answer, Document, Lines, json_line
 from manyhands.inference.requests import JSON, Body, announced, kind_of, plain_name, samples_in
+from manyhands.transport.http_handler import DeadlineHandler, HttpRefusal
 
 if TYPE_CHECKING:
     from manyhands.inference.server import Answering

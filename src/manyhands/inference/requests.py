@@ -17,10 +17,10 @@ from manyhands.data.sample_arrays import MAGIC, read_array
 from manyhands.data.sample_json import LARGER, decoded_bytes, looks_like_json, read_json
 from manyhands.data.samples import read_picture
 from manyhands.data.wanted import Sample, SampleForm, SampleSource
-from manyhands.engine.http_handler import HttpRefusal
-from manyhands.engine.http_server import ConnectionLimits
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.units import format_bytes
+from manyhands.transport.http_handler import HttpRefusal
+from manyhands.transport.http_server import ConnectionLimits
 
 FORM, JSON = "multipart/form-data", "application/json"
 SINGLE = ("image/", "application/octet-stream", "application/x-npy", "application/x-www-form-urlencoded")

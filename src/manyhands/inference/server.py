@@ -20,15 +20,15 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from manyhands.data.wanted import SampleForm, SampleSource
-from manyhands.engine.http_handler import HttpRefusal
-from manyhands.engine.http_server import HttpServer
-from manyhands.engine.security import is_loopback, new_token, server_context
 from manyhands.facts.errors import BadData, ManyhandsError
 from manyhands.inference.handler import Handler
 from manyhands.inference.lines import Answer, Labels
 from manyhands.inference.requests import ACCEPTED, JSON, Limits, Room
 from manyhands.inference.stream import Asks, Late, in_order
 from manyhands.session.joining import reachable
+from manyhands.transport.http_handler import HttpRefusal
+from manyhands.transport.http_server import HttpServer
+from manyhands.transport.security import is_loopback, new_token, server_context
 
 DECODED_AT_ONCE = 2
 """Pictures that are unpacked at the same time: a small file may be a large picture."""

@@ -7,8 +7,6 @@ import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from manyhands.engine.keys import KeyBook, Role, fingerprint
-from manyhands.engine.transport import ControlChannel
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.device import Device
@@ -19,6 +17,8 @@ from manyhands.runtime.control_messages import Hello, Refusal, Welcome
 from manyhands.runtime.control_parts import Shape
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member
+from manyhands.transport.keys import KeyBook, Role, fingerprint
+from manyhands.transport.transport import ControlChannel
 
 
 def judged(

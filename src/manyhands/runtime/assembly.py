@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from manyhands.engine.security import is_loopback
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 from manyhands.runtime.member import Member
 from manyhands.runtime.membership import Membership
+from manyhands.transport.security import is_loopback
 
 JOIN_SECONDS = 120.0
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy
 import torch
 
-from manyhands.engine.memory import as_bytes
+from manyhands.transport.memory import as_bytes
 
 _ROW_WORDS = 1024
 

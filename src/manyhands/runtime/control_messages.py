@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from manyhands.engine.endpoint import Address
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.projections import SumRecord
 from manyhands.facts.link import Link
@@ -18,6 +17,7 @@ from manyhands.facts.profile import DeviceProfile, Kernel
 from manyhands.runtime.control_parts import Arrival, Checksum, Facts, Job, Seen, Shape, Standing, TensorEntry
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.reachability import Answer
+from manyhands.transport.endpoint import Address
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -24,11 +24,6 @@ from pathlib import Path
 from types import TracebackType
 
 from manyhands.data.silo import SiloContent
-from manyhands.engine.channel import SEND_LIMIT_SECONDS
-from manyhands.engine.endpoint import Address
-from manyhands.engine.keys import Credentials, Role
-from manyhands.engine.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
-from manyhands.engine.transport import ConnectedEndpoint, ControlListener, TcpTransport, Transport
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError
@@ -49,6 +44,11 @@ from manyhands.runtime.membership import Membership
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.rendezvous import JoinTerms, Rendezvous, TurnedAway
 from manyhands.runtime.shared_token import config_folder, shared_token
+from manyhands.transport.channel import SEND_LIMIT_SECONDS
+from manyhands.transport.endpoint import Address
+from manyhands.transport.keys import Credentials, Role
+from manyhands.transport.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
+from manyhands.transport.transport import ConnectedEndpoint, ControlListener, TcpTransport, Transport
 
 DEFAULT_PORT = 7077
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.engine.keys import Credentials, DeviceKey, Pinned, Role, fingerprint, new_private_key
 from manyhands.facts.errors import BadFile, BadValue, Refused
 from manyhands.runtime.private_files import read_private, write_private
 from manyhands.runtime.shared_token import config_folder
+from manyhands.transport.keys import Credentials, DeviceKey, Pinned, Role, fingerprint, new_private_key
 
 KEY_FILE = "device-key"
 BOOK_FILE = "devices.json"

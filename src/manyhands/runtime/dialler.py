@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from manyhands.engine.keys import Credentials, Role
-from manyhands.engine.security import Security
-from manyhands.engine.transport import Transport, reach_either
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
 from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member
 from manyhands.runtime.rendezvous import HELLO_SECONDS, WELCOME_SECONDS, Rendezvous
+from manyhands.transport.keys import Credentials, Role
+from manyhands.transport.security import Security
+from manyhands.transport.transport import Transport, reach_either
 
 
 class Dialler:

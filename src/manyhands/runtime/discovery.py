@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from manyhands.engine.security import EVERY_ADDRESS, is_loopback, is_made
 from manyhands.facts.errors import BadValue
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL
 from manyhands.runtime.identity import addresses
+from manyhands.transport.security import EVERY_ADDRESS, is_loopback, is_made
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from manyhands.data.silo import Silo
-from manyhands.engine.keys import Credentials, Role
-from manyhands.engine.transport import ConnectedEndpoint, ControlChannel
 from manyhands.facts.errors import BadData, BadFile, BadValue, Refused, WorkerLost
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import LARGEST_HELLO_BYTES, PROTOCOL, Message, decode_from_coordinator, encode
@@ -12,6 +10,8 @@ from manyhands.runtime.control_messages import Hello, Refusal, Welcome
 from manyhands.runtime.identity import own_identity
 from manyhands.runtime.joining import Joining, facts_of
 from manyhands.runtime.quarantine import LONGEST_SECONDS
+from manyhands.transport.keys import Credentials, Role
+from manyhands.transport.transport import ConnectedEndpoint, ControlChannel
 
 
 class CalledOtherwise(Refused):

@@ -14,10 +14,10 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from manyhands.engine.endpoint import Address
-from manyhands.engine.keys import Credentials
-from manyhands.engine.security import Security
 from manyhands.facts.errors import ManyhandsError
+from manyhands.transport.endpoint import Address
+from manyhands.transport.keys import Credentials
+from manyhands.transport.security import Security
 
 if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator

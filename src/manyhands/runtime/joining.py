@@ -11,14 +11,14 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
-from manyhands.engine.keys import Credentials
-from manyhands.engine.transport import ControlConnection, Transport, reach_either
 from manyhands.facts.errors import Refused
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control_parts import Facts, SiloFacts
 from manyhands.runtime.device_book import worker_credentials
+from manyhands.transport.keys import Credentials
+from manyhands.transport.transport import ControlConnection, Transport, reach_either
 
 
 @dataclass

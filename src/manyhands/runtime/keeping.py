@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.runtime import state
 from manyhands.runtime.checksums import checksums, combined
 from manyhands.runtime.control_messages import Held, Hold
 from manyhands.runtime.control_parts import TensorEntry
+from manyhands.transport.endpoint import Endpoint
 
 STATE = "state"
 """The message with what a device starts with, one from each who has some of it."""

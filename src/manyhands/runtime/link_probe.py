@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.runtime import pair_probe, probing
 from manyhands.runtime.control_messages import Probed, ProbeLinks
+from manyhands.transport.endpoint import Endpoint
 
 
 def expected(command: ProbeLinks, name: str) -> dict[tuple[str, str], int]:

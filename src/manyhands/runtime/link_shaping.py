@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from manyhands.engine.shaping import STOPPED_BYTES_PER_SECOND
-from manyhands.engine.transport import ConnectedEndpoint
 from manyhands.facts.link import Link
 from manyhands.runtime.control_parts import Shape
+from manyhands.transport.shaping import STOPPED_BYTES_PER_SECOND
+from manyhands.transport.transport import ConnectedEndpoint
 
 
 class LinkShaping:

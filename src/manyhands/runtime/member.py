@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.engine.transport import ControlChannel
 from manyhands.facts.device import Device
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_parts import Facts, Standing
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.inviting import Invitation
+from manyhands.transport.transport import ControlChannel
 
 
 @dataclass(eq=False)

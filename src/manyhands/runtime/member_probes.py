@@ -24,11 +24,11 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from manyhands.engine.dialling import dial
-from manyhands.engine.endpoint import Address
-from manyhands.engine.security import Purpose, Security, is_loopback
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.reachability import NO_MEMBER, OPEN, Answer
+from manyhands.transport.dialling import dial
+from manyhands.transport.endpoint import Address
+from manyhands.transport.security import Purpose, Security, is_loopback
 
 MEMBER_LIMIT_SECONDS = 10.0
 """A handshake takes about six round trips: enough for a link with most of a second of delay."""

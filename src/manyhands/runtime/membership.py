@@ -11,9 +11,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-from manyhands.engine.channel import SEND_LIMIT_SECONDS
-from manyhands.engine.keys import KeyBook
-from manyhands.engine.transport import ConnectedEndpoint, ControlChannel
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.runtime.admission import judged
@@ -26,6 +23,9 @@ from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Event, Joined, Lost, Member
 from manyhands.runtime.processes import LocalWorkers
 from manyhands.runtime.quarantine import Quarantine
+from manyhands.transport.channel import SEND_LIMIT_SECONDS
+from manyhands.transport.keys import KeyBook
+from manyhands.transport.transport import ConnectedEndpoint, ControlChannel
 
 _EVICT_SECONDS = 0.5
 

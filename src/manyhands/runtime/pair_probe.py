@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.facts.link import Link
 from manyhands.runtime.probing import SMALL_BYTES
+from manyhands.transport.endpoint import Endpoint
 
 MOST_BYTES = 64_000_000
 """No look at a link is longer."""

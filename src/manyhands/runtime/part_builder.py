@@ -8,7 +8,6 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
-from manyhands.engine.transport import ConnectedEndpoint
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
@@ -29,6 +28,7 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.timing_here import graph_of
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.transport import ConnectedEndpoint
 
 
 class PartBuilder:

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from manyhands.engine.endpoint import Address
-from manyhands.engine.transport import ConnectedEndpoint
 from manyhands.facts.errors import ManyhandsError, TimedOut
 from manyhands.runtime.attempt import Attempt
+from manyhands.transport.endpoint import Address
+from manyhands.transport.transport import ConnectedEndpoint
 
 CONNECT_SECONDS = 30.0
 

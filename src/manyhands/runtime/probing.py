@@ -22,9 +22,9 @@ from typing import Any
 import numpy
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.link import Link
+from manyhands.transport.endpoint import Endpoint
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakSet
 
-from manyhands.engine.security import Security
 from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.fork_server import LOAD_VARIABLE, Child, NoForkServer, fork_server_for
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
+from manyhands.transport.security import Security
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
 """The token goes to children in the environment: a command line can be read by everybody."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from manyhands.engine.endpoint import Address
+from manyhands.transport.endpoint import Address
 
 OPEN, REFUSED, SILENT, NO_ROUTE, NO_HOST, FAILED = "open", "refused", "silent", "no route", "no such host", "failed"
 NO_MEMBER = "no member answers"

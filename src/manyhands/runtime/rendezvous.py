@@ -13,10 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from manyhands.engine.channel import LARGEST_CONTROL_BYTES
-from manyhands.engine.keys import Credentials, KeyBook, fingerprint
-from manyhands.engine.proofs import KeyRefused, WrongProof
-from manyhands.engine.transport import ControlChannel, ControlListener
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError, Refused, WorkerLost
 from manyhands.facts.version import __version__
@@ -30,6 +26,10 @@ from manyhands.runtime.failed_proofs import FailedProofs
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member
 from manyhands.runtime.membership import Membership
+from manyhands.transport.channel import LARGEST_CONTROL_BYTES
+from manyhands.transport.keys import Credentials, KeyBook, fingerprint
+from manyhands.transport.proofs import KeyRefused, WrongProof
+from manyhands.transport.transport import ControlChannel, ControlListener
 
 HELLO_SECONDS = 10.0
 WELCOME_SECONDS = 2.0

@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Collection
 
-from manyhands.engine.keys import Role
-from manyhands.engine.proofs import WrongToken
-from manyhands.engine.transport import ControlConnection, Transport, reach_either
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
 from manyhands.facts.version import __version__
 from manyhands.runtime.discovery import Announcement, Lookout
 from manyhands.runtime.identity import addresses
 from manyhands.runtime.joining import Joining
+from manyhands.transport.keys import Role
+from manyhands.transport.proofs import WrongToken
+from manyhands.transport.transport import ControlConnection, Transport, reach_either
 
 GRACE_SECONDS = 5.0
 """So long a worker that has found only others' coordinators goes on looking for its own."""

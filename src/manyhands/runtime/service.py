@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from manyhands.engine.transport import TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.runtime.handshake import CalledOtherwise, Quarantined
 from manyhands.runtime.identity import interface_of
@@ -17,6 +16,7 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
 from manyhands.runtime.serving import ask_to_leave, asked_to_leave_by_signal
 from manyhands.runtime.worker import Worker
+from manyhands.transport.transport import TcpTransport, Transport
 
 AGAIN_SECONDS = 10.0
 """A worker that stays and was refused tries again after so long."""

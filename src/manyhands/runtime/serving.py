@@ -15,11 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from manyhands.engine.channel import SEND_LIMIT_SECONDS
-from manyhands.engine.keys import fingerprint
-from manyhands.engine.proofs import KeyRefused, WrongProof
-from manyhands.engine.security import DeviceSecurity, Security, is_loopback, is_secret, new_token
-from manyhands.engine.transport import ControlChannel, ControlConnection, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
@@ -28,6 +23,11 @@ from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
 from manyhands.runtime.joining import Joining, prepare_gpu
 from manyhands.runtime.shared_token import config_folder
 from manyhands.runtime.worker import Worker
+from manyhands.transport.channel import SEND_LIMIT_SECONDS
+from manyhands.transport.keys import fingerprint
+from manyhands.transport.proofs import KeyRefused, WrongProof
+from manyhands.transport.security import DeviceSecurity, Security, is_loopback, is_secret, new_token
+from manyhands.transport.transport import ControlChannel, ControlConnection, TcpTransport, Transport
 
 LISTEN_PORT = 7078
 TAKEOVER_SECONDS = 3.0

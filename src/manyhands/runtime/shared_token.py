@@ -13,10 +13,10 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.engine.security import new_token
 from manyhands.facts.errors import BadFile
 from manyhands.files.documents import home_folder
 from manyhands.runtime.private_files import read_private, write_private
+from manyhands.transport.security import new_token
 
 COORDINATOR_FILE = "token"
 LONGEST_TOKEN = 400

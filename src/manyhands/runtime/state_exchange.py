@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from manyhands.engine.endpoint import Endpoint
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.resident_dataset import SAMPLES
@@ -20,6 +19,7 @@ from manyhands.runtime.control_messages import Corrupt, Hold, Holds, Send, Start
 from manyhands.runtime.control_parts import Job
 from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.part_builder import listed
+from manyhands.transport.endpoint import Endpoint
 
 
 class StateExchange:

@@ -20,8 +20,6 @@ from collections.abc import Callable
 import torch
 
 from manyhands.data.silo import Silo
-from manyhands.engine.security import LaterSecurity
-from manyhands.engine.transport import ControlConnection, TcpTransport, Transport
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime import link_probe
 from manyhands.runtime.assignment import Assignment, Stopped, seen_round
@@ -70,6 +68,8 @@ from manyhands.runtime.state_exchange import StateExchange, state_of
 from manyhands.runtime.timing_here import measured
 from manyhands.runtime.worker_status import arrivals_at, standing_of
 from manyhands.schedule.backup import is_due
+from manyhands.transport.security import LaterSecurity
+from manyhands.transport.transport import ControlConnection, TcpTransport, Transport
 
 GRACE_SECONDS = 10.0
 """How long the main thread may go on in one torch call after the coordinator has gone."""

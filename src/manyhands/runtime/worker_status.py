@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from manyhands.engine.transport import ConnectedEndpoint
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR
 from manyhands.runtime.control_parts import Arrival, Standing
+from manyhands.transport.transport import ConnectedEndpoint
 
 
 def arrivals_at(endpoint: ConnectedEndpoint) -> tuple[Arrival, ...]:

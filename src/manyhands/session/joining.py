@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from manyhands.engine.security import check_token
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import NAME_HINT
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.presets import PRESETS
+from manyhands.transport.security import check_token
 
 if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator

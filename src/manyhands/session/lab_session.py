@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from manyhands.engine.security import new_secret
 from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue, LabError, WorkerLost
 from manyhands.facts.lab import Played, play, scale_text, scaled, with_slots
@@ -27,6 +26,7 @@ from manyhands.profiler.this_machine import this_machine
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.session.session import Say, Session
+from manyhands.transport.security import new_secret
 
 THREADS = 1
 """Of a worker in the lab: a device's share of the processor is one of time, not of cores."""

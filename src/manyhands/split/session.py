@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from manyhands.engine.keys import Role
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.link import DirectedLink, Link
@@ -23,6 +22,7 @@ from manyhands.runtime.measuring import probe_pair
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.session.joining import parse_address
 from manyhands.session.session import Say, Session
+from manyhands.transport.keys import Role
 
 LOCAL_SILENCE_SECONDS = 5.0
 """An end of this machine that says nothing for so long is lost: both share its cores, with whoever else is there."""

@@ -46,9 +46,9 @@ class EndpointLink:
     def __init__(self, role: str) -> None:
         import torch
 
-        from manyhands.engine.security import Security
-        from manyhands.engine.sharing import SharingSetting
-        from manyhands.engine.tcp import TcpEndpoint
+        from manyhands.transport.security import Security
+        from manyhands.transport.sharing import SharingSetting
+        from manyhands.transport.tcp import TcpEndpoint
 
         torch.set_num_threads(1)
         self.is_a, self.peer = role == "a", "b" if role == "a" else "a"

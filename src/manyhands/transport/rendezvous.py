@@ -1,0 +1,255 @@
+"""The rendezvous of devices: each pair of them makes one connection.
+
+Of two names the smaller one connects and the larger one is connected to, unless their addresses say otherwise: a device
+that was invited never connects, it is connected to.
+
+Inside the handshake the connecting peer sends its name and the name it looks for. A peer that has not been named yet is
+kept pending: other devices may have learnt of it a moment earlier. It is refused when its time is up.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
+from manyhands.transport.dialling import dial
+from manyhands.transport.endpoint import Address, Peers
+from manyhands.transport.listener import PeerListener
+from manyhands.transport.security import Purpose, Security
+from manyhands.transport.wire import Broken, Wire, read_exactly, write_all
+
+PENDING_SECONDS = 10.0
+"""How long a pending peer waits to be named."""
+_MOST_PENDING = 256
+_MOST_AT_ONCE = 16
+_LARGEST_HELLO_BYTES = 4096
+_RETRY_SECONDS = 0.1
+_LENGTH = struct.Struct("<I")
+
+WELCOME, UNKNOWN, TAKEN, WRONG_NAME = "welcome", "unknown", "taken", "wrong name"
+
+
+class Rendezvous:
+    """One device's listener and the names of the peers it expects."""
+
+    def __init__(
+        self,
+        name: str,
+        security: Security,
+        host: str,
+        port: int,
+        install: Callable[[str, Wire], None],
+        is_connected: Callable[[str], bool],
+        peer_listener: PeerListener | None = None,
+    ) -> None:
+        """`peer_listener`: a listener that another object owns, in place of a new one at `host` and `port`."""
+        self.name, self._security = name, security
+        self._install, self._is_connected = install, is_connected
+        self._named: set[str] = set()
+        self._pending: dict[str, tuple[Wire, float]] = {}
+        self._looking: set[Wire] = set()
+        self._change = threading.Condition()
+        self._is_closing = False
+        self._owns_listener = peer_listener is None
+        self._listener = peer_listener or PeerListener(host, port, security, Purpose.DATA, self._hear)
+        self.address = self._listener.address
+        if peer_listener is not None:
+            peer_listener.receive(Purpose.DATA, security, self._hear)
+
+    # Peers that connect to this device
+
+    def _hear(self, wire: Wire) -> None:
+        deadline = time.monotonic() + self._security.handshake_seconds
+        hello = _read_hello(wire, deadline)
+        peer, wanted = hello.get("from", ""), hello.get("to", "")
+        with self._change:
+            if wanted != self.name or not peer or peer == self.name:
+                verdict = WRONG_NAME
+            elif self._is_connected(peer):
+                verdict = TAKEN
+            elif peer in self._named:
+                verdict = WELCOME
+            else:
+                self._park(peer, wire)
+                return
+        if verdict != WELCOME:
+            _write_hello(wire, {"verdict": verdict, "name": self.name}, deadline)
+            raise Refused(f"'{peer:.64}' looks for '{wanted:.64}' at {self.name}: {verdict}.")
+        self._welcome(peer, wire)
+
+    def _park(self, peer: str, wire: Wire) -> None:
+        """Keep a peer pending until it is named; a second one of the same name takes the place of the first."""
+        older = self._pending.pop(peer, None)
+        if older is not None:
+            older[0].close()
+        if self._is_closing or len(self._pending) >= _MOST_PENDING:
+            raise Refused("Too many peers wait to be named.")
+        self._pending[peer] = (wire, time.monotonic() + PENDING_SECONDS * self._security.patience)
+
+    def _welcome(self, peer: str, wire: Wire) -> None:
+        try:
+            _write_hello(
+                wire, {"verdict": WELCOME, "name": self.name}, time.monotonic() + self._security.handshake_seconds
+            )
+        except TimeoutError as error:
+            raise Broken("it took no answer") from error
+        with self._change:
+            self._install(peer, wire)
+            self._change.notify_all()
+
+    def tidy(self) -> None:
+        """Refuse pending peers whose time is up."""
+        now = time.monotonic()
+        with self._change:
+            overdue = [name for name, (_, until) in self._pending.items() if now > until]
+            wires = [self._pending.pop(name)[0] for name in overdue]
+        for wire in wires:
+            _send_away(wire, {"verdict": UNKNOWN, "name": self.name})
+
+    def forget(self, peer: str) -> None:
+        """Treat a lost peer as unknown until it is named again: its return must not hide its loss."""
+        with self._change:
+            self._named.discard(peer)
+
+    # Peers that this device connects to
+
+    def gather(self, peers: Peers, limit_seconds: float) -> None:
+        """See `TcpEndpoint.connect`."""
+        deadline = time.monotonic() + limit_seconds
+        with self._change:
+            self._named.update(peers)
+            waiting = [(name, *self._pending.pop(name)) for name in peers if name in self._pending]
+        for name, wire, _ in waiting:
+            try:
+                _check_alive(wire)
+                self._welcome(name, wire)
+            except Broken:
+                wire.close()  # it gave up; it connects again, or is missing below
+        addresses = {name: Address.of(peers[name]) for name in sorted(peers)}
+        outward = [
+            name
+            for name, address in addresses.items()
+            if address.is_dialled_by(self.name, name) and not self._is_connected(name)
+        ]
+        if outward:
+            with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(outward)), f"connect {self.name}") as pool:
+                attempts = [pool.submit(self._reach, name, addresses[name], deadline) for name in outward]
+            errors = [error for attempt in attempts if (error := attempt.exception()) is not None]
+            self._raise_worst(errors)
+        with self._change:
+            while missing := sorted(name for name in peers if not self._is_connected(name)):
+                if self._is_closing or not self._change.wait(max(0.0, min(0.5, deadline - time.monotonic()))):
+                    if not self._is_closing and time.monotonic() < deadline:
+                        continue
+                    raise TimedOut(
+                        f"{self.name} waited {limit_seconds:g} s for {', '.join(missing)} to connect to it.",
+                        hint=f"Are they running, and can they reach {self.address[0]}:{self.address[1]}?",
+                    )
+
+    @staticmethod
+    def _raise_worst(errors: list[BaseException]) -> None:
+        for kind in (Refused, ManyhandsError, BaseException):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
+
+    def _reach(self, peer: str, address: Address, deadline: float) -> None:
+        """Connect to one peer; retry where it does not know this device yet, or has not noticed that it was gone."""
+        host, port = address.host, address.port
+        security = address.security or self._security
+        where = f"{peer} at {host}:{port}"
+        refusal: Refused | None = None
+        while not self._is_connected(peer):
+            try:
+                wire = dial(host, port, security, Purpose.DATA, deadline, lambda: self._is_closing)
+            except TimedOut as error:
+                raise refusal or error from None
+            with self._change:
+                self._looking.add(wire)
+            try:
+                _write_hello(wire, {"from": self.name, "to": peer}, deadline)
+                answer = _read_hello(wire, deadline)
+                verdict = answer.get("verdict")
+                if verdict == WELCOME:
+                    self._install(peer, wire)
+                    return
+            except TimeoutError:
+                wire.close()
+                raise refusal or TimedOut(
+                    f"{where} did not let {self.name} in: it has not been told of it.",
+                    hint=f"connect() must be called on {peer} too, with {self.name} among its peers.",
+                ) from None
+            except Broken as error:
+                wire.close()
+                refusal = Refused(f"{where} broke the connection off ({error}).")
+            else:
+                wire.close()
+                if verdict == UNKNOWN:
+                    refusal = Refused(f"{where} does not know {self.name}.", hint=f"Is {self.name} in its plan?")
+                elif verdict == TAKEN:
+                    hint = "Two devices must not have the same name."
+                    refusal = Refused(f"{where} is connected to a {self.name} already.", hint=hint)
+                else:
+                    raise Refused(
+                        f"{host}:{port} is {answer.get('name', 'somebody else')}, not {peer}.",
+                        hint="Its address has changed: let it join again.",
+                    )
+            finally:
+                with self._change:
+                    self._looking.discard(wire)
+            if self._is_closing or time.monotonic() + _RETRY_SECONDS > deadline:
+                raise refusal
+            time.sleep(_RETRY_SECONDS)
+
+    def close(self) -> None:
+        with self._change:
+            self._is_closing = True
+            wires = [wire for wire, _ in self._pending.values()]
+            self._pending.clear()
+            for wire in self._looking:
+                wire.shut()
+            self._change.notify_all()
+        for wire in wires:
+            wire.close()
+        if self._owns_listener:
+            self._listener.close()
+        else:
+            self._listener.receive_no_more(Purpose.DATA)
+
+
+def _write_hello(wire: Wire, fields: Mapping[str, str], deadline: float) -> None:
+    content = json.dumps(fields).encode()
+    write_all(wire, _LENGTH.pack(len(content)) + content, deadline)
+
+
+def _read_hello(wire: Wire, deadline: float) -> dict[str, str]:
+    (size,) = _LENGTH.unpack(read_exactly(wire, _LENGTH.size, deadline))
+    if size > _LARGEST_HELLO_BYTES:
+        raise Broken(f"a hello of {size} bytes; at most {_LARGEST_HELLO_BYTES} are read")
+    try:
+        fields = json.loads(read_exactly(wire, size, deadline))
+    except (ValueError, RecursionError) as error:
+        raise Broken("a hello that is none") from error
+    if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
+        raise Broken("a hello that is none")
+    return fields
+
+
+def _send_away(wire: Wire, fields: Mapping[str, str]) -> None:
+    try:
+        _write_hello(wire, fields, time.monotonic())
+    except (Broken, TimeoutError):
+        pass
+    finally:
+        wire.close()
+
+
+def _check_alive(wire: Wire) -> None:
+    """Raise Broken unless a pending peer is still there: it sends nothing, so bytes or an end mean that it is gone."""
+    if wire.read([memoryview(bytearray(1))]):
+        raise Broken("it did not wait for its answer")

@@ -1,0 +1,200 @@
+"""Memory that two processes of one machine have in common: a ring that one of them fills and the other empties.
+
+    ┌───────────────────────────┬────────────────────────────────────────────────────┐
+    │ head: key, nonce, taken   │ ring: payloads, one behind the other, round again  │
+    └───────────────────────────┴────────────────────────────────────────────────────┘
+
+Frames travel over the connection as ever; where the payload of one lies in the ring, its header says so and nothing
+follows it. `taken` is all that the emptying side writes: how many bytes it has had. What finds no room goes over the
+connection, so nobody ever waits for the ring. Where everything was taken, filling begins at the start again: so only as
+much of it is ever used as was under way at once, and that stays in the processor's cache.
+
+The memory has no name: it is a file of the kernel's that its maker hands over (`handover`), and gone with its last
+user, however that one ends. Its size is sealed: nobody can take pages away from under the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Sequence
+
+import numpy
+
+from manyhands.transport.handover import Handover, fetch
+
+KEY_BYTES = 32
+NONCE_BYTES = 32
+HEAD_BYTES = 4096
+_TITLE = "manyhands"
+_TAKEN = slice(128, 136)
+_WITHOUT_LOCK_BYTES = 32 * 1024
+"""From here on a copy lets other threads of the interpreter run; below, that takes longer than the copy."""
+_IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+class Unshared(Exception):
+    """Raised where there is no shared memory; says why in a few words. Bytes go over the connection then."""
+
+
+class Ring:
+    """One side's view of the ring. Used by one thread at a time."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(descriptor, HEAD_BYTES + size)
+        self._view = memoryview(self._memory)
+        self._taken = self._view[_TAKEN].cast("Q")
+        self._passed = 0
+        """Payload bytes that were put or taken, from the beginning on."""
+
+    @property
+    def key(self) -> bytes:
+        return bytes(self._view[:KEY_BYTES])
+
+    @property
+    def nonce(self) -> bytes:
+        return bytes(self._view[KEY_BYTES : KEY_BYTES + NONCE_BYTES])
+
+    def _parts(self, place: int, length: int) -> list[memoryview]:
+        """Return `length` bytes from `place` on: in one piece, or in two where the ring ends between them."""
+        assert 0 <= place < self.size, "checked where headers are read"
+        assert 0 <= length <= self.size, "checked where headers are read"
+        begin = HEAD_BYTES + place
+        end = min(begin + length, HEAD_BYTES + self.size)
+        rest = length - (end - begin)
+        return [self._view[begin:end], self._view[HEAD_BYTES : HEAD_BYTES + rest]] if rest else [self._view[begin:end]]
+
+    def close(self) -> None:
+        self._taken.release()
+        self._view.release()
+        self._memory.close()
+
+
+class FillingRing(Ring):
+    """The sender's side, which makes the ring."""
+
+    def __init__(self, size: int) -> None:
+        self._seen_taken = self._next = 0
+        self.descriptor = _make(HEAD_BYTES + size)
+        try:
+            super().__init__(self.descriptor, size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._view[: KEY_BYTES + NONCE_BYTES] = secrets.token_bytes(KEY_BYTES + NONCE_BYTES)
+        try:
+            self._handover: Handover | None = Handover(self.descriptor)
+        except BaseException:
+            self._handover = None
+            self.close()
+            raise
+        self.place = self._handover.place
+        """The place at which the other side fetches the memory."""
+
+    def put(self, views: Sequence[memoryview], length: int) -> int:
+        """Copy a payload into the ring; where it begins, or -1 where there is no room and nothing was done."""
+        taken = self._taken[0]
+        if self._seen_taken < taken <= self._passed:  # anything else is not to be believed
+            self._seen_taken = taken
+        under_way = self._passed - self._seen_taken
+        if under_way + length > self.size:
+            return -1
+        place = self._next if under_way else 0
+        _copy(views, self._parts(place, length))
+        self._passed += length
+        self._next = (place + length) % self.size
+        return place
+
+    def hand_over(self) -> None:
+        """The other side has it: it need not be found any more."""
+        if self._handover is not None:
+            self._handover.close()
+            self._handover = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def close(self) -> None:
+        self.hand_over()
+        super().close()
+
+
+class EmptyingRing(Ring):
+    """The receiver's side, who finds it."""
+
+    def read(self, place: int, length: int, into: Sequence[memoryview]) -> None:
+        _copy(self._parts(place, length), into)
+
+    def free(self, length: int) -> None:
+        """The next payload was read, or is not wanted: its room may be filled again.
+
+        To be called after a lock was let go and another one taken since `read`: some processors would let the other
+        side see this before the bytes are read.
+        """
+        self._passed += length
+        self._taken[0] = self._passed
+
+
+def _make(size: int) -> int:
+    """Memory without a name, of a size that stays; OSError where this system has none."""
+    if sys.platform != "linux" or not _IS_AVAILABLE:
+        raise OSError("not on this system")
+    descriptor = os.memfd_create(_TITLE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
+    """What another process made, if it is just that; Unshared where we cannot have it, or should not."""
+    if not _IS_AVAILABLE:
+        raise Unshared("not on this system")
+    opened = -1
+    try:
+        opened = fetch(place)
+        facts = os.fstat(opened)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unshared("no memory of ours")
+        if facts.st_uid != os.geteuid():
+            raise Unshared("another user's")
+        if facts.st_size != HEAD_BYTES + size or fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals():
+            raise Unshared("not of the size it should have")
+        if not secrets.compare_digest(os.pread(opened, KEY_BYTES, 0), key):
+            raise Unshared("somebody else's")
+        return EmptyingRing(opened, size)
+    except (OSError, ValueError, OverflowError) as error:
+        raise Unshared(str(error)) from error
+    finally:
+        if opened >= 0:
+            os.close(opened)
+
+
+def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    """Pieces laid end to end into others of the same length in all."""
+    remaining = iter(targets)
+    target = next(remaining, memoryview(b""))
+    for source in sources:
+        while len(source):
+            if not len(target):
+                target = next(remaining)
+            count = min(len(source), len(target))
+            if count < _WITHOUT_LOCK_BYTES:
+                target[:count] = source[:count]
+            else:
+                numpy.copyto(
+                    numpy.frombuffer(target[:count], numpy.uint8), numpy.frombuffer(source[:count], numpy.uint8)
+                )
+            source, target = source[count:], target[count:]
