@@ -17,7 +17,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.facts.link import Link
 from manyhands.runtime.confinement import Confinement, available
 from manyhands.runtime.memory_kills import free_bytes
-from manyhands.runtime.reachability import NO_ROUTE, OPEN, REFUSED, SILENT, Answer, probe
+from manyhands.runtime.reachability import NO_ROUTE, OPEN, REFUSED, SILENT, ProbeAnswer, probe
 
 LIMITS = [(">=", "2.6"), ("<", "2.14")]
 
@@ -199,7 +199,7 @@ def test_a_port_that_refuses_one_that_is_silent_and_one_that_is_open() -> None:
 
 
 def test_remedies_depend_on_what_the_network_said() -> None:
-    refused, silent, lost = (Answer("10.0.0.2", 40123, how, 0.1, "words") for how in (REFUSED, SILENT, NO_ROUTE))
+    refused, silent, lost = (ProbeAnswer("10.0.0.2", 40123, how, 0.1, "words") for how in (REFUSED, SILENT, NO_ROUTE))
     for answer, word in ((refused, "rejects"), (silent, "drops")):
         text = remedy(answer, "pi-1", "10.0.0.1", "pi-2", fixed_port=False)
         assert word in text

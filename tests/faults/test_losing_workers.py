@@ -18,7 +18,7 @@ from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.job import workload
 from manyhands.runtime.control import Message
-from manyhands.runtime.control_messages import Measure, Prepare, Send
+from manyhands.runtime.control_messages import Measure, Prepare, SendState
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
 from manyhands.session import session as sessions
@@ -134,14 +134,14 @@ def dying_when(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [(Measure, "when it was to measure"), (Prepare, "while it got ready"), (Send, "")],
+    [(Measure, "when it was to measure"), (Prepare, "while it got ready"), (SendState, "")],
     ids=["measuring", "preparing", "gathering"],
 )
 def test_death_at_other_moments(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Message], when: str
 ) -> None:
     devices = names(cluster)
-    fired = dying_when(cluster, monkeypatch, devices[0], kind, before=kind is Send)
+    fired = dying_when(cluster, monkeypatch, devices[0], kind, before=kind is SendState)
     if kind is Measure:
         monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))  # nothing is known yet
     plan = shared(devices, 3, 1, 8)

@@ -184,7 +184,7 @@ def admit_target(folder: Path) -> Target:
     """By the token at the one purpose, by a secret at the other."""
     both = {Purpose.CONTROL: PLAIN, Purpose.DATA: SECRET}
     hello = proofs.CLIENT_HELLO.pack(bytes(range(32)), 2, 0, bytes(32))
-    point = pake.Exchange(PLAIN.token, is_client=True).message
+    point = pake.KeyExchange(PLAIN.token, is_client=True).message
     seeds = [
         preamble(PLAIN, Purpose.CONTROL) + hello + point + bytes(96), preamble(SECRET, Purpose.DATA) + hello + bytes(32)
     ]  # fmt: skip
@@ -215,7 +215,7 @@ def enter_target(folder: Path) -> Target:
 
     run = _over_socket(run_once)
     hellos = [proofs.SERVER_HELLO.pack(bytes(range(32)), wanted, 7) for wanted in (1, 2, 3, 4)]
-    point = pake.Exchange(PLAIN.token, is_client=False).message
+    point = pake.KeyExchange(PLAIN.token, is_client=False).message
     start = preamble(PLAIN, Purpose.CONTROL)
     seeds = [start + one + point + b"\1" + bytes(32) for one in hellos] + [b"HTTP/1.1 400 Bad Request\r\n\r\n"]
     return Target(

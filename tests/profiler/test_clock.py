@@ -45,7 +45,7 @@ def test_trials_take_turns() -> None:
 
 def test_the_hopeless_leave_and_the_reference_stays() -> None:
     timer = Rigged({"A": 9.0, "B": 1.0, "C": 1.8, "D": 5.0})
-    found = interleave(_trials("ABCD"), repeats=3, hopeless=1.5, timer=timer)
+    found = interleave(_trials("ABCD"), repeats=3, pruned_ratio=1.5, timer=timer)
     assert {name: len(times) for name, times in found.seconds.items()} == {"A": 3, "B": 3, "C": 1, "D": 0}
     assert found.median("D") == math.inf
     assert found.ratio("A", "D") == 0.0

@@ -19,7 +19,7 @@ from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity, interface_of, own_identity
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.member import Joined, Lost
+from manyhands.runtime.member import Lost, MemberJoined
 from manyhands.runtime.service import serve
 from manyhands.runtime.worker import Worker
 from manyhands.transport.channel import Channel, Listener, connect
@@ -118,7 +118,7 @@ def test_one_that_comes_back_before_it_is_missed_is_itself(coordinator: Coordina
     old, _ = greet(coordinator, hello(FIRST))
     assert called(coordinator, hello(FIRST)) == "pi"
     events = [coordinator.next_event(5.0) for _ in range(3)]
-    assert [type(event[1]) for event in events if event] == [Joined, Lost, Joined]
+    assert [type(event[1]) for event in events if event] == [MemberJoined, Lost, MemberJoined]
     assert set(coordinator.members) == {"pi"}
     assert not coordinator.members["pi"].is_lost
     with contextlib.suppress(Exception):
@@ -179,8 +179,8 @@ def test_two_workers_of_one_host_work_side_by_side(coordinator: Coordinator) -> 
         run.join(10)
         assert not run.is_alive()
     where = "{}:{}".format(*coordinator.address)
-    assert f"Joined {where} as {host} through lo (127.0.0.1). Ctrl-C leaves." in words[0]
-    assert f"Joined {where} as {host}-2 through lo (127.0.0.1). Ctrl-C leaves." in words[1]
+    assert f"MemberJoined {where} as {host} through lo (127.0.0.1). Ctrl-C leaves." in words[0]
+    assert f"MemberJoined {where} as {host}-2 through lo (127.0.0.1). Ctrl-C leaves." in words[1]
     assert f"This one is called {host}-2 there" in words[1][0]
     assert all("has ended the run" in said[-1] for said in words)
 

@@ -18,7 +18,7 @@ from manyhands.runtime.control_messages import AskClock, Clock, Failed, Heartbea
 from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.member import Event, Joined, Lost
+from manyhands.runtime.member import Event, Lost, MemberJoined
 from manyhands.runtime.root_cause import find_root_cause
 from manyhands.runtime.worker import Worker
 from manyhands.transport.inprocess import InProcessTransport
@@ -147,7 +147,11 @@ def test_a_silent_one_is_lost_when_the_limit_has_passed_and_nobody_else(
     assert coordinator.members["silent"].reason.startswith(f"it has sent nothing for {LIMIT_SECONDS:.1f} s")
     until(lambda: silent.error is not None)  # it is told, should it still be there
     events = [next_event(coordinator) for _ in range(3)]
-    assert [(name, type(what)) for name, what in events] == [("there", Joined), ("silent", Joined), ("silent", Lost)]
+    assert [(name, type(what)) for name, what in events] == [
+        ("there", MemberJoined),
+        ("silent", MemberJoined),
+        ("silent", Lost),
+    ]
     for _ in range(20):
         turn(coordinator, clock)
         there.beat()
@@ -207,7 +211,7 @@ def test_a_broken_connection_counts_at_once(
     coordinator: Coordinator, clock: VirtualClock, played: InProcessTransport, invite: Invite
 ) -> None:
     invite("pi-1")
-    assert isinstance(next_event(coordinator)[1], Joined)
+    assert isinstance(next_event(coordinator)[1], MemberJoined)
     played.cut("pi-1")
     name, what = next_event(coordinator)
     assert (name, type(what)) == ("pi-1", Lost)
@@ -244,7 +248,7 @@ def test_one_that_is_still_speaking_is_not_silent(clock: VirtualClock) -> None:
             until(lambda: coordinator.membership.silent_seconds("pi-1") == 0)
             for _ in range(3):
                 turn(coordinator, clock)
-        assert isinstance(next_event(coordinator)[1], Joined)
+        assert isinstance(next_event(coordinator)[1], MemberJoined)
         assert isinstance(next_event(coordinator)[1], Failed)
         assert len(coordinator.alive()) == 1
         peer.close()
@@ -253,7 +257,7 @@ def test_one_that_is_still_speaking_is_not_silent(clock: VirtualClock) -> None:
 def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coordinator, invite: Invite) -> None:
     invite("pi-1")
     name, what = next_event(coordinator)
-    assert isinstance(what, Joined)
+    assert isinstance(what, MemberJoined)
     assert what.member is coordinator.members["pi-1"]
     invite("pi-2")
     coordinator.wait_for(["pi-2"], 10.0)
@@ -262,7 +266,7 @@ def test_who_joins_is_news_but_not_to_a_job_that_begins_later(coordinator: Coord
     invite("pi-3")
     name, what = next_event(coordinator)
     assert name == "pi-3"
-    assert isinstance(what, Joined)
+    assert isinstance(what, MemberJoined)
 
 
 def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTransport, invite: Invite) -> None:
@@ -330,7 +334,7 @@ def test_one_that_failed_in_a_way_of_its_own_is_to_blame_and_others_news_stay(
     assert find_root_cause(coordinator, members, 7) == ("pi-2", failed)
     name, what = next_event(coordinator)
     assert name == "pi-3"
-    assert isinstance(what, Joined)
+    assert isinstance(what, MemberJoined)
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])

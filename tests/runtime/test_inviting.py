@@ -21,7 +21,7 @@ from manyhands.runtime.control_messages import Heartbeat, Hello, Leaving, Refusa
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.inviting import Invitation, peer_address
 from manyhands.runtime.measuring import probe_links
-from manyhands.runtime.member import Joined, Lost
+from manyhands.runtime.member import Lost, MemberJoined
 from manyhands.transport import dialling
 from manyhands.transport.endpoint import Address
 from manyhands.transport.inprocess import InProcessTransport
@@ -105,7 +105,7 @@ def test_an_invited_worker_is_a_member(transport: Transport) -> None:
         assert member.address == server.address
         event = coordinator.next_event(1.0)
         assert event is not None
-        assert isinstance(event[1], Joined)
+        assert isinstance(event[1], MemberJoined)
         assert coordinator.members_for(["server"]).keys() == {"server"}
         coordinator.clock_sync.synchronize(["server"])  # it answers
         assert heard == ["server was invited at 127.0.0.1"]
@@ -334,7 +334,7 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
             kinds = []
             while (event := coordinator.next_event(0.0)) is not None:
                 kinds.append(type(event[1]))
-            assert kinds == [Joined, Leaving, Lost, Joined]
+            assert kinds == [MemberJoined, Leaving, Lost, MemberJoined]
             assert one.has_left, "it had said that it goes"
             keeper.close()
             assert coordinator.alive(), "who is here stays"

@@ -20,7 +20,7 @@ from manyhands.runtime.control_messages import AskClock, Heartbeat, Hello, Leave
 from manyhands.runtime.control_parts import Facts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
-from manyhands.runtime.member import Joined, Lost
+from manyhands.runtime.member import Lost, MemberJoined
 from manyhands.runtime.worker import Worker
 from manyhands.session.joining import LISTEN_VARIABLE
 from manyhands.session.opening import open_session
@@ -130,7 +130,10 @@ def test_garbage_from_a_member_is_its_end(coordinator: Coordinator) -> None:
     channel.send(b'{"type": "done", "generation": "seven"}')
     hear_to_the_end(channel)  # which is how it is told
     events = [coordinator.next_event(20.0) for _ in range(2)]
-    assert [(event[0], type(event[1])) for event in events if event is not None] == [("pi-1", Joined), ("pi-1", Lost)]
+    assert [(event[0], type(event[1])) for event in events if event is not None] == [
+        ("pi-1", MemberJoined),
+        ("pi-1", Lost),
+    ]
     assert "control message cannot be read" in coordinator.members["pi-1"].reason
     with pytest.raises(WorkerLost, match="pi-1 was lost before this began: A control message cannot be read"):
         coordinator.members_for(["pi-1"])

@@ -24,7 +24,7 @@ from manyhands.transport.keys import (
     key_of,
     new_private_key,
 )
-from manyhands.transport.pake import Exchange
+from manyhands.transport.pake import KeyExchange
 from manyhands.transport.security import PREAMBLE, DeviceSecurity, Purpose, Security, new_secret, preamble
 from manyhands.transport.wire import Wire, read_exactly, write_all
 
@@ -111,7 +111,7 @@ class Recorder:
         self.guess, self.wanted = guess, wanted
         self.heard = b""
         self.transcript = b""
-        self.exchange: Exchange | None = None
+        self.exchange: KeyExchange | None = None
         self.point = self.proof = b""
 
     def play(self, connected: socket.socket) -> None:
@@ -127,7 +127,7 @@ class Recorder:
                 self._read(wire, 32, end)
                 return
             self.point = self._read(wire, 33, end)
-            self.exchange = Exchange(self.guess, is_client=False)
+            self.exchange = KeyExchange(self.guess, is_client=False)
             write_all(wire, self.exchange.message, end)
             self.proof = self._read(wire, 32, end)
             self.transcript = theirs + own + hello + answer + self.point + self.exchange.message

@@ -11,7 +11,7 @@ from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, UnknownName,
 from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.planner.split import WIDTHS, Bound, Cut, Deployment, LinkRates, SplitProfile
 from manyhands.runtime.control_parts import Arrival
-from manyhands.split.controller import SplitPilot, Wanted
+from manyhands.split.controller import SplitChoice, SplitController
 from manyhands.split.plans import (
     ROUND_SECONDS,
     Ends,
@@ -72,19 +72,19 @@ class Link:
 
 
 def pilot(
-    rate: float = 10 * MEGABYTE, wanted: Wanted | None = None, k: int | str | None = 5, *, epoch: int = 10,
+    rate: float = 10 * MEGABYTE, wanted: SplitChoice | None = None, k: int | str | None = 5, *, epoch: int = 10,
     split: SplitProfile | None = None, **facts: object,
-) -> tuple[SplitPilot, Clock, Link]:  # fmt: skip
+) -> tuple[SplitController, Clock, Link]:  # fmt: skip
     clock, link = Clock(), Link()
     kernels = Profile({name: DeviceProfile("net", "f", "8", "blocks", name, "measured", ()) for name in BOTH})
-    found = SplitPilot(
-        ends(), split or profile(), LinkRates(rate, rate), wanted or Wanted(), phases_of(k), epoch, kernels,
+    found = SplitController(
+        ends(), split or profile(), LinkRates(rate, rate), wanted or SplitChoice(), phases_of(k), epoch, kernels,
         Cluster.local(2), probe=link, clock=clock, **facts,  # type: ignore[arg-type]
     )  # fmt: skip
     return found, clock, link
 
 
-def passes(found: SplitPilot, clock: Clock, rate: float, seconds: float, steps: int = 50) -> bool:
+def passes(found: SplitController, clock: Clock, rate: float, seconds: float, steps: int = 50) -> bool:
     """A job goes on for a while over a link of this rate; whether the pilot wants a change by then."""
     end = clock.now + seconds
     while clock.now < end:
@@ -128,9 +128,9 @@ def test_bits_as_typed() -> None:
 
 def test_a_rival_decides_where_to_cut() -> None:
     with pytest.raises(UnknownName):
-        Wanted(rival="ours")
+        SplitChoice(rival="ours")
     with pytest.raises(BadValue, match="cut"):
-        Wanted(cut=2, rival="jointdnn")
+        SplitChoice(cut=2, rival="jointdnn")
 
 
 # ---- Plans
@@ -164,7 +164,7 @@ def test_a_deployment_is_a_plan_and_back(cut: int, k: Bound, bits: int, is_upstr
 
 
 def test_k_changes_with_the_epoch() -> None:
-    found, _, _ = pilot(wanted=Wanted(2, (8,)), k="4@0,1@3,6@5", epoch=10)
+    found, _, _ = pilot(wanted=SplitChoice(2, (8,)), k="4@0,1@3,6@5", epoch=10)
     assert found.deployment == Deployment(2, 4, 8)
     assert [found.stop_at(step) for step in (0, 29, 30, 49, 50)] == [30, 30, 50, 50, None]
     found.stepped(29)
@@ -189,7 +189,7 @@ def test_a_smaller_k_is_obeyed_where_the_cut_is_free() -> None:
 
 
 def test_what_was_fixed_does_not_follow_the_link() -> None:
-    for wanted in (Wanted(2, (8,)), Wanted(rival="jointdnn"), Wanted(rival="edge-only")):
+    for wanted in (SplitChoice(2, (8,)), SplitChoice(rival="jointdnn"), SplitChoice(rival="edge-only")):
         found, clock, link = pilot(wanted=wanted)
         first = found.deployment
         assert not passes(found, clock, 0.01 * MEGABYTE, 120.0)
@@ -244,7 +244,7 @@ def test_a_lost_server_leaves_the_edge_alone_and_returns() -> None:
 
 
 def test_what_was_fixed_returns_as_it_was() -> None:
-    for wanted, rate in ((Wanted(1, (8,)), 0.01 * MEGABYTE), (Wanted(rival="jointdnn"), 10 * MEGABYTE)):
+    for wanted, rate in ((SplitChoice(1, (8,)), 0.01 * MEGABYTE), (SplitChoice(rival="jointdnn"), 10 * MEGABYTE)):
         found, _, _ = pilot(rate, wanted)
         first = found.deployment
         found(found.plan, ("edge",), "auto")
@@ -290,7 +290,7 @@ def test_an_edge_with_too_little_memory_waits_for_its_server() -> None:
 @given(st.floats(1e3, 1e9), st.booleans())
 def test_copies_take_a_hundredth_of_the_link(rate: float, is_upstream: bool) -> None:
     side = "upstream" if is_upstream else "downstream"
-    found, _, _ = pilot(rate, Wanted(2, (8,)), backup_every=None)
+    found, _, _ = pilot(rate, SplitChoice(2, (8,)), backup_every=None)
     found.ends = ends(edge_side=side)
     every, step = found.backups(), found.batch_seconds(found.deployment)
     sending = 2e4 / rate
@@ -302,8 +302,8 @@ def test_copies_take_a_hundredth_of_the_link(rate: float, is_upstream: bool) -> 
 
 
 def test_copies_as_the_user_says() -> None:
-    assert pilot(wanted=Wanted(2, (8,)), backup_every=7)[0].backups() == 7
-    assert pilot(wanted=Wanted(LAYERS, (8,)), backup_every=7)[0].backups() == 0, "nobody is there to hold them"
+    assert pilot(wanted=SplitChoice(2, (8,)), backup_every=7)[0].backups() == 7
+    assert pilot(wanted=SplitChoice(LAYERS, (8,)), backup_every=7)[0].backups() == 0, "nobody is there to hold them"
 
 
 def test_without_the_edge_there_is_no_data() -> None:
@@ -324,6 +324,6 @@ def test_two_changes_before_a_round_are_told_as_one() -> None:
 
 @pytest.mark.parametrize(("rival", "k"), [("k0", 0), ("unbounded", None)])
 def test_rivals_have_their_own_k(rival: str, k: Bound) -> None:
-    found, _, _ = pilot(wanted=Wanted(rival=rival))
+    found, _, _ = pilot(wanted=SplitChoice(rival=rival))
     assert found.deployment.k == k
     assert found.k_at(1000) == k

@@ -27,7 +27,7 @@ from manyhands.session import measuring
 from manyhands.split import job as split_job
 from manyhands.split import plans as split_plans
 from manyhands.split.config import SplitConfig
-from manyhands.split.controller import SplitPilot
+from manyhands.split.controller import SplitController
 from manyhands.split.job import SplitResult
 from manyhands.split.session import Two, linked, look_at_link, open_two, rates_of
 from manyhands.split.training import split_train
@@ -176,10 +176,10 @@ def test_what_was_calibrated_is_obeyed(two: Two, tmp_path: Path, monkeypatch: py
     assert len(events(result, "calibrated")) == 1
 
 
-def redeploying(at: int, deployment: Deployment) -> Callable[[SplitPilot, int], bool]:
+def redeploying(at: int, deployment: Deployment) -> Callable[[SplitController, int], bool]:
     """A pilot's answer: from a step on, another deployment."""
 
-    def should_change(pilot: SplitPilot, steps_done: int) -> bool:
+    def should_change(pilot: SplitController, steps_done: int) -> bool:
         pilot.steps = steps_done
         if steps_done >= at and pilot.engine.current != deployment:
             pilot.engine.take(deployment, 0.0, steps_done)
@@ -195,7 +195,7 @@ def test_only_layers_that_change_sides_travel(
     two: Two, alone: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
 ) -> None:
     wanted = Deployment(after, 0, 32)
-    monkeypatch.setattr(SplitPilot, "should_change", redeploying(8, wanted))
+    monkeypatch.setattr(SplitController, "should_change", redeploying(8, wanted))
     result, model = split(two, tmp_path / "run", cut=before, backup_every=0)  # a copy there need not travel
     assert_close(model.state_dict(), alone)
     assert [cut for _, cut in result.cuts] == [before, after]

@@ -7,7 +7,7 @@ import ipaddress
 import shutil
 from pathlib import Path
 
-from manyhands.runtime.reachability import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE, REFUSED, Answer
+from manyhands.runtime.reachability import FAILED, NO_HOST, NO_MEMBER, NO_ROUTE, REFUSED, ProbeAnswer
 
 TOOLS = ("ufw", "firewalld", "nftables")
 _FREE_PORTS = (32768, 60999)
@@ -66,7 +66,7 @@ def _is_version_6(host: str) -> bool:
         return False
 
 
-def remedy(answer: Answer, source: str, source_host: str, target: str, tool: str = "", *, fixed_port: bool) -> str:
+def remedy(answer: ProbeAnswer, source: str, source_host: str, target: str, tool: str = "", *, fixed_port: bool) -> str:
     """Return what to do about a device that could not be reached, by the outcome of the reachability probe."""
     where = f"{answer.host}:{answer.port}"
     if answer.outcome == NO_HOST:

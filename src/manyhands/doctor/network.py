@@ -19,7 +19,7 @@ from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.measuring import probe_pair, probe_reachability
 from manyhands.runtime.member import Member
-from manyhands.runtime.reachability import Answer
+from manyhands.runtime.reachability import ProbeAnswer
 
 MOST_WALL_SECONDS = 2.0
 """How much the time of day may differ. It only orders what is written about a run."""
@@ -153,7 +153,7 @@ def pair_checks(
 
 def _probe_reachability(
     coordinator: Coordinator, names: list[str]
-) -> tuple[dict[str, dict[str, Answer]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, ProbeAnswer]], dict[str, str]]:
     """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:
@@ -167,7 +167,7 @@ def _probe_reachability(
             lost |= gone
 
 
-def unreached(coordinator: Coordinator, source: str, target: str, answer: Answer) -> Check:
+def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeAnswer) -> Check:
     """Return a check for a pair that cannot connect, with the fix."""
     tool = firewall_here() if target == COORDINATOR else ""
     host = coordinator.members[source].address[0] if source != COORDINATOR else "the coordinator's address"

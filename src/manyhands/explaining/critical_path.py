@@ -45,7 +45,7 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class _Journey:
+class _Transfer:
     """A message, or all flows of a sum, from when it could start to when the others have it."""
 
     start: float
@@ -74,7 +74,7 @@ class _Chain:
         self.result, self.cluster = result, cluster
         self.seen: set[int] = set()
         self.computed: dict[str, list[Span]] = defaultdict(list)
-        journeys: list[_Journey] = []
+        transfers: list[_Transfer] = []
         sums: dict[object, list[Span]] = defaultdict(list)
         for span in result.spans:
             if span.track == "compute" and span.end > span.start:
@@ -83,14 +83,14 @@ class _Chain:
                 sums[span.what.key].append(span)
             elif span.track == "send":
                 delay = cluster.link_between(span.device, span.peer).delay_seconds
-                journeys.append(
-                    _Journey(span.start, span.end, span.end + delay, span.device, span.peer, span.what)
+                transfers.append(
+                    _Transfer(span.start, span.end, span.end + delay, span.device, span.peer, span.what)
                 )  # fmt: skip
-        self.reaches: dict[str, list[tuple[float, _Journey]]] = defaultdict(list)
-        self.before: dict[tuple[str, str, float], _Journey] = {}
-        for journey in journeys:
-            self.reaches[journey.target].append((journey.arrives, journey))
-            self.before[journey.source, journey.target, journey.sent] = journey
+        self.reaches: dict[str, list[tuple[float, _Transfer]]] = defaultdict(list)
+        self.before: dict[tuple[str, str, float], _Transfer] = {}
+        for transfer in transfers:
+            self.reaches[transfer.target].append((transfer.arrives, transfer))
+            self.before[transfer.source, transfer.target, transfer.sent] = transfer
         for flows in sums.values():
             self._add_sum(flows)
         for arrivals in self.reaches.values():
@@ -105,55 +105,55 @@ class _Chain:
         slowest = max(self.cluster.link_between(span.device, span.peer).delay_seconds for span in flows)
         delay = rounds_in(reduce) * slowest
         start = min(span.start for span in flows)
-        journey = _Journey(start, last.end, last.end + delay, last.device, last.peer, reduce)
+        transfer = _Transfer(start, last.end, last.end + delay, last.device, last.peer, reduce)
         for device in reduce.devices:
-            self.reaches[device].append((journey.arrives, journey))
+            self.reaches[device].append((transfer.arrives, transfer))
 
     def walk(self) -> Iterator[Leg]:
         names = list(self.result.devices)
         device = max(names, key=lambda name: self.result.devices[name].finished_seconds)
         now = self.result.devices[device].finished_seconds
         while now > 0:
-            computed, journey = self._computed_by(device, now), self._arrived_by(device, now)
-            if computed is not None and (journey is None or computed.end >= journey.arrives):
+            computed, transfer = self._computed_by(device, now), self._arrived_by(device, now)
+            if computed is not None and (transfer is None or computed.end >= transfer.arrives):
                 if now - computed.end > _CLOSE * now:
                     yield Leg("delay", now - computed.end, device)
                 stage = getattr(computed.what, "stage", -1)
                 yield Leg("compute", computed.end - computed.start, device, use=computed.kind, stage=stage)
                 now = computed.start
-            elif journey is not None:
-                if now > journey.sent:
-                    yield Leg("delay", now - journey.sent, journey.source, journey.target, use_of(journey.what))
+            elif transfer is not None:
+                if now > transfer.sent:
+                    yield Leg("delay", now - transfer.sent, transfer.source, transfer.target, use_of(transfer.what))
                 while True:  # it, and those that it stood in line behind on its connection
-                    self.seen.add(id(journey))
-                    if journey.sent > journey.start:
-                        seconds, stage = journey.sent - journey.start, getattr(journey.what, "stage", -1)
-                        yield Leg("transfer", seconds, journey.source, journey.target, use_of(journey.what), stage)
-                    ahead = self.before.get((journey.source, journey.target, journey.start))
-                    if ahead is None or id(ahead) in self.seen or isinstance(journey.what, Reduce):
+                    self.seen.add(id(transfer))
+                    if transfer.sent > transfer.start:
+                        seconds, stage = transfer.sent - transfer.start, getattr(transfer.what, "stage", -1)
+                        yield Leg("transfer", seconds, transfer.source, transfer.target, use_of(transfer.what), stage)
+                    ahead = self.before.get((transfer.source, transfer.target, transfer.start))
+                    if ahead is None or id(ahead) in self.seen or isinstance(transfer.what, Reduce):
                         break
-                    journey = ahead
-                device, now = self._waited_for(journey), journey.start
+                    transfer = ahead
+                device, now = self._waited_for(transfer), transfer.start
             else:
                 yield Leg("delay", now, device)
                 return
 
-    def _waited_for(self, journey: _Journey) -> str:
+    def _waited_for(self, transfer: _Transfer) -> str:
         """Return the device that let it start: its sender, or the last to join a sum."""
-        if isinstance(journey.what, Reduce):
-            return max(journey.what.devices, key=lambda name: self._latest(name, journey.start))
-        return journey.source
+        if isinstance(transfer.what, Reduce):
+            return max(transfer.what.devices, key=lambda name: self._latest(name, transfer.start))
+        return transfer.source
 
     def _latest(self, device: str, now: float) -> float:
-        computed, journey = self._computed_by(device, now), self._arrived_by(device, now)
-        return max(computed.end if computed else 0.0, journey.arrives if journey else 0.0)
+        computed, transfer = self._computed_by(device, now), self._arrived_by(device, now)
+        return max(computed.end if computed else 0.0, transfer.arrives if transfer else 0.0)
 
     def _computed_by(self, device: str, now: float) -> Span | None:
         spans = self.computed[device]
         place = bisect_right(spans, now, key=lambda span: span.end)
         return spans[place - 1] if place else None
 
-    def _arrived_by(self, device: str, now: float) -> _Journey | None:
+    def _arrived_by(self, device: str, now: float) -> _Transfer | None:
         arrivals = self.reaches[device]
         place = bisect_right(arrivals, now, key=itemgetter(0))
         while (

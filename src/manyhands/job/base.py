@@ -160,7 +160,7 @@ class Job:
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
-            staleness = journey.outcome.staleness[-1] if journey.outcome.staleness else None
+            staleness = elastic_job.outcome.staleness[-1] if elastic_job.outcome.staleness else None
             self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness)
             stop.is_patient = True
             if on_step is not None:
@@ -173,13 +173,13 @@ class Job:
             stopping() as stop,
             Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
         ):
-            journey = ElasticJob(
+            elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
-                on_snapshot=self._keep, log_event=self.tell, controller=self.pilot(), living=self.record.living,
+                on_snapshot=self._keep, log_event=self.tell, controller=self.controller(), living=self.record.living,
                 should_stop=lambda: stop.is_wanted(self.say),
             )  # fmt: skip
             try:
-                outcome = journey.run()
+                outcome = elastic_job.run()
             finally:
                 stop.is_patient = False
         assert outcome.state is not None
@@ -239,7 +239,7 @@ class Job:
             planned.prediction.seconds, self.wanted_backups,
         )  # fmt: skip
 
-    def pilot(self) -> Controller | None:
+    def controller(self) -> Controller | None:
         """Who steers while they stay."""
         return None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.job.callbacks import OnOpened, OnPlanned, OnStep, Say
     from manyhands.runtime.coordinator import Coordinator
-    from manyhands.session.joining import Rendezvous
+    from manyhands.session.joining import JoinPoint
 
 MODEL, DATA = "tiny", "digits"
 DEMO_DEVICES = 4
@@ -218,11 +218,11 @@ class DevicesConfig(TokenConfig):
         return HEARTBEAT_TIMEOUT_SECONDS
 
     @property
-    def rendezvous(self) -> Rendezvous:
+    def rendezvous(self) -> JoinPoint:
         """Where the devices of a cluster file join, and the token that they must know."""
-        from manyhands.session.joining import Rendezvous
+        from manyhands.session.joining import JoinPoint
 
-        return Rendezvous(self.listen, self.token)
+        return JoinPoint(self.listen, self.token)
 
     def on(self, machines: Cluster | LabCluster | Coordinator) -> Self:
         """Return the configuration for devices that are at hand, in place of those that it names."""

@@ -216,9 +216,9 @@ def modules(
     unpacking = numpy.where(is_packed, profile.unpacking_seconds_per_byte * feature, 0.0)
     work = profile.column("downstream_forward_seconds") + profile.column("downstream_backward_seconds")
     t3 = work[None, :, None] + unpacking
-    journeys = (plain + feature > 0).astype(float) + (returned > 0)
+    transfers = (plain + feature > 0).astype(float) + (returned > 0)
     shape = numpy.broadcast_shapes(ahead.shape, feature.shape, bits.shape)
-    five = (t1, t2, t3, t4, journeys * rates.delay_seconds)
+    five = (t1, t2, t3, t4, transfers * rates.delay_seconds)
     return Modules(*(numpy.broadcast_to(times, shape) for times in five))
 
 

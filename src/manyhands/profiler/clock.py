@@ -2,7 +2,7 @@
 
 round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
 round 2   B C A
-round 3   A B        C was hopeless and left
+round 3   A B        C was pruned_ratio and left
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def interleave(
     least_repeats: int = 1,
     seconds: float = math.inf,
     warm_ups: int = 1,
-    hopeless: float = math.inf,
+    pruned_ratio: float = math.inf,
     timer: Timer = stopwatch,
 ) -> Timings:
     """Time the trials in turns, for `repeats` rounds or until the next would pass `seconds`, but `least_repeats`.
 
-    A trial `hopeless` times slower than the best leaves early. The first trial is the reference and stays.
+    A trial `pruned_ratio` times slower than the best leaves early. The first trial is the reference and stays.
     """
     timings = Timings({trial.name: [] for trial in trials})
     alive = list(trials)
@@ -110,20 +110,20 @@ def interleave(
         first = {trial.name: timer(trial) for trial in alive}
         timings.spent_seconds += sum(map(passed, first.values()))
         # A first run also builds what later ones reuse, so it must be worse by twice as much.
-        alive = _promising(alive, first, 2 * hopeless)
+        alive = _promising(alive, first, 2 * pruned_ratio)
     for number in range(repeats):
         begin = number % len(alive)
         round_seconds = {trial.name: timer(trial) for trial in alive[begin:] + alive[:begin]}
         for name, trial_seconds in round_seconds.items():
             timings.seconds[name].append(float(trial_seconds))
         timings.spent_seconds += sum(map(passed, round_seconds.values()))
-        alive = _promising(alive, round_seconds, hopeless)
+        alive = _promising(alive, round_seconds, pruned_ratio)
         next_seconds = sum(passed(round_seconds[trial.name]) for trial in alive)
         if number + 1 >= least_repeats and timings.spent_seconds + next_seconds > seconds:
             break
     return timings
 
 
-def _promising(alive: list[TimedTrial], seconds: dict[str, float], hopeless: float) -> list[TimedTrial]:
-    limit = hopeless * min(seconds.values())
+def _promising(alive: list[TimedTrial], seconds: dict[str, float], pruned_ratio: float) -> list[TimedTrial]:
+    limit = pruned_ratio * min(seconds.values())
     return [trial for index, trial in enumerate(alive) if index == 0 or seconds[trial.name] <= limit]

@@ -131,7 +131,7 @@ def _decide(
 
 def _rounds(trials: list[TimedTrial], seconds: float, timer: Timer) -> Timings:
     return interleave(
-        trials, repeats=_MOST_ROUNDS, least_repeats=_LEAST_ROUNDS, seconds=seconds, warm_ups=0, hopeless=2.5,
+        trials, repeats=_MOST_ROUNDS, least_repeats=_LEAST_ROUNDS, seconds=seconds, warm_ups=0, pruned_ratio=2.5,
         timer=timer,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from manyhands.graph.weights import Weights
 from manyhands.profiler.clock import TimedTrial, Timer, interleave, stopwatch
 from manyhands.profiler.steps import random_tensor
 
-HOPELESS = 1.6
+PRUNED_RATIO = 1.6
 """A kernel this many times slower than the best in a first round is not measured further."""
 SMALL_SECONDS = 2e-3
 """Operators below this may be faster on one thread."""
@@ -138,7 +138,7 @@ def _time(
     least, most = REPEATS
     timings = interleave(
         list(trials.values()), repeats=most, least_repeats=least if left > 0 else 1, seconds=min(left, REPEAT_SECONDS),
-        hopeless=HOPELESS, timer=timer,
+        pruned_ratio=PRUNED_RATIO, timer=timer,
     )  # fmt: skip
     found.spent_seconds += timings.spent_seconds
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from manyhands.runtime.checksums import combined
-from manyhands.runtime.control_messages import Held, Hold, Holds, Retain, Send, State
+from manyhands.runtime.control_messages import Held, Hold, Holds, Retain, SendState, State
 from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.stalls import Verdict
 from manyhands.schedule.backup import holders, is_due
@@ -56,7 +56,7 @@ class Backups:
     def holds(self, name: str, message: Holds) -> None:
         """A worker has room for another's copy."""
         if self.holders.get(message.source) == name:
-            send = Send(self.run.generation, message.step, name, message.attempt)
+            send = SendState(self.run.generation, message.step, name, message.attempt)
             self.run.coordinator.send(message.source, send)
 
     def held(self, name: str, message: Held) -> None:

@@ -10,7 +10,7 @@ Progress ...     ──────▶
 State            ──────▶      a copy of a worker's state is at hand
                  ◀──────      Hold: another worker makes room for it
 Holds            ──────▶
-                 ◀──────      Send: it may travel, to that worker or to the coordinator
+                 ◀──────      SendState: it may travel, to that worker or to the coordinator
 Held             ──────▶      it has arrived, with these checksums
                  ◀──────      Retain: which copies are still wanted
 Done             ──────▶
@@ -64,7 +64,7 @@ from manyhands.runtime.control_messages import (
     Refusal,
     Reshape,
     Retain,
-    Send,
+    SendState,
     Start,
     State,
     Stepped,
@@ -81,7 +81,7 @@ FromWorker = (
 )  # fmt: skip
 """What a worker sends. A refusal: of one that listens and is asked by a second coordinator."""
 FromCoordinator = (
-    Welcome | Refusal | Prepare | Start | EndAt | Reshape | Send | Hold | Retain | Survey | AskIds | Measure
+    Welcome | Refusal | Prepare | Start | EndAt | Reshape | SendState | Hold | Retain | Survey | AskIds | Measure
     | ProbeLinks | AskClock | ProbePeers | Stop | Leave | Evict | Heartbeat
 )  # fmt: skip
 Message = FromWorker | FromCoordinator

@@ -14,9 +14,9 @@ from manyhands.executor.projections import SumRecord
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Kernel
-from manyhands.runtime.control_parts import Arrival, Checksum, Facts, Job, Seen, Shape, Standing, TensorEntry
+from manyhands.runtime.control_parts import Arrival, Checksum, DeviceJob, Facts, Seen, Shape, Standing, TensorEntry
 from manyhands.runtime.identity import Identity
-from manyhands.runtime.reachability import Answer
+from manyhands.runtime.reachability import ProbeAnswer
 from manyhands.transport.endpoint import Address
 
 
@@ -60,7 +60,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     generation: int
-    job: Job | None
+    job: DeviceJob | None
     """None: this worker only gives away what it has."""
     peers: dict[str, Address]
     gives: dict[str, tuple[str, ...]] = {}
@@ -138,7 +138,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     """The copy was offered before, and is another now."""
 
 
-class Send(msgspec.Struct, frozen=True, tag="send"):
+class SendState(msgspec.Struct, frozen=True, tag="send"):
     generation: int
     step: int
     to: str
@@ -296,7 +296,7 @@ class ProbePeers(msgspec.Struct, frozen=True, tag="knock"):
 
 class PeersProbed(msgspec.Struct, frozen=True, tag="knocked"):
     generation: int
-    answers: dict[str, Answer]
+    answers: dict[str, ProbeAnswer]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

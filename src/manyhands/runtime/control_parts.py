@@ -48,7 +48,7 @@ class Facts(msgspec.Struct, frozen=True):
     """How its process is confined; None: it does not report it."""
 
 
-class Job(msgspec.Struct, frozen=True):
+class DeviceJob(msgspec.Struct, frozen=True):
     """Everything a device needs to take its part in a run; its weights follow as data."""
 
     graph: dict[str, Any] | None

@@ -43,7 +43,7 @@ _SEEN_SECONDS = 60.0
 """So much later a device is seen again, as far as the file is concerned: it is not written for every connection."""
 
 
-class Device(msgspec.Struct, forbid_unknown_fields=True):
+class KnownDevice(msgspec.Struct, forbid_unknown_fields=True):
     """What is remembered of one key."""
 
     key: str
@@ -66,7 +66,7 @@ class Device(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Book(msgspec.Struct, forbid_unknown_fields=True):
     version: int
-    devices: list[Device] = []
+    devices: list[KnownDevice] = []
 
 
 class DeviceBook:
@@ -78,9 +78,9 @@ class DeviceBook:
         self._own = own
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, KnownDevice] = {}
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[KnownDevice]:
         """All, the first to have joined first. BadFile where the file is not one of these."""
         with self._lock:
             return list(self._read().values())
@@ -113,7 +113,7 @@ class DeviceBook:
                         f"{self.path}: knows {len(devices)} devices; no more are remembered.",
                         hint="Forget some: manyhands devices forget NAME",
                     )
-                devices[public.hex()] = Device(public.hex(), [name], [role.text], now, now)
+                devices[public.hex()] = KnownDevice(public.hex(), [name], [role.text], now, now)
                 return True
             if name not in found.names:
                 found.names = [*found.names[-_MOST_NAMES + 1 :], name]
@@ -122,20 +122,20 @@ class DeviceBook:
             found.last_seen = now
             return False
 
-    def revoke(self, name: str) -> Device:
+    def revoke(self, name: str) -> KnownDevice:
         """From now on this device is not let in, with the token or without."""
         with self._change() as devices:
             found = _named(devices, name)
             found.revoked = found.revoked or _now()
             return found
 
-    def forget(self, name: str) -> Device:
+    def forget(self, name: str) -> KnownDevice:
         """As if it had never joined: with the token it may join anew."""
         with self._change() as devices:
             found = _named(devices, name)
             return devices.pop(found.key)
 
-    def allow(self, name: str, role: Role) -> Device:
+    def allow(self, name: str, role: Role) -> KnownDevice:
         """This device may act in this role, too."""
         with self._change() as devices:
             found = _named(devices, name)
@@ -148,7 +148,7 @@ class DeviceBook:
         known = [bytes.fromhex(one.key) for one in self.devices() if role.text in one.roles and not one.revoked]
         return [*([self._own] if self._own else []), *known]
 
-    def _read(self) -> dict[str, Device]:
+    def _read(self) -> dict[str, KnownDevice]:
         """With the lock held. The file is read when it has changed."""
         try:
             found = os.stat(self.path)
@@ -163,7 +163,7 @@ class DeviceBook:
         return self._devices
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[dict[str, Device]]:
+    def _change(self) -> Iterator[dict[str, KnownDevice]]:
         """The devices, to be changed; written when the block ends, unless nothing is new. One process at a time."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -182,7 +182,7 @@ class DeviceBook:
                     raise BadFile(f"{self.path}: cannot be written: {error.strerror or error}.") from error
 
 
-def _named(devices: dict[str, Device], name: str) -> Device:
+def _named(devices: dict[str, KnownDevice], name: str) -> KnownDevice:
     """The one with this name or fingerprint."""
     for one in devices.values():
         if name in one.names or name == one.fingerprint:
@@ -194,7 +194,7 @@ def _named(devices: dict[str, Device], name: str) -> Device:
     )
 
 
-def changed_key(name: str, known: Device, public: bytes) -> Refused:
+def changed_key(name: str, known: KnownDevice, public: bytes) -> Refused:
     """Somebody comes under a name that is another key's."""
     shown = fingerprint(public) if public else "none"
     return Refused(
@@ -204,7 +204,7 @@ def changed_key(name: str, known: Device, public: bytes) -> Refused:
     )
 
 
-def _decoded(path: Path) -> dict[str, Device]:
+def _decoded(path: Path) -> dict[str, KnownDevice]:
     try:
         content = read_private(path, _MOST_BYTES + 1)
     except OSError as error:
@@ -231,7 +231,7 @@ def _check(book: _Book) -> None:
             raise ValueError("a device without a proper name")
 
 
-def _encoded(devices: dict[str, Device]) -> bytes:
+def _encoded(devices: dict[str, KnownDevice]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(_Book(VERSION, list(devices.values()))), indent=1) + b"\n"
 
 

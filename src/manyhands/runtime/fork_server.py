@@ -43,7 +43,7 @@ class NoForkServer(Exception):
     """There is none, or it does not answer: start the worker by itself."""
 
 
-class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ForkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process that is to be forked."""
 
     words: list[str]
@@ -53,7 +53,7 @@ class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cores: list[int]
 
 
-_decoder = msgspec.msgpack.Decoder(Wanted)
+_decoder = msgspec.msgpack.Decoder(ForkRequest)
 
 
 class Child:
@@ -125,7 +125,7 @@ class ForkServer:
     def fork(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> Child:
         """A process that runs the `manyhands` command with these words, printing to a descriptor."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        body = msgspec.msgpack.encode(Wanted(list(words), dict(environment), os.getcwd(), cores))
+        body = msgspec.msgpack.encode(ForkRequest(list(words), dict(environment), os.getcwd(), cores))
         ending, notify = os.pipe()
         try:
             with self._lock:
@@ -241,7 +241,7 @@ def tend(requests: socket.socket) -> list[str] | None:
             return None
 
 
-def _asked(requests: socket.socket) -> tuple[Wanted, int, int]:
+def _asked(requests: socket.socket) -> tuple[ForkRequest, int, int]:
     start, descriptors, _, _ = socket.recv_fds(requests, _NUMBER.size, 2)
     if len(start) != _NUMBER.size or len(descriptors) != 2:
         raise OSError("closed")
@@ -252,7 +252,7 @@ def _asked(requests: socket.socket) -> tuple[Wanted, int, int]:
     return _decoder.decode(_read(requests, size)), output, notify
 
 
-def _become(wanted: Wanted, output: int) -> None:
+def _become(wanted: ForkRequest, output: int) -> None:
     """As if it had been started by itself."""
     os.setsid()
     os.environ.clear()

@@ -13,7 +13,7 @@ from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
 from manyhands.runtime import state
 from manyhands.runtime.checksums import checksums
-from manyhands.runtime.control_messages import Send, State
+from manyhands.runtime.control_messages import SendState, State
 from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.keeping import topic
 from manyhands.runtime.order import RunState
@@ -93,7 +93,7 @@ class Gathering:
         box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
         box.expect(name, called, state.byte_count(listed))
         box.post(name, step, called, list(tensors.values()))
-        self.run.coordinator.send(name, Send(self.run.generation, step, COORDINATOR, attempt))
+        self.run.coordinator.send(name, SendState(self.run.generation, step, COORDINATOR, attempt))
         box.receive(name, step, called, list(tensors.values()))
         return tensors if checksums(tensors.values()) == message.checksums else None
 

@@ -11,7 +11,7 @@ import torch
 from manyhands.executor.messages import COORDINATOR
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
-from manyhands.runtime.control_parts import Job, TensorEntry
+from manyhands.runtime.control_parts import DeviceJob, TensorEntry
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order
 from manyhands.runtime.state import Located
@@ -41,14 +41,14 @@ class Handout:
     def job(
         self, name: str, member: Member, order: Order, feed: BatchFeed, document: dict[str, Any], digest: str,
         wait_limit_seconds: float,
-    ) -> Job:  # fmt: skip
+    ) -> DeviceJob:  # fmt: skip
         """A device's part. `document`: the graph, which is left out where the device was given it before."""
         located = self.located
         kernels = dict(order.kernels.get(name, {}))
         together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
         alike = all(dict(order.kernels.get(other, {})) == kernels for other in together)
         is_known = member.graph_digest == digest
-        return Job(
+        return DeviceJob(
             graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},

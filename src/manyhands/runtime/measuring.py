@@ -32,7 +32,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.member import Lost
 from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_MEMBER_PROBE
 from manyhands.runtime.reachability import LIMIT_SECONDS as LIMIT_OF_OWN_PROBE
-from manyhands.runtime.reachability import Answer, probe_all
+from manyhands.runtime.reachability import ProbeAnswer, probe_all
 from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
 
 LIMIT_SECONDS = 300.0
@@ -91,7 +91,7 @@ def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[s
     return {name: link for name, one in found.items() for link in one.links.values()}
 
 
-def probe_reachability(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, Answer]]:
+def probe_reachability(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, ProbeAnswer]]:
     """Who connects -> to whom -> what came of it, for every pair of these workers and the coordinator."""
     generation, wanted = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in wanted:

@@ -82,11 +82,11 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Joined:
+class MemberJoined:
     """A worker has come, or has come back."""
 
     member: Member
 
 
-Event = tuple[str, Message | Lost | Joined]
+Event = tuple[str, Message | Lost | MemberJoined]
 """Which worker, and what it said or what became of it."""

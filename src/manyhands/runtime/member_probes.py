@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from manyhands.facts.errors import ManyhandsError
-from manyhands.runtime.reachability import NO_MEMBER, OPEN, Answer
+from manyhands.runtime.reachability import NO_MEMBER, OPEN, ProbeAnswer
 from manyhands.transport.dialling import dial
 from manyhands.transport.endpoint import Address
 from manyhands.transport.security import Purpose, Security, is_loopback
@@ -46,7 +46,7 @@ class MemberProbes:
         self._is_local = is_loopback(own_host)
         self._targets: set[tuple[str, int]] = set()
 
-    def run(self, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, Answer]:
+    def run(self, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, ProbeAnswer]:
         """Peer -> whether a member answers at its address, for each that this worker is the one to connect to."""
         wanted = {
             name: address
@@ -78,7 +78,7 @@ class MemberProbes:
         self._targets.add(target)
         return True
 
-    def _probe(self, address: Address, limit_seconds: float, *, is_allowed: bool) -> Answer:
+    def _probe(self, address: Address, limit_seconds: float, *, is_allowed: bool) -> ProbeAnswer:
         """One attempt; never raises. One that fails takes all of its limit."""
         start = time.monotonic()
         deadline = start + limit_seconds
@@ -86,9 +86,9 @@ class MemberProbes:
         try:
             if is_allowed:
                 dial(address.host, address.port, security, Purpose.DATA, deadline, once=True).close()
-                return Answer(address.host, address.port, OPEN, time.monotonic() - start)
+                return ProbeAnswer(address.host, address.port, OPEN, time.monotonic() - start)
         except (ManyhandsError, OSError, OverflowError, UnicodeError):
             pass  # whatever it was: it is the same to the coordinator
         time.sleep(max(0.0, deadline - time.monotonic()))
         text = f"nobody who knows the token within {limit_seconds:g} s"
-        return Answer(address.host, address.port, NO_MEMBER, limit_seconds, text)
+        return ProbeAnswer(address.host, address.port, NO_MEMBER, limit_seconds, text)

@@ -20,7 +20,7 @@ from manyhands.runtime.control_messages import Evict, Heartbeat, Hello, Leave, R
 from manyhands.runtime.event_queue import EventQueue
 from manyhands.runtime.failure_detector import FailureDetector
 from manyhands.runtime.inviting import Invitation
-from manyhands.runtime.member import Event, Joined, Lost, Member
+from manyhands.runtime.member import Event, Lost, Member, MemberJoined
 from manyhands.runtime.processes import LocalWorkers
 from manyhands.runtime.quarantine import Quarantine
 from manyhands.transport.channel import SEND_LIMIT_SECONDS
@@ -82,7 +82,7 @@ class Membership:
         self.local.joined(member.name, member.facts.pid)
         with self._detecting:
             self._detector.begin(member.name, self._clock())
-        self.events.put((member.name, Joined(member)))
+        self.events.put((member.name, MemberJoined(member)))
         self.change.notify_all()
 
     def lose(self, member: Member, reason: str, *, has_left: bool = False) -> None:

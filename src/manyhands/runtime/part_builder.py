@@ -23,7 +23,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
 from manyhands.graph.weights import Weights
 from manyhands.runtime import state
-from manyhands.runtime.control_parts import Job, TensorEntry
+from manyhands.runtime.control_parts import DeviceJob, TensorEntry
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.timing_here import graph_of
@@ -41,7 +41,7 @@ class PartBuilder:
         self._resident_dataset: ResidentDataset | None = None
         """The samples that were preloaded last."""
 
-    def build(self, generation: int, job: Job) -> Executor:
+    def build(self, generation: int, job: DeviceJob) -> Executor:
         """The executor of this device's part, with the mailbox open for all that it will receive."""
         graph = self._graph_of(job)
         network = graph.network
@@ -74,7 +74,7 @@ class PartBuilder:
             self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, options.resident.bytes)
         return executor
 
-    def _graph_of(self, job: Job) -> Graph:
+    def _graph_of(self, job: DeviceJob) -> Graph:
         """The job's graph; it may be the one this worker was given before."""
         if job.graph is not None:
             self._graphs = {job.digest: graph_of(job.graph, job.network)}
@@ -82,7 +82,7 @@ class PartBuilder:
             raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
         return self._graphs[job.digest]
 
-    def _weights(self, graph: Graph, schedule: Schedule, job: Job) -> Weights:
+    def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> Weights:
         """Memory for the weights and buffers of this device's part; their values come with the start."""
         specs = {spec.name: spec for spec in graph.weights}
         tensors = state.empty(job.state)
@@ -98,7 +98,7 @@ class PartBuilder:
         store_weights(graph, weights, job.stored)
         return weights
 
-    def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: Job) -> ResidentDataset | None:
+    def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> ResidentDataset | None:
         """Where the samples are that are preloaded here: one that was filled before, or one to be filled."""
         kept, self._resident_dataset = self._resident_dataset, None
         if not job.resident_dataset:
@@ -113,7 +113,7 @@ class PartBuilder:
         return self._resident_dataset
 
 
-def listed(job: Job, names: Iterable[str]) -> list[TensorEntry]:
+def listed(job: DeviceJob, names: Iterable[str]) -> list[TensorEntry]:
     """What a job says of these tensors of its state."""
     entries = {entry.name: entry for entry in job.state}
     return [entries[name] for name in names]

@@ -26,7 +26,7 @@ _MOST_PEERS = 1024
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProbeAnswer(msgspec.Struct, frozen=True):
     """What the network said to an attempt to connect."""
 
     host: str
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.outcome == OPEN
 
 
-def probe_all(reader: str, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, Answer]:
+def probe_all(reader: str, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, ProbeAnswer]:
     """Peer -> what came of connecting, for each of those that `reader` is the one to connect to; all at once."""
     wanted = {
         name: address
@@ -58,7 +58,7 @@ def probe_all(reader: str, peers: Mapping[str, Address], limit_seconds: float) -
     return {name: attempt.result() for name, attempt in attempts.items()}
 
 
-def probe(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> Answer:
+def probe(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> ProbeAnswer:
     """One attempt; never raises."""
     start = time.monotonic()
     outcome, text = OPEN, ""
@@ -74,4 +74,4 @@ def probe(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> Answer:
         number = error.errno if isinstance(error, OSError) else None
         outcome = NO_ROUTE if number in _NO_ROUTE else FAILED
         text = (error.strerror if isinstance(error, OSError) else "") or str(error)
-    return Answer(host, port, outcome, time.monotonic() - start, text[:200])
+    return ProbeAnswer(host, port, outcome, time.monotonic() - start, text[:200])

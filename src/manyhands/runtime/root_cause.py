@@ -9,7 +9,7 @@ from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.runtime.control_messages import Failed, Leaving
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.heartbeats import no_heartbeat
-from manyhands.runtime.member import Event, Joined, Lost, Member
+from manyhands.runtime.member import Event, Lost, Member, MemberJoined
 
 LIMITS = 1.5
 """How many heartbeat timeouts to wait for news of the lost device: by then every device has answered or is lost."""
@@ -51,7 +51,7 @@ def find_root_cause(
             found = name, message.reason
         elif isinstance(message, Failed) and message.generation == generation and not is_symptom(message):
             found = name, message
-        elif isinstance(message, (Joined, Leaving)):
+        elif isinstance(message, (MemberJoined, Leaving)):
             others.append(event)
     for event in others:
         coordinator.events.put(event)  # they are not this one's matter

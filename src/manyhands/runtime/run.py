@@ -31,7 +31,7 @@ from manyhands.runtime.failure_diagnosis import FailureDiagnosis
 from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.handout import Handout
 from manyhands.runtime.keeping import STATE
-from manyhands.runtime.member import Joined, Lost, Member
+from manyhands.runtime.member import Lost, Member, MemberJoined
 from manyhands.runtime.order import Order
 from manyhands.runtime.outcome import Outcome, RunHooks
 from manyhands.runtime.preparation import prepare
@@ -274,7 +274,7 @@ class Run:
             if (verdict := self.stalls.look()) is not None:
                 raise self.evicted(verdict)
             name, message = event or ("", None)
-            if name not in self.members or message is None or isinstance(message, Joined):
+            if name not in self.members or message is None or isinstance(message, MemberJoined):
                 if time.monotonic() - received_at > limit_seconds:
                     raise self._too_late(what, limit_seconds, missing())
                 continue

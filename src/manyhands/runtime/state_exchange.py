@@ -15,8 +15,8 @@ from manyhands.runtime import state
 from manyhands.runtime.assignment import Assignment, Stopped
 from manyhands.runtime.checksums import checksum, checksums
 from manyhands.runtime.control import Message
-from manyhands.runtime.control_messages import Corrupt, Hold, Holds, Send, Start, State
-from manyhands.runtime.control_parts import Job
+from manyhands.runtime.control_messages import Corrupt, Hold, Holds, SendState, Start, State
+from manyhands.runtime.control_parts import DeviceJob
 from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.part_builder import listed
 from manyhands.transport.endpoint import Endpoint
@@ -32,7 +32,7 @@ class StateExchange:
     # At the start of a generation
 
     def give(self, assignment: Assignment, step: int) -> None:
-        """Send others what they start with and this worker has."""
+        """SendState others what they start with and this worker has."""
         kept = self._keeping.at(step)
         for peer, names in assignment.command.gives.items():
             self._check_kept(kept, names, step)
@@ -61,7 +61,7 @@ class StateExchange:
             own = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
             self.keep(assignment, step, own, job.scalars)
 
-    def _received(self, job: Job, step: int) -> dict[str, torch.Tensor]:
+    def _received(self, job: DeviceJob, step: int) -> dict[str, torch.Tensor]:
         """All tensors that a job starts with, those that others send too."""
         kept = self._keeping.at(step)
         tensors: dict[str, torch.Tensor] = {}
@@ -82,7 +82,7 @@ class StateExchange:
             if name not in kept:
                 raise WorkerLost(f"{self.endpoint.name} was to have {name:.80} after step {step}; it has not.")
 
-    def _check_sums(self, generation: int, job: Job, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check_sums(self, generation: int, job: DeviceJob, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse to start with state that is not what it was when it was kept, here or at another worker."""
         for source, sums in job.checksums.items():
             for name, wanted in sums.items():
@@ -104,8 +104,8 @@ class StateExchange:
         self._send(State(assignment.generation, step, None if is_same else entries, scalars, sums))
         assignment.listed = entries
 
-    def send_copy(self, assignment: Assignment | None, message: Send) -> None:
-        """Send a copy that was offered to the worker that is to hold it, or to the coordinator."""
+    def send_copy(self, assignment: Assignment | None, message: SendState) -> None:
+        """SendState a copy that was offered to the worker that is to hold it, or to the coordinator."""
         if assignment is None or assignment.generation != message.generation:
             return
         kept, names = self._keeping.at(message.step), assignment.offered.get(message.step)

@@ -48,7 +48,7 @@ from manyhands.runtime.control_messages import (
     Ready,
     Reshape,
     Retain,
-    Send,
+    SendState,
     Start,
     Stepped,
     Stop,
@@ -212,7 +212,7 @@ class Worker:
             return
         if isinstance(message, AskClock):
             self._send(Clock(message.ticket, time.monotonic(), time.time()))
-        elif isinstance(message, Send):
+        elif isinstance(message, SendState):
             self.exchange.send_copy(self.prepared, message)
         elif isinstance(message, Hold):
             self.exchange.make_room(self.prepared, message)

@@ -27,7 +27,7 @@ EVERY_ADDRESS = {"0.0.0.0": ("192.0.2.1", socket.AF_INET), "::": ("2001:db8::1",
 """Where one listens on all of a machine's addresses -> somebody far away, kept for examples (RFC 5737, RFC 3849)."""
 
 
-class Rendezvous(NamedTuple):
+class JoinPoint(NamedTuple):
     """Where the devices of a cluster join, and the token that they must know; empty: as usual."""
 
     listen: str = ""

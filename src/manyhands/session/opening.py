@@ -21,7 +21,7 @@ from manyhands.runtime.fork_server import NoForkServer, fork_server_for
 from manyhands.runtime.heartbeats import heartbeat_interval
 from manyhands.runtime.processes import TOKEN_VARIABLE
 from manyhands.runtime.shared_token import shared_token
-from manyhands.session.joining import LISTEN_VARIABLE, Rendezvous, join_text, parse_address, refuse_preset
+from manyhands.session.joining import LISTEN_VARIABLE, JoinPoint, join_text, parse_address, refuse_preset
 from manyhands.session.session import Say, Session, usable_cores
 
 MOST_DEFAULT_WORKERS = 4
@@ -56,7 +56,7 @@ def open_session(
     silence_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
     slowdowns: Mapping[str, float] | None = None,
     apart: bool = False,
-    rendezvous: Rendezvous = Rendezvous(),
+    rendezvous: JoinPoint = JoinPoint(),
 ) -> Iterator[Session]:
     """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
 

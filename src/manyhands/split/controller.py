@@ -43,7 +43,7 @@ Probe = Callable[[int, int], tuple[Looked, Looked]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SplitChoice:
     """What the user fixed, and what is left to decide."""
 
     cut: int | None = None
@@ -100,11 +100,11 @@ class Redeployed:
     bytes_moved: int = 0
 
 
-class SplitPilot:
+class SplitController:
     """Both a `Controller` and a `Replan` of a journey."""
 
     def __init__(
-        self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: Wanted, phases: Phases,
+        self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: SplitChoice, phases: Phases,
         steps_per_epoch: int, measured: Profile, cluster: Cluster, *, first_step: int = 0, last_step: int | None = None,
         backup_every: int | None = 0, probe: Probe | None = None, clock: Callable[[], float] = time.monotonic,
         meters: tuple[Meter, Meter] | None = None, **engine: Any,

@@ -33,7 +33,7 @@ from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
 from manyhands.split.calibration import calibrated, find_calibration
 from manyhands.split.config import SplitConfig
-from manyhands.split.controller import REDEPLOY_SECONDS, Redeployed, SplitPilot, Wanted
+from manyhands.split.controller import REDEPLOY_SECONDS, Redeployed, SplitChoice, SplitController
 from manyhands.split.plans import (
     Ends,
     Phases,
@@ -80,7 +80,7 @@ class SplitJob(Job):
 
     two: Two
     trace: LinkTrace | None
-    steering: SplitPilot
+    steering: SplitController
     last_planned: PlannedRun
 
     def between(self, two: Two, trace: LinkTrace | None) -> Self:
@@ -110,8 +110,8 @@ class SplitJob(Job):
             side_of(config.edge_side), mode_of(config.mode), config.error_feedback, config.pack_gradients,
             slots(workload.optimizer), batch_norm_named(workload.batch_norm),
         )  # fmt: skip
-        wanted = Wanted(config.cut_in(network), config.widths, config.rival)
-        self.steering = SplitPilot(
+        wanted = SplitChoice(config.cut_in(network), config.widths, config.rival)
+        self.steering = SplitController(
             ends, self._profile(cluster, profile), rates, wanted, self._phases(), workload.order.steps_per_epoch,
             profile, cluster, first_step=self.start.steps_done, last_step=self.last_step,
             backup_every=self.settings.backup_every,
@@ -192,7 +192,7 @@ class SplitJob(Job):
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
 
-    def pilot(self) -> Controller | None:
+    def controller(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: PlannedRun) -> int:
@@ -201,11 +201,11 @@ class SplitJob(Job):
     def checkpoint_every(self, planned: PlannedRun) -> int:
         """Not so often that fetching the server's part crowds the link."""
         usual = super().checkpoint_every(planned)
-        pilot = self.steering
-        running, rate = pilot.engine.profile.running_bytes, self.rates.down_bytes_per_second
-        before = running[pilot.deployment.cut]
+        controller = self.steering
+        running, rate = controller.engine.profile.running_bytes, self.rates.down_bytes_per_second
+        before = running[controller.deployment.cut]
         there = running[-1] - before if self.settings.edge_side == "upstream" else before
-        seconds = pilot.batch_seconds(pilot.deployment)
+        seconds = controller.batch_seconds(controller.deployment)
         if not there or not seconds or not rate:
             return usual
         return max(usual, int(there / rate / CHECKPOINT_PART / seconds))
@@ -213,26 +213,26 @@ class SplitJob(Job):
     # While it runs
 
     def train(self, planned: PlannedRun, on_step: OnStep | None) -> SplitResult:
-        pilot, two = self.steering, self.two
+        controller, two = self.steering, self.two
         seconds: list[float] = []
 
         def stepped(step: int, loss: float, took: float) -> None:
-            pilot.stepped(step)
+            controller.stepped(step)
             seconds.append(took)
             if on_step is not None:
                 on_step(step, loss, took)
 
-        least = 1 if pilot.can_work_alone() else 2
+        least = 1 if controller.can_work_alone() else 2
         endurance = RetryPolicy("auto", least, 2, self.session.rejoin_seconds)
         with self._following() as following:
             found, self.last_planned = self.run(planned, stepped, "auto", endurance)
-        moved, between = pilot.moved_bytes(), found.bytes_between
+        moved, between = controller.moved_bytes(), found.bytes_between
         up, down = (between.get(pair, 0) for pair in ((two.edge, two.server), (two.server, two.edge)))
         own = {one.name: getattr(found, one.name) for one in fields(TrainResult)}
         return SplitResult(
-            **own, cuts=pilot.cuts, changes=pilot.changes, bytes_up=up + moved[0], bytes_down=down + moved[1],
-            bytes_moved=sum(moved), step_seconds=seconds, split=pilot.engine.profile, deployment=pilot.deployment,
-            rates=self.rates,
+            **own, cuts=controller.cuts, changes=controller.changes, bytes_up=up + moved[0], bytes_down=down + moved[1],
+            bytes_moved=sum(moved), step_seconds=seconds, split=controller.engine.profile,
+            deployment=controller.deployment, rates=self.rates,
             set_rates=[(one.seconds, one.up_bytes_per_second, one.down_bytes_per_second) for one in following.set]
             if following is not None
             else [],

@@ -39,20 +39,20 @@ from manyhands.split.config import SplitConfig
 from manyhands.split.job import LEAST_BITS, SplitResult
 from manyhands.split.plans import CONVENTIONAL, Ends, Phases, mode_of
 from manyhands.split.session import look_at_link, rates_of
-from manyhands.split.silos import Joined, check_again
+from manyhands.split.silos import JoinedSilos, check_again
 
-RIVALS: dict[str, dict[str, Any]] = {
+SILO_BASELINES: dict[str, dict[str, Any]] = {
     CONVENTIONAL: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},
 }  # fmt: skip
 
 
-def as_rival(config: SplitConfig) -> SplitConfig:
+def as_baseline(config: SplitConfig) -> SplitConfig:
     """What a rival fixes."""
     if not config.rival:
         return config
-    if config.rival not in RIVALS:
-        raise unknown("rival among silos", config.rival, RIVALS)
-    return replace(config, rival="", **RIVALS[config.rival])
+    if config.rival not in SILO_BASELINES:
+        raise unknown("rival among silos", config.rival, SILO_BASELINES)
+    return replace(config, rival="", **SILO_BASELINES[config.rival])
 
 
 def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: str, codec: Codec) -> tuple[Stage, ...]:
@@ -112,12 +112,12 @@ def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
-class SiloPilot:
+class SiloController:
     """Both the `Controller` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
 
     def __init__(
         self, stages: tuple[Stage, ...], ends: Ends, phases: Phases, steps_per_epoch: int, measured: Profile,
-        cluster: Cluster, joined: Joined, own: Dataset[Any] | None, first_step: int,
+        cluster: Cluster, joined: JoinedSilos, own: Dataset[Any] | None, first_step: int,
     ) -> None:  # fmt: skip
         self.stages, self.ends, self.phases, self.steps_per_epoch = stages, ends, phases, steps_per_epoch
         self.measured, self.cluster, self.joined, self.own = measured, cluster, joined, own
@@ -177,12 +177,12 @@ class SiloPilot:
 class SiloJob(Job):
     """One call of `split_train` with two edges or more."""
 
-    joined: Joined
+    joined: JoinedSilos
     trace: LinkTrace | None
-    steering: SiloPilot
+    steering: SiloController
     last_planned: PlannedRun
 
-    def among(self, joined: Joined, trace: LinkTrace | None, own: Dataset[Any] | None) -> Self:
+    def among(self, joined: JoinedSilos, trace: LinkTrace | None, own: Dataset[Any] | None) -> Self:
         """Return the job with the devices that have silos, the trace of their links, and the data at hand."""
         self.joined, self.trace, self.own = joined, trace, own
         if self.settings.cut != "auto" or self.settings.edge_side != "upstream":
@@ -193,7 +193,7 @@ class SiloJob(Job):
     def settings(self) -> SplitConfig:
         """The configuration of this kind of job, as a baseline fixes it."""
         assert isinstance(self.config, SplitConfig)
-        return as_rival(self.config)
+        return as_baseline(self.config)
 
     def prepared(self) -> PlannedRun:
         config, network, workload, found = self.settings, self.graph.network, self.workload, self.joined
@@ -209,7 +209,7 @@ class SiloJob(Job):
             network.name, len(network.layers), size, mode=mode_of(config.mode),
             optimizer_slots=slots(workload.optimizer), batch_norm=batch_norm_named(workload.batch_norm),
         )  # fmt: skip
-        self.steering = SiloPilot(
+        self.steering = SiloController(
             stages, ends, config.phases, workload.order.steps_per_epoch, profile, cluster, found, self.own,
             self.start.steps_done,
         )  # fmt: skip
@@ -235,7 +235,7 @@ class SiloJob(Job):
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
 
-    def pilot(self) -> Controller | None:
+    def controller(self) -> Controller | None:
         return self.steering
 
     def backup_every(self, planned: PlannedRun) -> int:

@@ -44,7 +44,7 @@ MOST_SAMPLE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedSilos:
     """Devices with data of their own, and what the coordinator knows of the samples that all of them have."""
 
     session: Session
@@ -84,7 +84,7 @@ def joined(
     say: Say | None = None,
     silence_seconds: float = LOCAL_SILENCE_SECONDS,
     limit_seconds: float = JOIN_SECONDS,
-) -> Iterator[Joined]:
+) -> Iterator[JoinedSilos]:
     """Devices that have their data, and samples that all have.
 
     Without a cloud, `data` is divided: each device of `silos` gets a file of what it is to have, in a temporary folder,
@@ -115,7 +115,7 @@ def joined(
             session.coordinator.silos = {}
 
 
-def check_again(coordinator: Coordinator, joined: Joined, data: Dataset[Any] | None) -> None:
+def check_again(coordinator: Coordinator, joined: JoinedSilos, data: Dataset[Any] | None) -> None:
     """Whoever came back must have the same samples; its rows may lie otherwise."""
     fingerprint, rows = agreed(_told(coordinator, tuple(joined.holders), data if _is_read(joined) else None))
     if fingerprint != joined.fingerprint:
@@ -125,7 +125,7 @@ def check_again(coordinator: Coordinator, joined: Joined, data: Dataset[Any] | N
     coordinator.silos = {name: SiloContent(frozenset(own), rows[name]) for name, own in joined.holders.items()}
 
 
-def _is_read(joined: Joined) -> bool:
+def _is_read(joined: JoinedSilos) -> bool:
     return isinstance(joined.samples, Samples) and joined.samples.own is not None
 
 
@@ -275,7 +275,7 @@ def _told(coordinator: Coordinator, names: Sequence[str], own: Dataset[Any] | No
 def _agreed(
     model: nn.Module, data: Dataset[Any] | None, session: Session, edges: tuple[str, ...], server: str,
     holders: dict[str, tuple[str, ...]],
-) -> Joined:  # fmt: skip
+) -> JoinedSilos:  # fmt: skip
     coordinator = session.coordinator
     away = {name for own in holders.values() for name in own}
     inputs = sorted(name for name in away if not _is_target(name))
@@ -304,7 +304,7 @@ def _agreed(
     count = len(next(iter(rows.values())))
     places = rows.get(COORDINATOR)
     parts = Parts(model, tuple(inputs), TARGET in away, own, places, count)
-    return Joined(
+    return JoinedSilos(
         session, edges, server, holders, Examples(parts, entries), Samples(parts), fingerprint,
         named=lambda given: Named(model, given) if given is not None and inputs else given,
     )  # fmt: skip
@@ -320,7 +320,7 @@ def _check_entry(device: str, entry: TensorEntry) -> None:
         )
 
 
-def check_resumed(folder: Path, joined: Joined) -> None:
+def check_resumed(folder: Path, joined: JoinedSilos) -> None:
     """A run goes on with the samples it had."""
     known = read_config(folder).get("ids")
     if known != joined.fingerprint:

@@ -32,7 +32,7 @@ from manyhands.split.job import SplitJob, SplitResult
 from manyhands.split.options import SplitOptions
 from manyhands.split.session import LOCAL_SILENCE_SECONDS, Cloud, Two, open_two
 from manyhands.split.silo_job import SiloJob
-from manyhands.split.silos import Joined, check_resumed, joined
+from manyhands.split.silos import JoinedSilos, check_resumed, joined
 from manyhands.split.transfer import begin_with, frozen
 
 CLOUD_SILENCE_SECONDS = 10.0
@@ -69,7 +69,7 @@ def split_with(
     usual = LOCAL_SILENCE_SECONDS if dialled is None else CLOUD_SILENCE_SECONDS
     config = replace(config, silence_seconds=config.silence_seconds or usual)
     with contextlib.ExitStack() as stack:
-        found: Joined | None = None
+        found: JoinedSilos | None = None
         if config.silos is not None or config.labels == "cloud" or isinstance(config.cloud, Coordinator):
             found = stack.enter_context(
                 joined(

@@ -40,7 +40,7 @@ class Turns(NamedTuple):
 
 FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 6.0)
 """Of all plans; of those that are close, which decides."""
-HOPELESS = 1.5
+PRUNED_RATIO = 1.5
 """A plan whose steps take so many times as long as those of the best has no further turn."""
 CLEARLY_FASTER = 0.95
 """A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
@@ -79,7 +79,7 @@ def fastest_in_trial(
                 taken[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
             usual = {number: statistics.median(steps) for number, steps in taken.items() if steps}
             best = min(usual, key=lambda number: usual[number], default=0)
-            racing = [number for number in racing if number in usual and usual[number] <= HOPELESS * usual[best]]
+            racing = [number for number in racing if number in usual and usual[number] <= PRUNED_RATIO * usual[best]]
             if len(racing) < 2 or (turn >= turns.least and sum(taken[best]) >= turns.seconds):
                 break
         return [(some[number], seconds) for number, seconds in usual.items()]

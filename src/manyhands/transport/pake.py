@@ -17,7 +17,7 @@ class NotAgreed(Exception):
     """What came is no message of the exchange."""
 
 
-class Exchange:
+class KeyExchange:
     """One end of one exchange; never used twice."""
 
     def __init__(self, token: str, *, is_client: bool) -> None:

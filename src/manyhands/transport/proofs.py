@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from manyhands.facts.errors import Refused
 from manyhands.transport.keys import NO_KEY, SIGNATURE_BYTES, Credentials, Role, fingerprint, is_signed
 from manyhands.transport.limiter import Limited, ProofLimiter
-from manyhands.transport.pake import MESSAGE_BYTES, Exchange, NotAgreed
+from manyhands.transport.pake import MESSAGE_BYTES, KeyExchange, NotAgreed
 from manyhands.transport.wire import Wire, read_exactly, write_all
 
 NONCE_BYTES = 32
@@ -198,7 +198,7 @@ def _roles(roles: frozenset[Role]) -> str:
 
 
 def _prove_token(handshake: Handshake, knowledge: Knowledge, where: str) -> None:
-    exchange = Exchange(knowledge.token, is_client=True)
+    exchange = KeyExchange(knowledge.token, is_client=True)
     handshake.write(exchange.message)
     point = handshake.read(MESSAGE_BYTES)
     if point == NO_POINT:
@@ -328,7 +328,7 @@ def _confirmed(
 ) -> bytes:
     """The exchange itself, which is charged to the client's address until it has succeeded."""
     with limiter.attempt(origin) as attempt:
-        exchange = Exchange(knowledge.token, is_client=False)
+        exchange = KeyExchange(knowledge.token, is_client=False)
         handshake.write(exchange.message)
         handshake.record(point, exchange.message)
         try:

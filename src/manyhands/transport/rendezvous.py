@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<I")
 WELCOME, UNKNOWN, TAKEN, WRONG_NAME = "welcome", "unknown", "taken", "wrong name"
 
 
-class Rendezvous:
+class PeerRendezvous:
     """One device's listener and the names of the peers it expects."""
 
     def __init__(

@@ -25,7 +25,7 @@ from manyhands.transport.listener import PeerListener
 from manyhands.transport.mailbox import WAIT_LIMIT_SECONDS, Mailbox
 from manyhands.transport.memory import Memory, as_bytes
 from manyhands.transport.outbox import Outgoing
-from manyhands.transport.rendezvous import Rendezvous
+from manyhands.transport.rendezvous import PeerRendezvous
 from manyhands.transport.security import Security
 from manyhands.transport.sharing import SharingSetting
 from manyhands.transport.wire import Broken, unacknowledged_bytes
@@ -70,7 +70,9 @@ class TcpEndpoint:
         self.beat_seconds = loop.beat_seconds
         self._connections, self._lost, self._lock = loop.connections, loop.lost, loop.lock
         try:
-            self._rendezvous = Rendezvous(name, security, host, port, loop.install, self.is_connected, peer_listener)
+            self._rendezvous = PeerRendezvous(
+                name, security, host, port, loop.install, self.is_connected, peer_listener
+            )
         except BaseException:
             loop.close()
             raise
