@@ -75,7 +75,7 @@ PRESETS: dict[str, Preset] = {
     "decnn-240-40": _decnn(240, 40),
     "home": Preset(
         "1 laptop, 2 Pi 4 and 1 Nano; WiFi, the Nano and the laptop on a cable",
-        "no paper: what a household may own; WiFi rates and delays are assumptions",
+        "no paper: what a family may own; WiFi rates and delays are assumptions",
         {
             "devices": [
                 {"name": "laptop", "kind": "laptop"},

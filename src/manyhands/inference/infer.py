@@ -276,11 +276,11 @@ def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None
         graph = at_rest(graph)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(open_session(config.cluster, say=say, rendezvous=config.rendezvous))
-        endurance = RetryPolicy("auto", config.min_devices, config.max_devices, session.rejoin_seconds)
-        session.begin(endurance)
+        retry_policy = RetryPolicy("auto", config.min_devices, config.max_devices, session.rejoin_seconds)
+        session.begin(retry_policy)
         ladder = (1,) if objective == "latency" else THROUGHPUT_LADDER
         machines, profile = measure_who_stays(
-            session, graph, ladder[-1], endurance if strategy else None, ladder=ladder, say=say, training=False
+            session, graph, ladder[-1], retry_policy if strategy else None, ladder=ladder, say=say, training=False
         )
         chosen = _planned(plan, graph, machines, profile, objective, config.home)
         seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
@@ -291,7 +291,7 @@ def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None
             watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
         )  # fmt: skip
         streaming = Streaming(
-            session.coordinator, order, replan, endurance, most_waiting=config.most_waiting, log_event=_teller(say),
+            session.coordinator, order, replan, retry_policy, most_waiting=config.most_waiting, log_event=_teller(say),
         )  # fmt: skip
         stack.callback(streaming.close, cancel=True)
         streaming.start()

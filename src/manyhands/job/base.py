@@ -137,7 +137,7 @@ class Job:
         return PlannedRun(plan, network, cluster, profile, prediction, steps, self.folder)
 
     def run(
-        self, planned: PlannedRun, on_step: OnStep | None, strategy: str, endurance: RetryPolicy
+        self, planned: PlannedRun, on_step: OnStep | None, strategy: str, retry_policy: RetryPolicy
     ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end, and return the result with the last plan, which may be another one by then."""
         workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
@@ -174,7 +174,7 @@ class Job:
             Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
         ):
             elastic_job = ElasticJob(
-                self.session.coordinator, order, batches, replanner, endurance, on_step=stepped,
+                self.session.coordinator, order, batches, replanner, retry_policy, on_step=stepped,
                 on_snapshot=self._keep, log_event=self.tell, controller=self.controller(), living=self.record.living,
                 should_stop=lambda: stop.is_wanted(self.say),
             )  # fmt: skip

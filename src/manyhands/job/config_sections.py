@@ -126,7 +126,7 @@ class TokenConfig(Config):
 
     token: str = option(
         "", "What new workers must know.", "--token", variable="MANYHANDS_TOKEN", is_keyword=False, stored=None,
-        default_text="this household's",
+        default_text="this user's shared token",
     )  # fmt: skip
     token_file: str = option(
         "", "A file with the token on one line: unlike --token, it shows in no list of processes and no history.",

@@ -46,7 +46,7 @@ class Member:
     graph_digest: str = ""
     """Of the graph that it was given last."""
     resident_dataset: str = ""
-    """The samples that were preloaded at it last: see `Feeder.shelf`."""
+    """The samples that were preloaded at it last: see `Feeder.resident_key`."""
     invitation: Invitation | None = None
     """Of one that was dialled; None: it came by itself."""
 

@@ -102,10 +102,10 @@ class LocalWorkers:
                         output.fileno(),
                     )  # fmt: skip
                 except NoForkServer:
-                    lasting = threading.current_thread() is threading.main_thread()
+                    is_main_thread = threading.current_thread() is threading.main_thread()
                     process = subprocess.Popen(
                         [*one.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
-                        env={**environment, DIE_VARIABLE: str(int(lasting))}, stdin=subprocess.DEVNULL, stdout=output,
+                        env={**environment, DIE_VARIABLE: str(int(is_main_thread))}, stdin=subprocess.DEVNULL, stdout=output,
                         stderr=output, start_new_session=True,
                     )  # fmt: skip
             self.processes |= dict.fromkeys(one.names, process)

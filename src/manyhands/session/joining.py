@@ -80,7 +80,7 @@ def parse_compute(text: str) -> str:
 
 
 def check_joining(token: str, name: str, *, is_known: bool = False) -> None:
-    """What a worker needs before it knocks. `is_known`: it has joined a coordinator before, whose key it knows."""
+    """What a worker needs before it connects. `is_known`: it has joined a coordinator before, whose key it knows."""
     if token:
         check_token(token)
     elif not is_known:

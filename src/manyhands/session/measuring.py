@@ -41,18 +41,18 @@ def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapp
 
 
 def measure_who_stays(
-    session: Session, graph: Graph, batch_size: int, endurance: RetryPolicy | None, *,
+    session: Session, graph: Graph, batch_size: int, retry_policy: RetryPolicy | None, *,
     optimizer: Optimizer | None = None,
     say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
 ) -> tuple[Cluster, Profile]:  # fmt: skip
     """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited
-    for. `endurance`: None where a plan is given, which names everybody it needs."""
+    for. `retry_policy`: None where a plan is given, which names everybody it needs."""
     while True:
         try:
             return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
         except (WorkerLost, TimedOut):
-            gone = session.go_on_without_lost(endurance) if endurance is not None else []
-            if not gone and (endurance is None or not session.wait_for_enough(endurance)):
+            gone = session.go_on_without_lost(retry_policy) if retry_policy is not None else []
+            if not gone and (retry_policy is None or not session.wait_for_enough(retry_policy)):
                 raise
             if gone and say is not None:
                 say(f"Beginning without {', '.join(gone)}: {len(session.cluster.names)} device(s) left.")

@@ -43,25 +43,25 @@ class Session:
         """How long a job with too few workers waits for others to join, or to join again; 0: nobody can."""
         return REJOIN_SECONDS if self.others_may_join else 0.0
 
-    def begin(self, endurance: RetryPolicy) -> None:
+    def begin(self, retry_policy: RetryPolicy) -> None:
         """Take those that a job begins with: as many of the devices at hand as it may use. Refused where they are fewer
         than it needs."""
-        endurance.begins_with(len(self.cluster.devices))
-        for name in self.cluster.names[endurance.max_devices :] if endurance.max_devices is not None else ():
+        retry_policy.begins_with(len(self.cluster.devices))
+        for name in self.cluster.names[retry_policy.max_devices :] if retry_policy.max_devices is not None else ():
             self.cluster = self.cluster.without(name)
 
-    def go_on_without_lost(self, endurance: RetryPolicy) -> list[str]:
+    def go_on_without_lost(self, retry_policy: RetryPolicy) -> list[str]:
         """Who of the cluster is gone, and no longer in it: a job that has not begun yet begins without them. Nobody
         where too few would be left, or where all were started here: one of those that ends so early would not work."""
         here = {member.name for member in self.coordinator.alive() if not member.is_leaving}
         gone = [name for name in self.cluster.names if name not in here]
-        if not self.others_may_join or len(self.cluster.names) - len(gone) < endurance.min_devices:
+        if not self.others_may_join or len(self.cluster.names) - len(gone) < retry_policy.min_devices:
             return []
         for name in gone:
             self.cluster = self.cluster.without(name)
         return gone
 
-    def wait_for_enough(self, endurance: RetryPolicy) -> bool:
+    def wait_for_enough(self, retry_policy: RetryPolicy) -> bool:
         """Wait for others where some were lost and too few are left to begin with; whether there are enough again.
 
         They are waited for as long as the first ones were. A cluster of a file is one of given names, which are waited
@@ -70,15 +70,15 @@ class Session:
         here = [member.name for member in self.coordinator.alive()]
         if not self.others_may_join or all(name in here for name in self.cluster.names):
             return False
-        wanted = self.cluster.names if self.has_links else endurance.min_devices
-        self.coordinator.on_event(f"Waiting for others to join: {len(here)} of {endurance.min_devices} are here.")
+        wanted = self.cluster.names if self.has_links else retry_policy.min_devices
+        self.coordinator.on_event(f"Waiting for others to join: {len(here)} of {retry_policy.min_devices} are here.")
         try:
             self.coordinator.wait_for(wanted, self.coordinator.join_limit_seconds)
         except TimedOut:
             return False
         if not self.has_links:
             self.cluster = self.coordinator.cluster(self.cluster.name)
-            self.begin(endurance)
+            self.begin(retry_policy)
         return True
 
 

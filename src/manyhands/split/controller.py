@@ -1,8 +1,7 @@
-"""The pilot of a split: told what arrives, asked when to change, and what the next plan is.
+"""The controller of a split: it watches the link, decides when to change the deployment, and makes the next plan.
 
-It belongs to the thread that runs the job. What it decides is Algorithm 2's or a rival's (planner/), what it knows of
-the link comes from real transfers: those of the job, or a short exchange while the job pauses, where the edge works
-alone and nothing else would tell.
+It runs in the job's thread. It decides by Algorithm 2 or by a baseline (planner/). It knows the link from real
+transfers: those of the job, or a short exchange while the job pauses where the edge works alone.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Redeployed:
 
 
 class SplitController:
-    """Both a `Controller` and a `Replan` of a journey."""
+    """The controller of an elastic job that is split in two; it is its `Replan` too."""
 
     def __init__(
         self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: SplitChoice, phases: Phases,
@@ -181,7 +180,7 @@ class SplitController:
         self.steps = step + 1
 
     def told(self, facts: Mapping[str, Any]) -> Redeployed | None:
-        """How getting there went, as the journey tells it; what is to be told of it, if the deployment is another."""
+        """Take in how a re-deployment went; return the change to report, or None where the deployment is the same."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None

@@ -223,9 +223,9 @@ class SplitJob(Job):
                 on_step(step, loss, took)
 
         least = 1 if controller.can_work_alone() else 2
-        endurance = RetryPolicy("auto", least, 2, self.session.rejoin_seconds)
+        retry_policy = RetryPolicy("auto", least, 2, self.session.rejoin_seconds)
         with self._following() as following:
-            found, self.last_planned = self.run(planned, stepped, "auto", endurance)
+            found, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
         moved, between = controller.moved_bytes(), found.bytes_between
         up, down = (between.get(pair, 0) for pair in ((two.edge, two.server), (two.server, two.edge)))
         own = {one.name: getattr(found, one.name) for one in fields(TrainResult)}

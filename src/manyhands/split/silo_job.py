@@ -251,9 +251,9 @@ class SiloJob(Job):
                 on_step(step, loss, took)
 
         count = len(self.joined.edges) + 1
-        endurance = RetryPolicy("auto", count, count, self.session.rejoin_seconds)
+        retry_policy = RetryPolicy("auto", count, count, self.session.rejoin_seconds)
         with self._following():
-            found, self.last_planned = self.run(planned, stepped, "auto", endurance)
+            found, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
         server, between = self.joined.server, found.bytes_between
         stage = planned.plan.stages[-1]
         cut = stage.layers[0]

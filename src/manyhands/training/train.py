@@ -85,15 +85,15 @@ def train_with(
             rendezvous=config.rendezvous,
         ) as session,
     ):  # fmt: skip
-        endurance = RetryPolicy(config.replan, config.min_devices, config.max_devices, session.rejoin_seconds)
-        session.begin(endurance)
+        retry_policy = RetryPolicy(config.replan, config.min_devices, config.max_devices, session.rejoin_seconds)
+        session.begin(retry_policy)
         job = TrainJob(workload, session, opened)
         decided: dict[str, Any] = {
             "plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": config.micro_batches,
         }  # fmt: skip
         if plan == "tiles":
             decided["tiles"] = msgspec.to_builtins(tiles or TileOptions())
-        planned = job.planned(endurance, decided if opened.is_resumed else None)
+        planned = job.planned(retry_policy, decided if opened.is_resumed else None)
         opened.record.decided(
             {**stored, **workload.facts, "steps": opened.last_step, **decided}, planned.cluster, planned.profile,
             planned.plan,
@@ -101,7 +101,7 @@ def train_with(
         if config.on_planned is not None:
             config.on_planned(planned)
         strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
-        result, planned = job.run(planned, config.on_step, strategy, endurance)
+        result, planned = job.run(planned, config.on_step, strategy, retry_policy)
         job.finish(planned, result, loss)
         return result
 
@@ -141,7 +141,7 @@ class TrainJob(Job):
     def wanted_backups(self) -> int | None:
         return self.settings.backup_every
 
-    def planned(self, endurance: RetryPolicy, decided_before: Mapping[str, Any] | None) -> PlannedRun:
+    def planned(self, retry_policy: RetryPolicy, decided_before: Mapping[str, Any] | None) -> PlannedRun:
         """Measure, plan and predict. A resumed run with the same options keeps its plan: another would round
         otherwise."""
         network, config = self.graph.network, self.settings
@@ -152,7 +152,7 @@ class TrainJob(Job):
             cluster, profile, _ = before
         else:
             cluster, profile = measure_who_stays(
-                self.session, self.graph, self.workload.batch_size, endurance if is_strategy(str(wanted)) else None,
+                self.session, self.graph, self.workload.batch_size, retry_policy if is_strategy(str(wanted)) else None,
                 optimizer=self.workload.optimizer, say=self.say,
             )  # fmt: skip
         if before is not None and is_strategy(str(wanted)):

@@ -29,7 +29,7 @@ FAMILIES = (
     ("pi5", "laptop", "jetson-nano"),
     ("pi3", "pi4", "pi5", "jetson-nano", "jetson-tx2", "jetson-nx", "laptop"),
 )
-"""Kinds that are found together: on a shelf, at home, in a laboratory; or any."""
+"""Kinds that are found together: in one cupboard, at home, in a laboratory; or any."""
 DEVICES = (2, 3, 4, 5, 6, 7, 8)
 MEMORIES = (1.0, 1.0, 0.5, 0.25)
 """Parts of what the devices have: others run on them too."""

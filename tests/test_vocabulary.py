@@ -1,0 +1,53 @@
+"""The field's words: retired names do not come back, and a public class name means one thing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [ROOT / "src" / "manyhands", ROOT / "benchmarks" / "src" / "manyhands_bench"]
+RETIRED = {
+    "nursery": "fork server", "journey": "elastic job", "crew": "membership", "endurance": "retry policy",
+    "pilot": "controller", "knock": "reachability probe", "household": "shared token", "turnstile": "rate limiter",
+    "culprit": "root cause", "witness": "symptom", "honesty": "prediction accuracy", "wish": "config",
+    "shelf": "resident dataset", "hopeless": "pruned", "mending": "incremental re-planning", "wheel": "event loop",
+}  # fmt: skip
+EXEMPT = {
+    ("nursery", "cli/fork_server.py"): "the hidden command's name, which older versions start",
+    ("nursery", "cli/main.py"): "the same",
+    ("nursery", "runtime/fork_server.py"): "the same",
+    ("knock", "runtime/control_messages.py"): "a message's tag on the wire",
+    ("shelf", "runtime/control_parts.py"): "a field's name on the wire",
+    ("wish", "training/arguments.py"): "the key in config.yaml that runs of 0.2.0 have",
+    ("wish", "split/arguments.py"): "the same",
+    ("wish", "inference/model.py"): "the same",
+}
+"""Names that are stored, sent or typed stay as they are: (word, file) -> why."""
+
+
+def files() -> list[tuple[str, Path]]:
+    return [(path.relative_to(root).as_posix(), path) for root in SOURCES for path in sorted(root.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_a_retired_word_is_used_nowhere(word: str) -> None:
+    whole = re.compile(rf"(?<![A-Za-z]){word}(s|ed|ing|'s)?(?![A-Za-z])|{word.capitalize()}(?![a-z])")
+    used = {name for name, path in files() if whole.search(path.read_text())}
+    exempt = {name for one, name in EXEMPT if one == word}
+    assert used - exempt == set(), f"say {RETIRED[word]}"
+    assert exempt <= used, "an exemption that nothing needs"
+
+
+def test_a_public_class_name_is_used_once() -> None:
+    where: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in files():
+        if (ROOT / "src") in path.parents:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    where[node.name].append(name)
+    assert {name: places for name, places in where.items() if len(places) > 1} == {}
