@@ -15,7 +15,7 @@ from manyhands.facts.hyper import hyper
 from manyhands.facts.optimizer import parse
 from manyhands.split.arguments import split_config
 from manyhands.split.config import OPTIMIZER, SplitConfig
-from manyhands.split.named import optimizer_of, preset_of
+from manyhands.split.presets import optimizer_of, preset_of
 
 
 def data(kind: str) -> DataSets:

@@ -105,8 +105,8 @@ class LocalWorkers:
                     is_main_thread = threading.current_thread() is threading.main_thread()
                     process = subprocess.Popen(
                         [*one.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
-                        env={**environment, DIE_VARIABLE: str(int(is_main_thread))}, stdin=subprocess.DEVNULL, stdout=output,
-                        stderr=output, start_new_session=True,
+                        env={**environment, DIE_VARIABLE: str(int(is_main_thread))}, stdin=subprocess.DEVNULL,
+                        stdout=output, stderr=output, start_new_session=True,
                     )  # fmt: skip
             self.processes |= dict.fromkeys(one.names, process)
             self.started_as |= dict.fromkeys(one.names, one)

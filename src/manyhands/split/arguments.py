@@ -7,7 +7,6 @@ from typing import Any
 
 from manyhands.facts.errors import BadValue
 from manyhands.job.arguments import check_resumed, given_arguments, resumed_folder, stored_document
-from manyhands.session.joining import DEVICE_NAME
 from manyhands.split.config import SplitConfig
 
 DOCUMENT = "split_wish"
@@ -30,19 +29,3 @@ def split_config(arguments: Mapping[str, Any]) -> SplitConfig:
     if "epochs" in given or "steps" in given:
         stored |= {"epochs": None, "steps": None}
     return SplitConfig.from_command({**stored, **given})
-
-
-def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
-    """'edge-a=left,edge-b=right+mask,server=target' -> which device has which inputs."""
-    if not text:
-        return None
-    holders: dict[str, tuple[str, ...]] = {}
-    for part in text.split(","):
-        device, sign, names = part.strip().partition("=")
-        if not sign or not DEVICE_NAME.fullmatch(device) or device in holders or not all(names.split("+")):
-            raise BadValue(
-                f"--silos '{text:.80}' does not say which device has what.",
-                hint="Write edge-a=left,edge-b=right,server=target; several of one device: edge-a=left+mask.",
-            )
-        holders[device] = tuple(names.split("+"))
-    return holders

@@ -248,7 +248,7 @@ class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
     @property
     def holders(self) -> Silos | None:
         """Which device has which inputs."""
-        from manyhands.split.arguments import parse_silos
+        from manyhands.split.plans import parse_silos
 
         return parse_silos(self.silos) if isinstance(self.silos, str) else self.silos
 

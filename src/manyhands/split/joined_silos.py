@@ -12,7 +12,7 @@ from manyhands.job.named import build_model, load_data, loss_of
 from manyhands.session.joining import join_text, parse_address
 from manyhands.split.arguments import DOCUMENT
 from manyhands.split.config import BATCH_SIZE, EPOCHS, SplitConfig
-from manyhands.split.named import optimizer_of
+from manyhands.split.presets import optimizer_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,31 +6,15 @@ import dataclasses
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from manyhands.facts.hyper import Hyper, hyper
-from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.optimizer import parse as parse_optimizer
+from manyhands.facts.hyper import Hyper
 from manyhands.job.named import build_model, check_classes, load_data, loss_of, none_held_out
 from manyhands.split.arguments import DOCUMENT
-from manyhands.split.config import BATCH_SIZE, EPOCHS, OPTIMIZER, SplitConfig
+from manyhands.split.config import BATCH_SIZE, EPOCHS, SplitConfig
+from manyhands.split.presets import optimizer_of, preset_of
 
 if TYPE_CHECKING:
     from manyhands.data.data_sets import DataSets
     from manyhands.split.job import SplitResult
-
-
-def preset_of(config: SplitConfig, data: DataSets) -> Hyper | None:
-    """Return the paper's settings for this model and data, where they are asked for."""
-    return hyper(config.model, data.kind or config.data) if config.preset else None
-
-
-def optimizer_of(config: SplitConfig, preset: Hyper | None, steps_per_epoch: int) -> Optimizer:
-    """Return the optimiser that is given, the paper's, or the usual one; --lr goes before its learning rate."""
-    text = config.optimizer or (preset.optimizer_text(steps_per_epoch) if preset is not None else OPTIMIZER)
-    found = parse_optimizer(text)
-    if config.lr is None:
-        return found
-    options = {**found.options, "lr": config.lr}
-    return Optimizer(found.name, schedule=found.schedule, **options)
 
 
 def split_by_name(config: SplitConfig) -> SplitResult:

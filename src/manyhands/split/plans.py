@@ -153,3 +153,19 @@ class Ends:
         cut = plan.stages[1].layers[0]
         assert isinstance(cut, int), "the plans made here name layers by their numbers"
         return Deployment(cut, plan.replay.k, plan.stages[1].codec.bits)
+
+
+def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
+    """'edge-a=left,edge-b=right+mask,server=target' -> which device has which inputs."""
+    if not text:
+        return None
+    holders: dict[str, tuple[str, ...]] = {}
+    for part in text.split(","):
+        device, sign, names = part.strip().partition("=")
+        if not sign or not DEVICE_NAME.fullmatch(device) or device in holders or not all(names.split("+")):
+            raise BadValue(
+                f"--silos '{text:.80}' does not say which device has what.",
+                hint="Write edge-a=left,edge-b=right,server=target; several of one device: edge-a=left+mask.",
+            )
+        holders[device] = tuple(names.split("+"))
+    return holders
