@@ -13,7 +13,7 @@ from torch.nn import functional
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadData, BadValue, DataNotFinite, NotFinite
 from manyhands.facts.optimizer import Optimizer
-from manyhands.job import options as asked
+from manyhands.job import workload
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
 
@@ -45,7 +45,7 @@ def spoilt(first: int, number: float) -> Pictures:
 def test_a_loss_that_is_none_ends_the_run(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_piped: bool, number: float, said: str
 ) -> None:
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)
     plan = in_line(names(cluster)) if is_piped else shared(names(cluster), 5, 7)
     data = spoilt(3 * BATCH + 1, number)
     with pytest.raises(NotFinite) as found:
@@ -67,7 +67,7 @@ def test_weights_that_overflow_are_no_checkpoint(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of the step was still a number; its update is not."""
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)
     with pytest.raises(NotFinite) as found:
         train(
             cluster, shared(names(cluster), 5, 7), tmp_path, model=squares(), steps=50,

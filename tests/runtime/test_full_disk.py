@@ -23,8 +23,7 @@ from manyhands.facts.errors import BadFile, DiskFull
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files import documents
 from manyhands.files.documents import write_document
-from manyhands.job import options as asked
-from manyhands.job import pictures
+from manyhands.job import pictures, workload
 from manyhands.job.base import Job
 from manyhands.observe import figures
 from manyhands.observe.append import LineFile, Metrics
@@ -156,7 +155,7 @@ def test_a_run_that_fills_the_disk(
     cluster: Coordinator, whole: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """From its third step on nothing of one kind can be written any more."""
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # a checkpoint at every step
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)  # a checkpoint at every step
     words, broken = BREAKS[kind]
     plan = shared(names(cluster), BATCH)
     with monkeypatch.context() as patch:
@@ -373,7 +372,7 @@ def test_a_checkpoint_on_a_small_disk(small_disk: Path) -> None:
 @pytest.mark.xdist_group("full_disk")
 def test_a_run_on_a_small_disk(cluster: Coordinator, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints of 8 MB each: the third does not fit. With room, it goes on."""
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 7000)), nn.Linear(7000, 64), nn.Linear(64, 5))
     plan, folder, model = shared(names(cluster), BATCH), small_disk / "run", layers.double()

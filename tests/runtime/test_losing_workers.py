@@ -16,7 +16,7 @@ import torch
 import manyhands as mh
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.job import options as asked
+from manyhands.job import workload
 from manyhands.runtime.control import Measure, Prepare, Said, Send
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import LocalWorkers
@@ -40,7 +40,7 @@ def session() -> Iterator[Coordinator]:
 
 @pytest.fixture
 def cluster(session: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Coordinator:
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # one after every step
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)  # one after every step
     monkeypatch.setattr(sessions, "REJOIN_SECONDS", 0.0)  # nobody is waited for
     restart(session)
     return session
@@ -82,7 +82,7 @@ def test_a_killed_worker_ends_the_run_and_it_can_go_on(
     network().load_state_dict(loaded.model)
     # Everybody else is still there: the lost one comes back, and the run goes on as if nothing had happened.
     restart(cluster)
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 30.0)
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 30.0)
     resumed = train(cluster, plan, tmp_path / "run", steps=16, resume=True)
     assert len(resumed.result.losses) == 16
     whole = train(cluster, plan, tmp_path / "whole", steps=16)

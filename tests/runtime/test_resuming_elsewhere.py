@@ -14,7 +14,7 @@ import pytest
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadFile
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
-from manyhands.job import options as asked
+from manyhands.job import workload
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.session.session import Session
 from manyhands.training import train as training
@@ -109,14 +109,14 @@ def test_a_broken_newest_checkpoint_is_passed_over(
     clusters: dict[int, Coordinator], whole: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said, in the events too, and the one before gives the same bits."""
-    monkeypatch.setattr(asked, "CHECKPOINT_SECONDS", 0.0)  # one at every step
+    monkeypatch.setattr(workload, "CHECKPOINT_SECONDS", 0.0)  # one at every step
     plan = shared(names(clusters[1]), BATCH)
     train(clusters[1], plan, tmp_path / "run", steps=4)
     for kind in ("cut short", "changed", "state changed"):
         folder, said = tmp_path / kind, list[str]()
         shutil.copytree(tmp_path / "run", folder)
         wrong = damage(folder / "checkpoints/step-000004", kind)
-        asked.resumed_from(folder, True, said.append)
+        workload.resumed_from(folder, True, said.append)
         assert len(said) == 1
         assert said[0].startswith(wrong)
         assert said[0].endswith(f"the checkpoint before is used: {folder / 'checkpoints/step-000003'}, of step 3.")
