@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from manyhands.facts.device import DEVICE_NAME
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Codec, Plan, Replay, ReplayMode, Stage
