@@ -35,7 +35,7 @@ def test_every_module_is_in_the_wheel_and_no_result(wheel: Path) -> None:
         exhaustive = file.read("manyhands_bench/pipeline/exhaustive.py")
     source = ROOT / "benchmarks/src"
     assert packed == {str(path.relative_to(source)) for path in (source / "manyhands_bench").rglob("*.py")}
-    assert exhaustive == (ROOT / "tests/manyhands_bench/pipeline/exhaustive.py").read_bytes()
+    assert exhaustive == (ROOT / "tests/planner/exhaustive.py").read_bytes()
 
 
 def test_the_wheel_adds_the_command(wheel: Path) -> None:

@@ -179,8 +179,8 @@ def test_two_workers_of_one_host_work_side_by_side(coordinator: Coordinator) -> 
         run.join(10)
         assert not run.is_alive()
     where = "{}:{}".format(*coordinator.address)
-    assert f"MemberJoined {where} as {host} through lo (127.0.0.1). Ctrl-C leaves." in words[0]
-    assert f"MemberJoined {where} as {host}-2 through lo (127.0.0.1). Ctrl-C leaves." in words[1]
+    assert f"Joined {where} as {host} through lo (127.0.0.1). Ctrl-C leaves." in words[0]
+    assert f"Joined {where} as {host}-2 through lo (127.0.0.1). Ctrl-C leaves." in words[1]
     assert f"This one is called {host}-2 there" in words[1][0]
     assert all("has ended the run" in said[-1] for said in words)
 

@@ -10,6 +10,7 @@ from manyhands.models.registry import ZOO
 from manyhands_bench.capture import measure as bench
 
 
+@pytest.mark.slow
 def test_the_figures_are_flat_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = bench.CaptureSetting("tiny", 2)
     monkeypatch.setattr(bench, "OVERHEAD", (tiny,))

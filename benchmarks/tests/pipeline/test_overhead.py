@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.facts.plan import Plan, Stage
-from manyhands_bench.pipeline import overhead as bench
-from manyhands_bench.pipeline.overhead import critical_path
+from manyhands_bench.pipeline.overhead import critical_path, executor_overhead
 from manyhands_bench.pipeline.torch_setting import BareRound
 
 pytestmark = pytest.mark.xdist_group("bench_pipeline")
@@ -47,7 +46,7 @@ def test_what_holds_up_one_pass_holds_up_the_round() -> None:
 
 @pytest.mark.slow
 def test_overhead_figures() -> None:
-    figures = bench.executor_overhead(quiet, True)
+    figures = executor_overhead(quiet, True)
     assert float(figures["executor_round_seconds"]) > 0
     assert float(figures["executor_bare_seconds"]) > 0
     assert 0.3 < float(figures["executor_overhead"]) < 5  # other work on this machine moves it

@@ -2,7 +2,7 @@
 
 round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
 round 2   B C A
-round 3   A B        C was pruned_ratio and left
+round 3   A B        C was pruned
 """
 
 from __future__ import annotations

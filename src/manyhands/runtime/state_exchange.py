@@ -32,7 +32,7 @@ class StateExchange:
     # At the start of a generation
 
     def give(self, assignment: Assignment, step: int) -> None:
-        """SendState others what they start with and this worker has."""
+        """Send others what they start with and this worker has."""
         kept = self._keeping.at(step)
         for peer, names in assignment.command.gives.items():
             self._check_kept(kept, names, step)
@@ -105,7 +105,7 @@ class StateExchange:
         assignment.listed = entries
 
     def send_copy(self, assignment: Assignment | None, message: SendState) -> None:
-        """SendState a copy that was offered to the worker that is to hold it, or to the coordinator."""
+        """Send a copy that was offered to the worker that is to hold it, or to the coordinator."""
         if assignment is None or assignment.generation != message.generation:
             return
         kept, names = self._keeping.at(message.step), assignment.offered.get(message.step)
