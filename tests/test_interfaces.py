@@ -82,7 +82,7 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2
 
 
-@pytest.mark.parametrize("feed", ["step", "start"])
+@pytest.mark.parametrize("feed", [pytest.param("step", marks=pytest.mark.slow), "start"])
 def test_a_label_without_an_output_is_found_before_it_is_sent(feed: str, cluster: Coordinator, tmp_path: Path) -> None:
     inputs = torch.randn(48, 6, dtype=torch.float64)
     labels = torch.zeros(48, dtype=torch.long)

@@ -17,7 +17,7 @@ from manyhands.job import workload
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
 
-pytestmark = pytest.mark.xdist_group("bad_numbers")  # its workers are started once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("bad_numbers")]  # its workers are started once
 
 
 @pytest.fixture(scope="module")

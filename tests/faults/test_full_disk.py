@@ -334,6 +334,7 @@ def check_command(folder: Path, code: Path, act: str, why: str) -> None:
     assert checkpoint.load_newest(folder) is not None
 
 
+@pytest.mark.slow
 def test_the_command_keeps_a_finished_run(tmp_path: Path) -> None:
     """Its pictures' folder is a file."""
     act = "(self.folder / 'plots').write_text('')"

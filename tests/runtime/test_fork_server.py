@@ -22,6 +22,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.fork_server import Child, ForkServer, NoForkServer, fork_server_for
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only"),
     pytest.mark.xdist_group("fork_server"),
 ]

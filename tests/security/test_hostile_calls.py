@@ -16,6 +16,8 @@ from manyhands.graph.argument_rules import guarded
 from manyhands.graph.check import check_weights
 from security.hostile_calls import CASES
 
+pytestmark = pytest.mark.slow  # processes of their own for each test
+
 
 @pytest.fixture(scope="module")
 def endings() -> dict[tuple[str, str], str]:

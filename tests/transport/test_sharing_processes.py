@@ -20,6 +20,8 @@ from manyhands.facts.errors import WorkerLost
 from manyhands.transport.security import Security, new_token
 from manyhands.transport.shared_memory import FillingRing, Unshared, find
 
+pytestmark = pytest.mark.slow  # processes of their own for each test
+
 
 def needs_root(test: Callable[..., None]) -> Callable[..., None]:
     for mark in (
