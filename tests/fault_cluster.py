@@ -46,7 +46,7 @@ from manyhands.planner.replanning import replanned
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
@@ -381,10 +381,12 @@ class FaultCluster:
         data: Dataset[Any] = Numbered(Pictures()) if is_preloaded else Pictures()
         with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:
             job = ElasticJob(
-                self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"), on_step=stepped,
-                on_snapshot=lambda found: trip.saved.append(found.steps_done), controller=controller,
-                log_event=logged,
-                should_stop=should_stop,
+                self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),
+                hooks=JobHooks(
+                    stepped, lambda snapshot: trip.saved.append(snapshot.steps_done), logged,
+                    should_stop or (lambda: False),
+                ),
+                controller=controller,
             )  # fmt: skip
             trip.outcome = job.run()
         return trip

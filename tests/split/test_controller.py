@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, OutOfMemory, TimedOut, UnknownName, WorkerLost
 from manyhands.facts.profile import DeviceProfile, Profile
+from manyhands.planner.rates import EngineSettings, Meter
 from manyhands.planner.split import WIDTHS, Bound, Cut, Deployment, LinkRates, SplitProfile
 from manyhands.runtime.control_parts import Arrival
-from manyhands.split.controller import SplitChoice, SplitController
+from manyhands.split.controller import FIRST_TAU, Course, LinkWatch, SplitChoice, SplitController
 from manyhands.split.plans import (
     ROUND_SECONDS,
     Ends,
@@ -73,15 +76,17 @@ class Link:
 
 def pilot(
     rate: float = 10 * MEGABYTE, wanted: SplitChoice | None = None, k: int | str | None = 5, *, epoch: int = 10,
-    split: SplitProfile | None = None, **facts: object,
+    split: SplitProfile | None = None, first_step: int = 0, last_step: int | None = None,
+    meters: tuple[Meter, Meter] | None = None, backup_every: int | None = 0, **engine: Any,
 ) -> tuple[SplitController, Clock, Link]:  # fmt: skip
     clock, link = Clock(), Link()
     kernels = Profile({name: DeviceProfile("net", "f", "8", "blocks", name, "measured", ()) for name in BOTH})
-    found = SplitController(
-        ends(), split or profile(), LinkRates(rate, rate), wanted or SplitChoice(), phases_of(k), epoch, kernels,
-        Cluster.local(2), probe=link, clock=clock, **facts,  # type: ignore[arg-type]
+    made = SplitController(
+        ends(), split or profile(), LinkRates(rate, rate), wanted or SplitChoice(),
+        Course(phases_of(k), epoch, first_step, last_step), kernels, Cluster.local(2), backup_every=backup_every,
+        watch=LinkWatch(link, clock, meters, EngineSettings(**{"tau": FIRST_TAU, **engine})),
     )  # fmt: skip
-    return found, clock, link
+    return made, clock, link
 
 
 def passes(found: SplitController, clock: Clock, rate: float, seconds: float, steps: int = 50) -> bool:

@@ -42,7 +42,7 @@ from manyhands.job.stopping import stopping
 from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord
@@ -174,9 +174,9 @@ class Job:
             Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
         ):
             elastic_job = ElasticJob(
-                self.session.coordinator, order, batches, replanner, retry_policy, on_step=stepped,
-                on_snapshot=self._keep, log_event=self.tell, controller=self.controller(), living=self.record.living,
-                should_stop=lambda: stop.is_wanted(self.say),
+                self.session.coordinator, order, batches, replanner, retry_policy,
+                hooks=JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say)),
+                controller=self.controller(), living=self.record.living,
             )  # fmt: skip
             try:
                 outcome = elastic_job.run()

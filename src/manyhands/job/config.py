@@ -15,15 +15,15 @@ Nothing here imports torch: `manyhands train --help` must be quick.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from manyhands.facts.errors import BadValue, unknown
+from manyhands.facts.keywords import check_keywords
 
 OnResume = Literal["free", "same", "stored"]
 """What a run that is resumed may do with an option: give it another value; nothing, since it decides what is computed;
@@ -253,15 +253,6 @@ def _plain(field: Field, value: Any) -> Any:
     if field.option.flags and "str" in field.annotation:
         return "" if value is None else str(value)
     return value
-
-
-def check_keywords(function: str, keywords: Iterable[str], allowed: Collection[str]) -> None:
-    """Refuse keywords that a function has not, and name the nearest that it has."""
-    for name in keywords:
-        if name not in allowed:
-            close = difflib.get_close_matches(name, sorted(allowed), n=1, cutoff=0.5)
-            hint = f"Did you mean {close[0]}?" if close else f"It takes: {', '.join(sorted(allowed))}."
-            raise BadValue(f"{function} has no option {name}.", hint=hint)
 
 
 def _keyword_lines(field: Field) -> str:

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BatchNorm, BySamples, LayerName, Order, Plan, Share, Single, Stage, WarmUp
+from manyhands.facts.plan import BySamples, LayerName, Plan, Share, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.planner.context import by_memory
 from manyhands.planner.simple import balanced_cuts, proportional
 from manyhands.planner.task import Task
+from manyhands.plans.settings import StepOptions, StepSettings
 from manyhands.plans.simulating import cluster_of, network_of
 
 if TYPE_CHECKING:
     from manyhands.graph.graph import Graph
 
 
+@takes_settings(StepSettings)
 def pipeline_plan(
     graph: Graph | Network | str,
     cluster: Cluster | str | Path,
@@ -31,11 +34,8 @@ def pipeline_plan(
     micro_batches: int = 1,
     *,
     batch_size: int = 32,
-    order: Order = "1f1b",
-    warm_up: WarmUp | tuple[int, ...] = "2(P-p)-1",
-    batch_norm: BatchNorm = "synchronised",
-    optimizer_slots: int = 1,
     profile: Profile | None = None,
+    **options: Unpack[StepOptions],
 ) -> Plan:
     """Return a pipeline written by hand; what is left out is filled in.
 
@@ -44,14 +44,16 @@ def pipeline_plan(
     shares         for every stage how many samples of a micro-batch each of its devices takes, None where there is
                    one; None: by speed
     micro_batches  in how many parts a mini-batch goes through
+    options        order, warm_up, batch_norm and optimizer_slots, as the plan keeps them (`StepSettings`)
 
     To have all of it chosen, ask for strategy="pipeline": mh.plan(graph, cluster, strategy="pipeline").
     """
+    settings = settings_from(StepSettings, "pipeline_plan", options)
     network, machines = network_of(graph), cluster_of(cluster)
     if batch_size < 1 or micro_batches < 1 or batch_size % micro_batches:
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}.")
     times = profile or estimate_cluster(network, machines)
-    task = Task(network, machines, times, batch_size, micro_batches, order, optimizer_slots)
+    task = Task(network, machines, times, batch_size, micro_batches, settings.order, settings.optimizer_slots)
     groups = _groups(devices, cuts, task)
     ends = _ends(cuts, groups, task)
     if shares is not None and len(shares) != len(groups):
@@ -61,8 +63,8 @@ def pipeline_plan(
         given = shares[number] if shares is not None else None
         stages.append(Stage((first, last), group, _share(given, group, first, last, task)))
     plan = Plan(
-        network.name, batch_size, tuple(stages), micro_batches, order, warm_up, batch_norm,
-        optimizer_slots=optimizer_slots,
+        network.name, batch_size, tuple(stages), micro_batches, settings.order, settings.warm_up, settings.batch_norm,
+        optimizer_slots=settings.optimizer_slots,
     )  # fmt: skip
     return resolve(plan, network, machines)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Unpack, get_args
 
 import msgspec
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadPlan, BadValue, OutOfMemory, unknown
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Order, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
@@ -22,12 +23,14 @@ from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name,
 from manyhands.planner.task import BEST, Best, PlanCandidate, Task, TileOptions
 from manyhands.plans.inference import plan_for
 from manyhands.plans.planned import Planned
+from manyhands.plans.settings import PlanOptions, PlanSettings
 from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 
 
+@takes_settings(PlanSettings)
 def plan(
     network: Network | str,
     cluster: Cluster | str | Path,
@@ -35,25 +38,22 @@ def plan(
     batch_size: int = 32,
     strategy: str = "auto",
     micro_batches: int | None = None,
-    order: Order = "1f1b",
-    optimizer_slots: int = 1,
-    batch_norm: BatchNorm = "synchronised",
-    warm_up: WarmUp = "2(P-p)-1",
     profile: Profile | None = None,
-    tiles: TileOptions | None = None,
     objective: str | None = None,
     home: str = "",
     best: str = "throughput",
+    **options: Unpack[PlanOptions],
 ) -> Planned:
     """Return a plan by strategy. `auto` prices every candidate with the simulator and takes the best that fits in
     memory.
 
-    Without a profile, times are estimated from the device catalogue. `tiles`: what the strategy of that name is asked.
-    `best`: what a plan for training is to be good at: throughput, latency of a batch, memory (the largest peak of any
-    device) or energy (joules a sample of the devices that take part; others are taken to be off).
-    `objective`: latency or throughput, for inference (inference.py): batch size, order and the like are then
-    chosen too; `home` is the device that has the inputs. None: training.
+    Without a profile, times are estimated from the device catalogue. `best`: what a plan for training is to be good
+    at: throughput, latency of a batch, memory (the largest peak of any device) or energy (joules a sample of the
+    devices that take part; others are taken to be off). `objective`: latency or throughput, for inference
+    (inference.py): batch size, order and the like are then chosen too; `home` is the device that has the inputs. None:
+    training. `options`: the fields of `PlanSettings`.
     """
+    settings = settings_from(PlanSettings, "plan", options)
     network, cluster = network_of(network), cluster_of(cluster)
     if objective is not None:
         return plan_for(network, cluster, profile, objective=objective, strategy=strategy, home=home)
@@ -64,8 +64,8 @@ def plan(
         divisors = ", ".join(str(n) for n in range(1, min(batch_size, 10_000) + 1) if batch_size % n == 0)
         raise BadPlan(f"micro_batches is {micro_batches}; it must divide batch_size = {batch_size}: {divisors:.200}.")
     task = Task(
-        network, cluster, profile, batch_size, micro_batches, order_named(order), optimizer_slots, batch_norm, warm_up,
-        tiles or TileOptions(), best=best_named(best, cluster),
+        network, cluster, profile, batch_size, micro_batches, order_named(settings.order), settings.optimizer_slots,
+        settings.batch_norm, settings.warm_up, settings.tiles or TileOptions(), best=best_named(best, cluster),
     )  # fmt: skip
     prices = Prices(task)
     if strategy != "auto":

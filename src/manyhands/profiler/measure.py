@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypedDict, Unpack
 
 import psutil
 import torch
 
 from manyhands.facts.errors import BadValue
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Timing
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
@@ -51,6 +53,31 @@ class _Pass:
     backward: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class PlaceSettings:
+    """What a network is measured on."""
+
+    device: str = "local"
+    """The device's name in the profile."""
+    torch_device: str = "cpu"
+    alone: bool = False
+    """Measure as if this machine did nothing else: the seconds that the one thread computed, in place of those that
+    passed."""
+    free_bytes: int | None = None
+    """The memory that may be taken. Where the first rung would take more, it is measured on a band of its rows
+    (bands.py), by PyTorch's default kernels unless others are given."""
+
+
+class PlaceOptions(TypedDict, total=False):
+    """The fields of `PlaceSettings`, as keywords."""
+
+    device: str
+    torch_device: str
+    alone: bool
+    free_bytes: int | None
+
+
+@takes_settings(PlaceSettings)
 def measure_network(
     graph: Graph,
     *,
@@ -59,20 +86,17 @@ def measure_network(
     seconds: float = 45.0,
     repeats: int = REPEATS,
     kernels: Mapping[str, Kernel] | None = None,
-    device: str = "local",
-    torch_device: str = "cpu",
     training: bool = True,
-    alone: bool = False,
-    free_bytes: int | None = None,
     on_progress: Progress | None = None,
+    **options: Unpack[PlaceOptions],
 ) -> DeviceProfile:
-    """The profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
+    """Return the profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
 
     Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
-    is always measured. `training`: False for inference. `alone`: as if this machine did nothing else: the seconds that
-    the one thread computed, in place of those that passed. `free_bytes`: what may be taken; where the first rung would
-    take more it is measured on a band of its rows (bands.py), by PyTorch's default kernels unless others are given.
+    is always measured. `training`: False for inference. `options`: the fields of `PlaceSettings`.
     """
+    place = settings_from(PlaceSettings, "measure_network", options)
+    torch_device, alone, free_bytes = place.torch_device, place.alone, place.free_bytes
     _check_ladder(ladder)
     _check_alone(alone, threads or torch.get_num_threads(), torch_device)
     say = on_progress or (lambda text: None)
@@ -92,7 +116,7 @@ def measure_network(
             say(f"{graph.name} does not fit here: measuring one of {layers.parts} bands of it")
             ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
-        return _profile(graph, passes, peaks, kernels, device, identify().text)
+        return _profile(graph, passes, peaks, kernels, place.device, identify().text)
 
 
 def _check_ladder(ladder: Sequence[int]) -> None:

@@ -20,13 +20,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict, Unpack
 
 from manyhands.data.silo import SiloContent
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.runtime.assembly import JOIN_SECONDS, Assembly
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.clock_sync import ClockSync
@@ -53,9 +56,52 @@ from manyhands.transport.transport import ConnectedEndpoint, ControlListener, Tc
 DEFAULT_PORT = 7077
 
 
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """How a coordinator waits for its workers, and who may join it."""
+
+    heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS
+    """A worker whose heartbeats stop for so long has failed: it is taken out."""
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    timeout_factor: float = 1.0
+    """How many times longer than usual every timeout is, the heartbeat timeout included."""
+    max_devices: int | None = None
+    """The most workers at a time: others are refused. How many a job waits for is `wait_for`'s argument, how few it
+    goes on with an argument of `mh.train`."""
+    transport: Transport | None = None
+    clock: Callable[[], float] = time.monotonic
+    """Times the heartbeats."""
+    announce: bool = True
+    """Whether to announce this coordinator on the network where other machines can join, so that they find it without
+    --join."""
+    title: str = ""
+    """What the run is called in that announcement."""
+    credentials: Credentials | None = None
+    """This device's key and the devices it knows; None: those of `device_book`, where other machines can join."""
+
+    def __post_init__(self) -> None:
+        if self.max_devices is not None and self.max_devices < 1:
+            raise BadValue(f"max_devices is {self.max_devices}; it must be at least 1.")
+
+
+class CoordinatorOptions(TypedDict, total=False):
+    """The fields of `CoordinatorSettings`, as keywords."""
+
+    heartbeat_timeout_seconds: float
+    heartbeat_seconds: float
+    timeout_factor: float
+    max_devices: int | None
+    transport: Transport | None
+    clock: Callable[[], float]
+    announce: bool
+    title: str
+    credentials: Credentials | None
+
+
 class Coordinator:
     """Workers that join it, and whatever is needed to talk to them."""
 
+    @takes_settings(CoordinatorSettings)
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -64,31 +110,22 @@ class Coordinator:
         *,
         on_event: Callable[[str], None] | None = None,
         logs: Path | None = None,
-        heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
-        heartbeat_seconds: float = HEARTBEAT_SECONDS,
-        timeout_factor: float = 1.0,
-        max_devices: int | None = None,
-        transport: Transport | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        announce: bool = True,
-        title: str = "",
-        credentials: Credentials | None = None,
+        **options: Unpack[CoordinatorOptions],
     ) -> None:
-        """`token`: empty: this machine's shared token where other machines can join, else a new one. `announce`: where
-        they can, tell the network, so that they find it without --join; `title` is what the run is called there.
-        `max_devices`: so many may be here at a time, others are refused. How many a job waits for is `wait_for`'s; how
-        few it goes on with, `mh.train`'s. `credentials`: this device's key and whom it knows; None: as they are kept
-        (`device_book`), where other machines can join. `clock`: the one by which heartbeats are timed.
+        """Listen at `host` and `port`. `token`: what workers must know; empty: this machine's shared token where other
+        machines can join, else a new one. `options`: the fields of `CoordinatorSettings`.
         """
-        self.times = times = HeartbeatTimes(heartbeat_seconds, heartbeat_timeout_seconds * timeout_factor)
-        if max_devices is not None and max_devices < 1:
-            raise BadValue(f"max_devices is {max_devices}; it must be at least 1.")
+        settings = settings_from(CoordinatorSettings, "Coordinator", options)
+        timeout_factor, max_devices = settings.timeout_factor, settings.max_devices
+        self.times = times = HeartbeatTimes(
+            settings.heartbeat_seconds, settings.heartbeat_timeout_seconds * timeout_factor
+        )
         interface = interface_asked()
-        self.transport = transport or TcpTransport()
+        self.transport = settings.transport or TcpTransport()
         self.on_event = on_event or (lambda text: None)
         self.encrypted = not is_loopback(host)
         self.token = token or (shared_token(self.on_event) if self.encrypted else new_secret())
-        self._credentials = credentials
+        self._credentials = settings.credentials
         if self._credentials is None and self.encrypted and not is_secret(self.token):
             self._credentials = own_credentials(Role.COORDINATOR, self.on_event)
         self.security = DeviceSecurity(
@@ -107,15 +144,15 @@ class Coordinator:
         self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
         self.listener.tell_of_failures(self._turned_away.note)
         try:
-            own = Security(self.secret, encrypted=self.encrypted, patience=timeout_factor)
-            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, own, host=host)
+            security = Security(self.secret, encrypted=self.encrypted, patience=timeout_factor)
+            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, security, host=host)
         except BaseException:
             self.listener.close()
             raise
         self.address: tuple[str, int] = self.listener.address
         self.membership = Membership(
             self.endpoint, self.local, FailureDetector(times.timeout_seconds), self.audit, on_event=self.on_event,
-            clock=clock, closing=self._closing, max_devices=max_devices, timeout_factor=timeout_factor,
+            clock=settings.clock, closing=self._closing, max_devices=max_devices, timeout_factor=timeout_factor,
         )  # fmt: skip
         self._assembly = Assembly(self.membership, self.join_command, self.on_event)
         self.clock_sync = ClockSync(self.membership, times.timeout_seconds)
@@ -129,9 +166,11 @@ class Coordinator:
         self._rendezvous.start()
         self.heartbeats.start()
         self._announcer: Announcer | None = None
-        if announce and can_announce(host, interface):
+        if settings.announce and can_announce(host, interface):
             public = self._credentials.key.public if self._credentials is not None else b""
-            self._announcer = Announcer(self.address, self.token, title, self.on_event, interface, public=public)
+            self._announcer = Announcer(
+                self.address, self.token, settings.title, self.on_event, interface, public=public
+            )
 
     @classmethod
     def local_cluster(

@@ -70,6 +70,19 @@ class JobOutcome(Outcome):
     """When the first round after each of them began, by the clock of this process."""
 
 
+@dataclass(frozen=True)
+class JobHooks:
+    """Callbacks by which the owner of an elastic job follows it; all from the job's own loop."""
+
+    on_step: OnStep = lambda step, loss, seconds: None
+    """A step was completed on all devices; a step that is run again is not reported twice."""
+    on_snapshot: OnSnapshot = lambda state: None
+    """A snapshot is complete."""
+    log_event: LogEvent = lambda event, /, **facts: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether the job is to end after the round under way."""
+
+
 class ElasticJob:
     """Follows one order to its end, whoever comes and goes meanwhile."""
 
@@ -81,19 +94,14 @@ class ElasticJob:
         replan: Replan,
         retry_policy: RetryPolicy,
         *,
-        on_step: OnStep | None = None,
-        on_snapshot: OnSnapshot | None = None,
-        log_event: LogEvent | None = None,
+        hooks: JobHooks | None = None,
         controller: Controller | None = None,
         living: Living | None = None,
-        should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.coordinator, self.order, self.batches = coordinator, order, batches
-        self.should_stop = should_stop or (lambda: False)
         self.replan, self.retry_policy, self.controller, self.living = replan, retry_policy, controller, living
-        self.on_step = on_step or (lambda step, loss, seconds: None)
-        self.on_snapshot = on_snapshot or (lambda found: None)
-        self.log_event: LogEvent = log_event or (lambda event, /, **facts: None)
+        self.hooks = hooks or JobHooks()
+        self.log_event = self.hooks.log_event
         self.saved = order.start
         """The last state that was saved, or where it all began."""
         self.outcome = JobOutcome(plan=order.plan)
@@ -144,7 +152,7 @@ class ElasticJob:
                 self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
                 return self.outcome
-            if self.should_stop():
+            if self.hooks.should_stop():
                 order = self._to_stop(run, order)
                 if order.start.steps_done == order.last_step:
                     self.outcome.state, self.outcome.plan = order.start, order.plan
@@ -184,7 +192,7 @@ class ElasticJob:
                 self.outcome.losses.append(loss)
             if self._run is not None and self._run.outcome.staleness:
                 self.outcome.staleness.append(self._run.outcome.staleness[-1])
-            self.on_step(step, loss, seconds)
+            self.hooks.on_step(step, loss, seconds)
         recovery, run = self._recovery, self._run
         if recovery is not None and run is not None and not recovery.is_logged:
             recovery.is_logged = True
@@ -202,7 +210,7 @@ class ElasticJob:
         self._dismiss(everybody=True)
 
     def _saved(self, found: RunState) -> None:
-        self.on_snapshot(found)
+        self.hooks.on_snapshot(found)
         self.saved = found
 
     def _is_safe(self, step: int) -> None:
@@ -213,7 +221,7 @@ class ElasticJob:
         """Whether somebody has come, or wants to go, since the plan was made."""
         run = self._run
         assert run is not None
-        if self.should_stop():
+        if self.hooks.should_stop():
             return True
         if self._membership.has_changed(run.names) or self._membership.is_leaving(run.names):
             return self._membership.has_changed(run.names)
@@ -331,7 +339,7 @@ class ElasticJob:
 
     def _check_waiting(self) -> None:
         """Others may take long to come, or never do: there is nothing to wait for where no step is wanted."""
-        if self.should_stop():
+        if self.hooks.should_stop():
             raise KeyboardInterrupt
 
     def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ from manyhands.executor.share_loss import target_names
 from manyhands.facts.calibration import UNPACKED, VERSION, WIDTHS, Calibration, Measure, Tried
 from manyhands.facts.decode import converted
 from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.network import Network, TensorSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Replay, ReplayMode
@@ -119,6 +120,57 @@ def _typed(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor.to(dtype_of(spec.dtype))
 
 
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How a calibration is made: what it tries, how exactly, and for how long."""
+
+    cuts: Sequence[int] | None = None
+    """None: every cut that Algorithm 2 would consider."""
+    ks: Sequence[int] = KS
+    allowed_drop: float = 0.01
+    """Of accuracy, as a part of 1; of a loss, relative to it."""
+    mode: ReplayMode = "grouped"
+    steps: int = 200
+    """Steps of each training, at most: fewer where the time is short."""
+    repeats: int = 2
+    seconds: float = 120.0
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        is_possible = 0 <= self.allowed_drop < 1 and self.seconds > 0 and self.repeats >= 1 and self.steps >= 1
+        if not is_possible or sorted({*self.ks}) != [*self.ks]:
+            raise BadValue(
+                f"A calibration with a drop of {self.allowed_drop}, {self.seconds} s, {self.repeats} repeats of "
+                f"{self.steps} steps, K of {list(self.ks)}: the drop must be from 0 to below 1, the others > 0, Ks "
+                "must increase."
+            )
+
+    def cuts_of(self, graph: Graph) -> list[int]:
+        """Return the cuts to calibrate, in order."""
+        cuts = sorted(set(candidate_cuts(graph.network) if self.cuts is None else self.cuts))
+        if not cuts or cuts[0] < 1 or cuts[-1] >= len(graph.network.layers):
+            raise BadValue(f"{graph.name} has {len(graph.network.layers)} layers; it cannot be cut at {cuts}.")
+        return cuts
+
+
+class CalibrationOptions(TypedDict, total=False):
+    """The fields of `CalibrationSettings`, as keywords."""
+
+    cuts: Sequence[int] | None
+    ks: Sequence[int]
+    allowed_drop: float
+    mode: ReplayMode
+    steps: int
+    repeats: int
+    seconds: float
+    seed: int
+    device: torch.device | str
+    clock: Callable[[], float]
+
+
+@takes_settings(CalibrationSettings)
 def calibrate(
     graph: Graph,
     train: CalibrationSet,
@@ -127,54 +179,35 @@ def calibrate(
     *,
     batch_size: int,
     data: str = "",
-    cuts: Sequence[int] | None = None,
-    ks: Sequence[int] = KS,
-    allowed_drop: float = 0.01,
-    mode: ReplayMode = "grouped",
-    steps: int = 200,
-    repeats: int = 2,
-    seconds: float = 120.0,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
     say: Say | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    **options: Unpack[CalibrationOptions],
 ) -> Calibration:
-    """Find the fewest bits of each cut and the largest K, in about `seconds`.
-
-    allowed_drop    of accuracy, as a part of 1; of a loss, relative to it
-    steps           of each training, at most: fewer where the time is short
-    """
-    if not 0 <= allowed_drop < 1 or not seconds > 0 or repeats < 1 or steps < 1 or sorted({*ks}) != [*ks]:
-        raise BadValue(
-            f"A calibration with a drop of {allowed_drop}, {seconds} s, {repeats} repeats of {steps} steps, K of "
-            f"{list(ks)}: the drop must be from 0 to below 1, the others > 0, Ks must increase."
-        )
-    wanted = sorted(set(candidate_cuts(graph.network) if cuts is None else cuts))
-    if not wanted or wanted[0] < 1 or wanted[-1] >= len(graph.network.layers):
-        raise BadValue(f"{graph.name} has {len(graph.network.layers)} layers; it cannot be cut at {wanted}.")
-    order = BatchOrder(train.count, min(batch_size, train.count), shuffle=True, seed=seed)
-    trials = _Trials(graph, train, test, order, optimizer, mode, repeats, device, clock, clock() + seconds)
+    """Find the fewest bits of each cut and the largest K, in about `seconds`."""
+    settings = settings_from(CalibrationSettings, "calibrate", options)
+    cuts, clock = settings.cuts_of(graph), settings.clock
+    order = BatchOrder(train.count, min(batch_size, train.count), shuffle=True, seed=settings.seed)
+    trials = _Trials(graph, train, test, order, optimizer, settings, clock() + settings.seconds)
     began = clock()
-    trials.fit(steps, trainings=2 + 2 * len(wanted) + 2 * math.ceil(math.log2(len(ks) + 1)))
-    reference, spread = trials.reference(allowed_drop)
-    trials.reference(allowed_drop, later=True)
-    tell = say or (lambda text: None)
+    trials.fit(trainings=2 + 2 * len(cuts) + 2 * math.ceil(math.log2(len(settings.ks) + 1)))
+    reference, spread = trials.reference()
+    trials.reference(later=True)
+    log = say or (lambda text: None)
     enough = f"{trials.limits[False]:.4g} is enough"
-    tell(f"{graph.name}: {trials.measure} {reference:.4g} after {trials.steps} steps, and {enough}")
-    k, later_k = (trials.largest_k(wanted[-1], ks, later=later) for later in (False, True))
-    found: dict[int, int] = {}
-    for cut in _far_apart(wanted):
+    log(f"{graph.name}: {trials.measure} {reference:.4g} after {trials.steps} steps, and {enough}")
+    k, later_k = (trials.largest_k(cuts[-1], settings.ks, later=later) for later in (False, True))
+    widths: dict[int, int] = {}
+    for cut in _far_apart(cuts):
         width = trials.fewest_bits(cut, k)
         if width is not None:
-            found[cut] = width
-            tell(f"cut {cut}: {width} bits")
-    for cut in wanted:
-        found.setdefault(cut, _by_neighbours(cut, found))
+            widths[cut] = width
+            log(f"cut {cut}: {width} bits")
+    for cut in cuts:
+        widths.setdefault(cut, _by_neighbours(cut, widths))
     return Calibration(
         network=graph.name, fingerprint=graph.network.fingerprint, data=data, batch_size=batch_size,
-        optimizer=str(optimizer), allowed_drop=allowed_drop, measure=trials.measure, reference=reference, spread=spread,
-        steps=trials.steps, repeats=repeats, bits={str(cut): found[cut] for cut in wanted},
-        k=k, later_k=max(k, later_k), mode=mode, tried=tuple(trials.tried),
+        optimizer=str(optimizer), allowed_drop=settings.allowed_drop, measure=trials.measure, reference=reference,
+        spread=spread, steps=trials.steps, repeats=settings.repeats, bits={str(cut): widths[cut] for cut in cuts},
+        k=k, later_k=max(k, later_k), mode=settings.mode, tried=tuple(trials.tried),
         norms=tuple(trials.norms), is_complete=not trials.is_late, seconds=round(clock() - began, 3),
     )  # fmt: skip
 
@@ -188,10 +221,7 @@ class _Trials:
     test: CalibrationSet
     order: BatchOrder
     optimizer: Optimizer
-    mode: ReplayMode
-    repeats: int
-    device: torch.device | str
-    clock: Callable[[], float]
+    settings: CalibrationSettings
     end: float
     steps: int = 1
     limits: dict[bool, float] = field(default_factory=dict)
@@ -202,26 +232,31 @@ class _Trials:
     norms: list[float] = field(default_factory=list)
     ended: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def fit(self, steps: int, trainings: int) -> None:
+    def fit(self, trainings: int) -> None:
         """How many steps a training may have. Replaying takes half as long again."""
-        rehearsal = Rehearsal(self.graph, self.optimizer, 0, device=self.device)
+        rehearsal = Rehearsal(self.graph, self.optimizer, 0, device=self.settings.device)
         rehearsal.train(*self.train.batch(self.order.indices(0)))  # the first takes longer than all others
-        began = self.clock()
+        began = self.settings.clock()
         for step in range(_TIMED_STEPS):
             rehearsal.train(*self.train.batch(self.order.indices(step)))
-        each = max((self.clock() - began) / _TIMED_STEPS, 1e-6)
-        began = self.clock()
+        each = max((self.settings.clock() - began) / _TIMED_STEPS, 1e-6)
+        began = self.settings.clock()
         self._scored(rehearsal)
-        scoring = len(_SCORED_AT) * (self.clock() - began)
-        affordable = ((self.end - self.clock()) / (trainings * self.repeats) - scoring) / (1.5 * each)
-        self.steps = min(steps, max(_LEAST_STEPS, int(affordable)))
+        scoring = len(_SCORED_AT) * (self.settings.clock() - began)
+        affordable = ((self.end - self.settings.clock()) / (trainings * self.settings.repeats) - scoring) / (1.5 * each)
+        self.steps = min(self.settings.steps, max(_LEAST_STEPS, int(affordable)))
 
-    def reference(self, allowed_drop: float, *, later: bool = False) -> tuple[float, float]:
+    def reference(self, *, later: bool = False) -> tuple[float, float]:
         """Plain training: its score, and half of what that differs by. From here on it is known what is enough."""
         scores: list[Score] = []
-        for number in range(self.repeats):
+        for number in range(self.settings.repeats):
             rehearsal = Rehearsal(
-                self.graph, self.optimizer, 0, seed=number, device=self.device, state=self.ended if later else None
+                self.graph,
+                self.optimizer,
+                0,
+                seed=number,
+                device=self.settings.device,
+                state=self.ended if later else None,
             )
             norms = [rehearsal.norm()]
             own: list[Score] = []
@@ -242,8 +277,8 @@ class _Trials:
         self.measure = "accuracy" if len(accuracies) == len(scores) else "loss"
         numbers = accuracies if self.measure == "accuracy" else [one.loss for one in scores]
         mean, spread = statistics.mean(numbers), (max(numbers) - min(numbers)) / 2
-        is_higher_better = self.measure == "accuracy"
-        self.limits[later] = mean - allowed_drop - spread if is_higher_better else mean * (1 + allowed_drop) + spread
+        is_higher_better, drop = self.measure == "accuracy", self.settings.allowed_drop
+        self.limits[later] = mean - drop - spread if is_higher_better else mean * (1 + drop) + spread
         return mean, spread
 
     @property
@@ -260,10 +295,10 @@ class _Trials:
     def is_enough(self, cut: int, k: int, bits: int, *, later: bool = False) -> bool | None:
         """Whether a setting trains well enough; None: the time was up before it was known."""
         scores: list[float] = []
-        for number in range(self.repeats):
+        for number in range(self.settings.repeats):
             rehearsal = Rehearsal(
-                self.graph, self.optimizer, cut, codec=Codec(bits), replay=Replay(k, self.mode), seed=number,
-                device=self.device, state=self.ended if later else None,
+                self.graph, self.optimizer, cut, codec=Codec(bits), replay=Replay(k, self.settings.mode), seed=number,
+                device=self.settings.device, state=self.ended if later else None,
             )  # fmt: skip
             score = self._score(rehearsal, number)
             if self.is_late:
@@ -281,7 +316,7 @@ class _Trials:
         """None: its numbers were none, or (`is_late`) the time was up."""
         own: list[Score] = []
         for step in range(self.steps):
-            if self.clock() > self.end:
+            if self.settings.clock() > self.end:
                 self.is_late = True
                 return None
             if not math.isfinite(self._step(rehearsal, number, step)):
@@ -370,6 +405,7 @@ def find_calibration(network: Network, data: str, batch_size: int, *, folder: Pa
         raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error
 
 
+@takes_settings(CalibrationSettings)
 def calibrated(
     graph: Graph,
     train: Dataset[Any],
@@ -381,8 +417,8 @@ def calibrated(
     samples: int = 2048,
     refresh: bool = False,
     folder: Path | None = None,
-    seed: int = 0,
-    **options: Any,
+    say: Say | None = None,
+    **options: Unpack[CalibrationOptions],
 ) -> Calibration:
     """What is kept for this network, data and batch size; else found now (`calibrate`'s options), and kept.
 
@@ -392,9 +428,10 @@ def calibrated(
         found = find_calibration(graph.network, data, batch_size, folder=folder)
         if found is not None:
             return found
-    own = CalibrationSet.of(graph, train, samples, seed)
-    scored = own if test is None else CalibrationSet.of(graph, test, samples // 4, seed)
-    made = calibrate(graph, own, scored, optimizer, batch_size=batch_size, data=data, seed=seed, **options)
+    seed = options.get("seed", 0)
+    trained = CalibrationSet.of(graph, train, samples, seed)
+    scored = trained if test is None else CalibrationSet.of(graph, test, samples // 4, seed)
+    made = calibrate(graph, trained, scored, optimizer, batch_size=batch_size, data=data, say=say, **options)
     with contextlib.suppress(BadFile):  # what was found is worth more than its copy
         write_document(calibration_path(graph.network, data, batch_size, folder), msgspec.to_builtins(made))
     return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -99,42 +99,63 @@ class Redeployed:
     bytes_moved: int = 0
 
 
+@dataclass(frozen=True)
+class Course:
+    """The steps of a job, and K in each of its epochs."""
+
+    phases: Phases
+    steps_per_epoch: int
+    first_step: int = 0
+    last_step: int | None = None
+    """None: the end is not known."""
+
+
+@dataclass(frozen=True)
+class LinkWatch:
+    """How the controller watches the link, and when it changes the deployment."""
+
+    probe: Probe | None = None
+    clock: Callable[[], float] = time.monotonic
+    meters: tuple[Meter, Meter] | None = None
+    """Up and down; None: meters with the default memory."""
+    settings: EngineSettings = field(default_factory=lambda: EngineSettings(tau=FIRST_TAU))
+
+
 class SplitController:
     """The controller of an elastic job that is split in two; it is its `Replan` too."""
 
     def __init__(
-        self, ends: Ends, profile: SplitProfile, rates: LinkRates, wanted: SplitChoice, phases: Phases,
-        steps_per_epoch: int, measured: Profile, cluster: Cluster, *, first_step: int = 0, last_step: int | None = None,
-        backup_every: int | None = 0, probe: Probe | None = None, clock: Callable[[], float] = time.monotonic,
-        meters: tuple[Meter, Meter] | None = None, **engine: Any,
+        self, ends: Ends, profile: SplitProfile, rates: LinkRates, choice: SplitChoice, course: Course,
+        measured: Profile, cluster: Cluster, *, backup_every: int | None = 0, watch: LinkWatch | None = None,
     ) -> None:  # fmt: skip
-        self.ends, self.wanted, self.phases, self.steps_per_epoch = ends, wanted, phases, steps_per_epoch
+        watch = watch or LinkWatch()
+        self.ends, self.choice, self.course = ends, choice, course
         self.measured, self.cluster = measured, cluster
-        self.probe, self.clock, self.backup_every = probe, clock, backup_every
-        self.steps = first_step
-        k, drains = self.k_at(first_step), ends.mode == "grouped"
-        chooser = wanted.chooser
-        first = chooser(profile, rates, FIRST_TAU, None, k, wanted.widths, drains=drains)
-        up, down = meters or (Meter(), Meter())
+        self.probe, self.clock, self.backup_every = watch.probe, watch.clock, backup_every
+        self.steps = course.first_step
+        k, drains = self.k_at(course.first_step), ends.mode == "grouped"
+        chooser = choice.chooser
+        first = chooser(profile, rates, FIRST_TAU, None, k, choice.widths, drains=drains)
+        up, down = watch.meters or (Meter(), Meter())
         self.engine = Engine(
-            profile, Rates(rates, up=up, down=down), first, k=k, widths=wanted.widths, chooser=chooser, drains=drains,
-            ends_at=last_step, settings=EngineSettings(tau=FIRST_TAU, **engine),
+            profile, Rates(rates, up=up, down=down), first, k=k, widths=choice.widths, chooser=chooser, drains=drains,
+            ends_at=course.last_step, settings=watch.settings,
         )  # fmt: skip
-        self.engine.probe(clock())  # the link was looked at just now
+        self.engine.probe(self.clock())  # the link was looked at just now
         self.deployment = first
         """What is running."""
         self.plan = ends.plan(first, self.batch_seconds(first))
         self.changes: list[Redeployed] = []
-        self.cuts: list[tuple[int, int]] = [(first_step, first.cut)]
+        self.cuts: list[tuple[int, int]] = [(course.first_step, first.cut)]
         self._wanted_sizes = (0, 0)
         self._pending: Redeployed | None = None
 
     def k_at(self, step: int) -> Bound:
         """K of the epoch that a step is in, unless a rival has its own."""
-        if self.wanted.rival in ("k0", "unbounded"):
-            return 0 if self.wanted.rival == "k0" else None
-        epoch = step // self.steps_per_epoch
-        return next(k for start, k in reversed(self.phases) if start <= epoch)
+        if self.choice.rival in ("k0", "unbounded"):
+            return 0 if self.choice.rival == "k0" else None
+        epoch = step // self.course.steps_per_epoch
+        return next(k for start, k in reversed(self.course.phases) if start <= epoch)
 
     def batch_seconds(self, deployment: Deployment) -> float:
         """What a mini-batch is predicted to take at the rates of now."""
@@ -147,12 +168,12 @@ class SplitController:
 
     def stop_at(self, step: int) -> int | None:
         """Where another K begins."""
-        starts = [epoch * self.steps_per_epoch for epoch, _ in self.phases]
+        starts = [epoch * self.course.steps_per_epoch for epoch, _ in self.course.phases]
         return next((one for one in starts if one > step), None)
 
     def should_change(self, steps_done: int) -> bool:
         self.steps = steps_done
-        if self.wanted.is_static or not self.engine.is_linked:
+        if self.choice.is_static or not self.engine.is_linked:
             return False
         now = self.clock()
         if self.ends.is_alone(self.engine.current) and self.probe is not None and not any(self._wanted_sizes):
@@ -245,9 +266,9 @@ class SplitController:
     def _is_within(self, deployment: Deployment) -> bool:
         """Whether a deployment is as K wants it: below it, or at it where the cut is given and K is as it is."""
         k = self.engine.k
-        if self.ends.is_alone(deployment) or self.wanted.rival in STATIC:
+        if self.ends.is_alone(deployment) or self.choice.rival in STATIC:
             return True
-        if self.wanted.cut is not None:
+        if self.choice.cut is not None:
             return deployment.k == k
         return k is None or (deployment.k is not None and deployment.k <= k)
 
@@ -256,7 +277,7 @@ class SplitController:
         engine = self.engine
         rates, tau = engine.rates.now(self.clock()), engine.horizon(self.steps)
         current: Deployment | None = engine.current
-        if self.wanted.rival in STATIC:  # as it was at the beginning
+        if self.choice.rival in STATIC:  # as it was at the beginning
             current, rates = None, engine.rates.first
         return engine.chooser(engine.profile, rates, tau, current, engine.k, engine.widths, drains=engine.drains)
 

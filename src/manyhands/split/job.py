@@ -23,6 +23,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.job.base import Guide, Job
 from manyhands.job.callbacks import OnStep
 from manyhands.job.result import TrainResult
+from manyhands.planner.rates import EngineSettings
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
 from manyhands.plans.planning import batch_norm_named
@@ -33,7 +34,15 @@ from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
 from manyhands.split.calibration import calibrated, find_calibration
 from manyhands.split.config import SplitConfig
-from manyhands.split.controller import REDEPLOY_SECONDS, Redeployed, SplitChoice, SplitController
+from manyhands.split.controller import (
+    FIRST_TAU,
+    REDEPLOY_SECONDS,
+    Course,
+    LinkWatch,
+    Redeployed,
+    SplitChoice,
+    SplitController,
+)
 from manyhands.split.plans import (
     Ends,
     Phases,
@@ -112,11 +121,13 @@ class SplitJob(Job):
         )  # fmt: skip
         wanted = SplitChoice(config.cut_in(network), config.widths, config.rival)
         self.steering = SplitController(
-            ends, self._profile(cluster, profile), rates, wanted, self._phases(), workload.order.steps_per_epoch,
-            profile, cluster, first_step=self.start.steps_done, last_step=self.last_step,
-            backup_every=self.settings.backup_every,
-            probe=lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down),
-            **dict(self.settings.engine or {}),
+            ends, self._profile(cluster, profile), rates, wanted,
+            Course(self._phases(), workload.order.steps_per_epoch, self.start.steps_done, self.last_step),
+            profile, cluster, backup_every=self.settings.backup_every,
+            watch=LinkWatch(
+                lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down),
+                settings=EngineSettings(**{"tau": FIRST_TAU, **(self.settings.engine or {})}),
+            ),
         )  # fmt: skip
         self.rates = rates
         return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)

@@ -21,8 +21,9 @@ from torch import nn
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.keywords import check_keywords
 from manyhands.facts.optimizer import Optimizer
-from manyhands.job.config import check_keywords, keywords_of
+from manyhands.job.config import keywords_of
 from manyhands.job.result import TrainResult
 from manyhands.training.config import TrainConfig
 from manyhands.training.schedulers import Configuring, check_begun

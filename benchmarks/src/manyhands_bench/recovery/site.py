@@ -27,7 +27,7 @@ from manyhands.graph.graph import Graph
 from manyhands.job.replanning import Replanner, chosen_backups
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.retry_policy import RetryPolicy
@@ -205,7 +205,7 @@ class Site:
         with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
             job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, RetryPolicy(how, wait_seconds=JOIN_SECONDS),
-                on_step=stepped, log_event=log,
+                hooks=JobHooks(stepped, log_event=log),
             )  # fmt: skip
             trip.outcome = job.run()
         return trip

@@ -1,0 +1,49 @@
+"""Settings of a training step that a plan carries, as `mh.plan` and `mh.pipeline_plan` take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from manyhands.facts.plan import BatchNorm, Order, WarmUp
+from manyhands.planner.task import TileOptions
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a plan says of a step besides its stages."""
+
+    order: Order = "1f1b"
+    warm_up: WarmUp | tuple[int, ...] = "2(P-p)-1"
+    """Forward passes of each stage before its first backward pass."""
+    batch_norm: BatchNorm = "synchronised"
+    optimizer_slots: int = 1
+    """Numbers that the optimizer keeps beside each weight."""
+
+
+class StepOptions(TypedDict, total=False):
+    """The fields of `StepSettings`, as keywords."""
+
+    order: Order
+    warm_up: WarmUp | tuple[int, ...]
+    batch_norm: BatchNorm
+    optimizer_slots: int
+
+
+@dataclass(frozen=True)
+class PlanSettings(StepSettings):
+    """The settings of a step, and what the strategies are told."""
+
+    warm_up: WarmUp = "2(P-p)-1"
+    tiles: TileOptions | None = None
+    """What is fixed about tiles; None: nothing."""
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of `PlanSettings`, as keywords."""
+
+    order: Order
+    warm_up: WarmUp
+    batch_norm: BatchNorm
+    optimizer_slots: int
+    tiles: TileOptions | None
