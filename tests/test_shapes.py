@@ -1,4 +1,4 @@
-"""Shapes that the package keeps: short lists of parameters, files of a readable length, no writes to the environment."""
+"""Shapes that the package keeps: few parameters, files of a readable length, no writes to the environment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST_LINES = 400
 COMMANDS = {"cli/plan.py:plan", "cli/simulate.py:simulate", "cli/split.py:serve", "cli/worker.py:worker"}
 """Commands: nobody calls them, and typer reads their parameters as the options of the command line."""
 OWN_ENVIRONMENT = {"runtime/fork_server.py", "runtime/own_folder.py", "runtime/confinement.py"}
-"""A worker's process takes up an environment of its own: the fork server as exec would, confinement the temporary folder
-that libraries read from TMPDIR. The set may only become smaller."""
+"""A worker's process takes up an environment of its own: the fork server as exec would, confinement the temporary
+folder that libraries read from TMPDIR. The set may only become smaller."""
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:

@@ -1,4 +1,4 @@
-"""Settings of functions: a struct and its TypedDict have the same fields, and a keyword that does not exist is refused."""
+"""Settings of functions: a struct and its TypedDict agree, and a keyword that does not exist is refused."""
 
 from __future__ import annotations
 

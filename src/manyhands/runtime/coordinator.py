@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from manyhands.data.silo import SiloContent
 from manyhands.executor.messages import COORDINATOR
@@ -35,12 +33,13 @@ from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.clock_sync import ClockSync
 from manyhands.runtime.control import Message, encode
 from manyhands.runtime.control_messages import Leave
+from manyhands.runtime.coordinator_settings import CoordinatorOptions, CoordinatorSettings
 from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.dialler import Dialler
 from manyhands.runtime.discovery import Announcer, can_announce, interface_asked
 from manyhands.runtime.event_queue import EventQueue
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS, FailureDetector
-from manyhands.runtime.heartbeats import HEARTBEAT_SECONDS, HeartbeatMonitor, HeartbeatTimes, heartbeat_interval
+from manyhands.runtime.heartbeats import HeartbeatMonitor, HeartbeatTimes, heartbeat_interval
 from manyhands.runtime.inviting import INVITE_SECONDS, Inviting, peer_address
 from manyhands.runtime.member import Event, Member
 from manyhands.runtime.membership import Membership
@@ -49,53 +48,11 @@ from manyhands.runtime.rendezvous import JoinTerms, Rendezvous, TurnedAway
 from manyhands.runtime.shared_token import config_folder, shared_token
 from manyhands.transport.channel import SEND_LIMIT_SECONDS
 from manyhands.transport.endpoint import Address
-from manyhands.transport.keys import Credentials, Role
+from manyhands.transport.keys import Role
 from manyhands.transport.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
-from manyhands.transport.transport import ConnectedEndpoint, ControlListener, TcpTransport, Transport
+from manyhands.transport.transport import ConnectedEndpoint, ControlListener, TcpTransport
 
 DEFAULT_PORT = 7077
-
-
-@dataclass(frozen=True)
-class CoordinatorSettings:
-    """How a coordinator waits for its workers, and who may join it."""
-
-    heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS
-    """A worker whose heartbeats stop for so long has failed: it is taken out."""
-    heartbeat_seconds: float = HEARTBEAT_SECONDS
-    timeout_factor: float = 1.0
-    """How many times longer than usual every timeout is, the heartbeat timeout included."""
-    max_devices: int | None = None
-    """The most workers at a time: others are refused. How many a job waits for is `wait_for`'s argument, how few it
-    goes on with an argument of `mh.train`."""
-    transport: Transport | None = None
-    clock: Callable[[], float] = time.monotonic
-    """Times the heartbeats."""
-    announce: bool = True
-    """Whether to announce this coordinator on the network where other machines can join, so that they find it without
-    --join."""
-    title: str = ""
-    """What the run is called in that announcement."""
-    credentials: Credentials | None = None
-    """This device's key and the devices it knows; None: those of `device_book`, where other machines can join."""
-
-    def __post_init__(self) -> None:
-        if self.max_devices is not None and self.max_devices < 1:
-            raise BadValue(f"max_devices is {self.max_devices}; it must be at least 1.")
-
-
-class CoordinatorOptions(TypedDict, total=False):
-    """The fields of `CoordinatorSettings`, as keywords."""
-
-    heartbeat_timeout_seconds: float
-    heartbeat_seconds: float
-    timeout_factor: float
-    max_devices: int | None
-    transport: Transport | None
-    clock: Callable[[], float]
-    announce: bool
-    title: str
-    credentials: Credentials | None
 
 
 class Coordinator:

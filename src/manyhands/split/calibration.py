@@ -415,7 +415,6 @@ def calibrated(
     batch_size: int,
     data: str,
     samples: int = 2048,
-    refresh: bool = False,
     folder: Path | None = None,
     say: Say | None = None,
     **options: Unpack[CalibrationOptions],
@@ -424,10 +423,9 @@ def calibrated(
 
     `test` is what trainings are scored on, a quarter as many samples; without it, what they train on.
     """
-    if not refresh:
-        found = find_calibration(graph.network, data, batch_size, folder=folder)
-        if found is not None:
-            return found
+    stored = find_calibration(graph.network, data, batch_size, folder=folder)
+    if stored is not None:
+        return stored
     seed = options.get("seed", 0)
     trained = CalibrationSet.of(graph, train, samples, seed)
     scored = trained if test is None else CalibrationSet.of(graph, test, samples // 4, seed)
