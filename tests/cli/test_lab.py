@@ -48,7 +48,7 @@ def manyhands(*words: str, code: int = 0) -> str:
         (["train", "--lab", "pi3x7"], 3, "Did you mean pi3x6"),
         (["train", "--lab", "home", "--devices", "2"], 10, "--devices cannot be given beside --lab home"),
         (["train", "--scale", "2"], 10, "Name one: --lab"),
-        (["train", "--lab", "home", "--batch-size", "3"], 10, "4 devices cannot share"),
+        (["train", "--lab", "home", "--share", "samples", "--batch-size", "3"], 10, "4 devices cannot share"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

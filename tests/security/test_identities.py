@@ -71,14 +71,23 @@ class Device:
 
     def joins(self, coordinator: Coordinator, token: str = "") -> None:
         """It is here, or the reason why not is raised."""
-        self.error = None
         count = len(coordinator.alive())
-        self.worker = Worker(self.joining(coordinator, token), TcpTransport())
-        thread = threading.Thread(target=self._run, daemon=True)
-        thread.start()
+        self._start(coordinator, token)
         until(lambda: self.error is not None or len(coordinator.alive()) > count)
         if self.error is not None:
             raise self.error
+
+    def refuses(self, coordinator: Coordinator, token: str) -> None:
+        """The coordinator would take it, but it does not want to: the reason is raised."""
+        self._start(coordinator, token)
+        until(lambda: self.error is not None)
+        assert self.error is not None
+        raise self.error
+
+    def _start(self, coordinator: Coordinator, token: str) -> None:
+        self.error = None
+        self.worker = Worker(self.joining(coordinator, token), TcpTransport())
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         assert self.worker is not None
@@ -180,7 +189,7 @@ def test_a_coordinator_that_has_another_key_by_now(desk: Desk, pi: Device, tmp_p
         with pytest.raises(Refused, match="asks for the token"):
             pi.joins(coordinator)
         with pytest.raises(Refused, match=r"has joined before with the key .*; this one shows"):
-            pi.joins(coordinator, TOKEN)
+            pi.refuses(coordinator, TOKEN)
         known = DeviceBook(pi.home)
         known.forget(known.devices()[0].name)
         until(lambda: not coordinator.alive())
