@@ -81,7 +81,8 @@ def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Pro
 def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int]) -> dict[str, Link]:
     """Return sender -> its link to the other of two workers, from one transfer of the given number of bytes.
 
-    Raises `TimedOut` where they do not arrive. Nothing else may run meanwhile."""
+    Raises `TimedOut` where they do not arrive. Nothing else may run meanwhile.
+    """
     generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(pair))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)

@@ -25,10 +25,10 @@ class Member:
     clock_offset_seconds: float = 0.0
     """Seconds to add to the worker's clock to get this process' clock."""
     wall_offset_seconds: float | None = None
-    """The same for the time of day; None: not known."""
+    """Seconds to add to the worker's time of day to get this process'; None: not known."""
     is_lost: bool = False
     reason: str = ""
-    """Why it is lost."""
+    """The reason why it is lost."""
     has_left: bool = False
     """It is lost because it left, and had announced it: this is no failure."""
     is_leaving: bool = False
@@ -38,7 +38,7 @@ class Member:
     is_evicted: bool = False
     """It is lost because the run evicted it: see `Coordinator.evict`."""
     standing: Standing | None = None
-    """Its place in a run, as it last reported it."""
+    """The worker's place in a run, as it last reported it."""
     is_at_work: bool = False
     """Whether that is still its place: its last heartbeat reported one."""
     moved_at: float = 0.0

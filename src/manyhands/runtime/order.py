@@ -48,13 +48,13 @@ class Order:
     memory_step: int = -1
     """The step in which every device counts the bytes it holds."""
     watch_every: int = 0
-    """Every how many rounds one is recorded for live observation; 0: none."""
+    """Rounds from one that is recorded for live observation to the next; 0: none is recorded."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
     """The longest that any process waits for a message, whatever a round's time is."""
     predicted_seconds: float | None = None
     """A round's time by the planner; None: the planner was not asked."""
     located: Located | None = None
-    """Where the state that it starts from lies; None: the coordinator has all of `start`."""
+    """The places of the state that it starts from; None: the coordinator has all of `start`."""
     preload: Preload | None = None
     """All samples, to be preloaded on the devices before the first step; batches then consist of sample numbers."""
     backup_every: int = 0

@@ -40,7 +40,7 @@ def own_folder() -> Iterator[OwnFolder]:
     _remove_abandoned(parent)
     path, lock = _locked_folder(parent)
     before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(path)
-    tempfile.tempdir = None  # Python caches it, a parent process too
+    tempfile.tempdir = None  # it is cached, perhaps by a parent before a fork
     owner = os.getpid()
     try:
         yield OwnFolder(path, parent)

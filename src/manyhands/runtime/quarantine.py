@@ -39,7 +39,7 @@ class Quarantine:
         self._sentences[process] = _Sentence(reason, now + seconds, count)
 
     def end(self, process: str) -> None:
-        """Allow a process to join again that was kept out for a fault of another."""
+        """Allow a process to join again that was kept out for a fault that was not its own."""
         self._sentences.pop(process, None)
 
     def refusal(self, process: str, name: str, now: float) -> Refusal | None:

@@ -76,7 +76,7 @@ class Reports:
         self._run.backups.kept(name, message, listed)
 
     def _corrupt(self, name: str, message: Corrupt) -> None:
-        """Go on without a device whose copy has changed since it was made; the state is taken from another."""
+        """Go on without a device whose copy has changed since it was made; the state is taken from elsewhere."""
         source = (
             message.source
             if message.tensor in self._run.handout.sources.get(name, {}).get(message.source, ())

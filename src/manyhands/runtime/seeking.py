@@ -32,7 +32,7 @@ class Found:
 
     announcement: Announcement
     joining: Joining
-    """How to join it, with its address."""
+    """The options for joining it, with its address."""
     reached: ControlConnection
 
 
@@ -71,7 +71,7 @@ class _Search:
         self.first_seen: float | None = None
         """When the first coordinator was seen that is not suitable."""
         self.problem = ""
-        """Why the network could not be searched."""
+        """The reason why the network could not be searched."""
         self._others: dict[str, Announcement] = {}
         self._old: dict[str, Announcement] = {}
         """Coordinators of another version."""

@@ -126,7 +126,7 @@ class _Service:
 
     @property
     def _is_orphaned(self) -> bool:
-        """Whether the parent is gone that this process ends with."""
+        """Whether the parent process with which this one ends is gone."""
         return bool(self.joining.parent) and os.getppid() != self.joining.parent
 
     def _worker(self) -> Worker:

@@ -208,7 +208,7 @@ class _Reception:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the parent is gone that this process ends with."""
+        """Whether the parent process with which this one ends is gone."""
         return bool(self._parent) and os.getppid() != self._parent
 
     def next_peer(self, limit_seconds: float) -> ControlConnection | None:

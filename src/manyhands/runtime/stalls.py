@@ -49,10 +49,10 @@ class Observed:
     """One device of a run, as the coordinator sees it now."""
 
     standing: Standing | None
-    """Its place in the run; None: it takes part in nothing at the moment."""
+    """The device's place in the run; None: it takes part in nothing at the moment."""
     unmoved_seconds: float
     work: float = 1.0
-    """Its part of the run's computation: what is lost with it."""
+    """The device's part of the run's computation: this is lost with it."""
 
     def waits_for(self, devices: Mapping[str, Observed]) -> list[str]:
         return [] if self.standing is None else [name for name in self.standing.waits_for if name in devices]

@@ -94,7 +94,7 @@ class Streaming:
         self.pace = Pace()
         self.answered_samples = 0
         self.reruns = 0
-        """How often samples were run again."""
+        """Number of times that samples were run again."""
         self.most_runs = 0
         """The most runs of any sample."""
         self.generations = 0

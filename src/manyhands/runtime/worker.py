@@ -83,7 +83,7 @@ class Worker:
     def __init__(
         self, joining: Joining, transport: Transport | None = None, reached: ControlConnection | None = None
     ) -> None:
-        """`reached`: the connection of a coordinator that has come here (see `inviting`); None: the worker dials one."""
+        """`reached`: the connection of a coordinator that has come here (see `inviting`); None: this worker dials."""
         self.joining = joining
         self.owns_process = transport is None
         """Whether the process is this worker's alone; else other workers are in it too, and it is never ended."""
