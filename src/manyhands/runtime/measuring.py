@@ -1,4 +1,5 @@
-"""Profiles measured by the workers themselves, all at once: what they share (cores, memory) is in the numbers."""
+"""Profiles and link measurements made by all workers at once, so that they include what the workers share
+(cores, memory)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
 LIMIT_SECONDS = 300.0
 PROBE_SECONDS = 60.0
 PAIR_SECONDS = 20.0
-"""A short look at a link that takes so long has seen that next to nothing passes."""
+"""Seconds after which a short look at a link ends: next to nothing passes over a link that is this slow."""
 
 
 def measure_on(
@@ -52,21 +53,21 @@ def measure_on(
     optimizer: Optimizer | None = None,
     training: bool = True,
 ) -> dict[str, Measured]:
-    """Device -> what it measured, in about `seconds`; `training`: False for inference."""
+    """Return device -> what it measured, in about `seconds`; `training`: False for inference."""
     generation = coordinator.new_generation()
     document = to_document(graph)
-    given = dict(kernels) if kernels is not None else None
+    kernel_document = dict(kernels) if kernels is not None else None
     stepping = at_start(optimizer).to_dict() if optimizer is not None else None
-    wanted = list(coordinator.members_for(names))
-    for name in wanted:
-        asked = Measure(generation, document, graph.network, ladder, seconds, given, stepping, training)
-        coordinator.send(name, asked)
-    what = f"measure {graph.name}"
-    return _answers(coordinator, generation, wanted, Measured, what, seconds + LIMIT_SECONDS)
+    devices = list(coordinator.members_for(names))
+    for name in devices:
+        command = Measure(generation, document, graph.network, ladder, seconds, kernel_document, stepping, training)
+        coordinator.send(name, command)
+    task = f"measure {graph.name}"
+    return _answers(coordinator, generation, devices, Measured, task, seconds + LIMIT_SECONDS)
 
 
 def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Probed]:
-    """Device -> what exchanging data with all the others took it."""
+    """Return device -> what exchanging data with all the others took on it."""
     generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)
@@ -78,8 +79,10 @@ def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Pro
 
 
 def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int]) -> dict[str, Link]:
-    """Sender -> its link to the other of two workers, from one transfer of so many bytes; `TimedOut` where they do not
-    arrive. Nothing else may run meanwhile."""
+    """Return sender -> its link to the other of two workers, from one transfer of the given number of bytes.
+
+    Raises `TimedOut` where they do not arrive. Nothing else may run meanwhile.
+    """
     generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(pair))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)
@@ -87,39 +90,39 @@ def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[s
     _answers(coordinator, generation, devices, Ready, "get ready to look at the link", PROBE_SECONDS)
     for name in devices:
         coordinator.send(name, Start(generation, 0, 0, ()))
-    found = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
-    return {name: link for name, one in found.items() for link in one.links.values()}
+    answers = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
+    return {name: link for name, answer in answers.items() for link in answer.links.values()}
 
 
 def probe_reachability(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, ProbeAnswer]]:
-    """Who connects -> to whom -> what came of it, for every pair of these workers and the coordinator."""
-    generation, wanted = coordinator.new_generation(), tuple(coordinator.members_for(names))
-    for name in wanted:
-        coordinator.send(name, ProbePeers(generation, coordinator.addresses(wanted, name), LIMIT_OF_MEMBER_PROBE))
-    own = coordinator.addresses(wanted, COORDINATOR, with_coordinator=False)
-    found = {COORDINATOR: probe_all(COORDINATOR, own, LIMIT_OF_OWN_PROBE)}
-    answers = _answers(coordinator, generation, wanted, PeersProbed, "reach the others", PROBE_SECONDS)
-    return found | {name: answers[name].answers for name in wanted}
+    """Return connecting device -> target -> the outcome, for every pair of these workers and the coordinator."""
+    generation, workers = coordinator.new_generation(), tuple(coordinator.members_for(names))
+    for name in workers:
+        coordinator.send(name, ProbePeers(generation, coordinator.addresses(workers, name), LIMIT_OF_MEMBER_PROBE))
+    peers = coordinator.addresses(workers, COORDINATOR, with_coordinator=False)
+    own_answers = {COORDINATOR: probe_all(COORDINATOR, peers, LIMIT_OF_OWN_PROBE)}
+    answers = _answers(coordinator, generation, workers, PeersProbed, "reach the others", PROBE_SECONDS)
+    return own_answers | {name: answers[name].answers for name in workers}
 
 
 def ask_ids(coordinator: Coordinator, names: Iterable[str]) -> dict[str, bytes]:
-    """Worker -> the digests of the ids of the samples it has itself, in the order of its rows."""
-    generation, wanted = coordinator.new_generation(), tuple(coordinator.members_for(names))
-    for name in wanted:
+    """Return worker -> the digests of the ids of its own samples, in the order of its rows."""
+    generation, workers = coordinator.new_generation(), tuple(coordinator.members_for(names))
+    for name in workers:
         coordinator.send(name, AskIds(generation))
-    found = _answers(coordinator, generation, wanted, Ids, "tell which samples it has", PROBE_SECONDS)
-    return {name: found[name].digests for name in wanted}
+    answers = _answers(coordinator, generation, workers, Ids, "report which samples it has", PROBE_SECONDS)
+    return {name: answers[name].digests for name in workers}
 
 
 T = TypeVar("T", Measured, Probed, Ready, Ids, PeersProbed)
 
 
 def _answers(
-    coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], what: str, limit_seconds: float
+    coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], task: str, limit_seconds: float
 ) -> dict[str, T]:
-    """One answer from each; whoever fails or is lost ends the wait, and what the others are at."""
+    """Return one answer from each worker; a worker that fails or is lost ends the wait, and stops the others."""
     try:
-        return _collected(coordinator, generation, names, kind, what, limit_seconds)
+        return _collected(coordinator, generation, names, kind, task, limit_seconds)
     except BaseException:
         for name in names:
             coordinator.send(name, Stop(generation), 2.0)
@@ -127,17 +130,17 @@ def _answers(
 
 
 def _collected(
-    coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], what: str, limit_seconds: float
+    coordinator: Coordinator, generation: int, names: Sequence[str], kind: type[T], task: str, limit_seconds: float
 ) -> dict[str, T]:
     members = {name: coordinator.members[name] for name in names}
-    when = f"when it was to {what}"
-    found: dict[str, T] = {}
+    when = f"when it was to {task}"
+    answers: dict[str, T] = {}
     end = time.monotonic() + limit_seconds
-    while len(found) < len(names):
+    while len(answers) < len(names):
         event = coordinator.next_event(max(0.0, end - time.monotonic()))
         if event is None:
-            missing = ", ".join(name for name in names if name not in found)
-            raise TimedOut(f"{missing} did not {what} within {limit_seconds:g} s.")
+            missing = ", ".join(name for name in names if name not in answers)
+            raise TimedOut(f"{missing} did not {task} within {limit_seconds:g} s.")
         name, message = event
         if isinstance(message, Lost) and message.member is members.get(name):
             raise lost(coordinator, name, when, message.reason)
@@ -147,5 +150,5 @@ def _collected(
                 raise lost(coordinator, cause[0], when, cause[1])
             raise error_named(message.kind, f"Worker {name}: {message.message}", message.hint)
         if isinstance(message, kind) and message.generation == generation:
-            found[name] = message
-    return found
+            answers[name] = message
+    return answers

@@ -1,4 +1,4 @@
-"""One worker that has joined, and the events that a coordinator reports of it."""
+"""The record of a worker that has joined, and the events that a coordinator reports about it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ class Member:
     facts: Facts
     identity: Identity
     clock_offset_seconds: float = 0.0
-    """Add to the worker's clock to get this process'."""
+    """Seconds to add to the worker's clock to get this process' clock."""
     wall_offset_seconds: float | None = None
-    """The same of the time of day; None: not known."""
+    """Seconds to add to the worker's time of day to get this process'; None: not known."""
     is_lost: bool = False
     reason: str = ""
-    """Why it is lost."""
+    """The reason why it is lost."""
     has_left: bool = False
-    """It is lost because it went, and had reported it: no failure."""
+    """It is lost because it left, and had announced it: this is no failure."""
     is_leaving: bool = False
-    """It has reported that it goes: as soon as others have what it has, where they need it."""
+    """It has announced that it will leave: as soon as others have the state that it holds, where they need it."""
     is_dismissed: bool = False
-    """It was told that it may go: nothing that it has is needed."""
+    """It was allowed to leave: nothing that it holds is needed."""
     is_evicted: bool = False
-    """It is lost because the run put it out: see `Coordinator.evict`."""
+    """It is lost because the run evicted it: see `Coordinator.evict`."""
     standing: Standing | None = None
-    """Where it last reported that it stands in a run."""
+    """The worker's place in a run, as it last reported it."""
     is_at_work: bool = False
-    """It stands there still."""
+    """Whether that is still its place: its last heartbeat reported one."""
     moved_at: float = 0.0
-    """When it last got any further, by this process' monotonic clock."""
+    """When it last made progress, by this process' monotonic clock."""
     graph_digest: str = ""
-    """Of the graph that it was given last."""
+    """Digest of the graph that it was sent last."""
     resident_dataset: str = ""
-    """The samples that were preloaded at it last: see `Feeder.resident_key`."""
+    """Key of the samples that were preloaded on it last: see `Feeder.resident_key`."""
     invitation: Invitation | None = None
-    """Of one that was dialled; None: it came by itself."""
+    """The invitation, where the coordinator dialled it; None: it came by itself."""
 
     @property
     def is_invited(self) -> bool:
         return self.invitation is not None
 
     def stands(self, standing: Standing | None, now: float) -> None:
-        """Take where it stands in a run; None: it takes part in none at the moment."""
+        """Record its place in a run; None: it takes part in none at the moment."""
         before, was_at_work = self.standing, self.is_at_work
         self.is_at_work = standing is not None
         if standing is None:
@@ -71,10 +71,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker is gone: its control connection broke, or its heartbeats stopped."""
+    """The event that a worker is gone: its control connection broke, or its heartbeats stopped."""
 
     member: Member
-    """Another of the same name may have joined since."""
+    """The worker that is gone; another of the same name may have joined since."""
 
     @property
     def reason(self) -> str:
@@ -83,10 +83,10 @@ class Lost:
 
 @dataclass(frozen=True)
 class MemberJoined:
-    """A worker has come, or has come back."""
+    """The event that a worker has joined, or has come back."""
 
     member: Member
 
 
 Event = tuple[str, Message | Lost | MemberJoined]
-"""Which worker, and what it said or what became of it."""
+"""A worker's name, and its message or what became of it."""

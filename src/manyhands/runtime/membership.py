@@ -1,7 +1,7 @@
-"""Which workers are in, which have left or were evicted, and what they reported: one coordinator's bookkeeping.
+"""The bookkeeping of one coordinator's members: those that are in, left or were evicted, and what they reported.
 
-Two locks, always taken in this order: `change` guards who is a member, and wakes whoever waits for members to join;
-the other one guards the failure detector.
+Two locks, always taken in this order: `change` guards the set of members, and wakes threads that wait for members to
+join; the other one guards the failure detector.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Membership:
         self.wanted: set[str] | None = None
         """Names that may join; None: any."""
         self.max_devices = max_devices
-        """How many may be here at a time; None: any number."""
+        """Most members at a time; None: any number."""
         self.change = threading.Condition()
         self._on_event, self._clock, self._closing = on_event, clock, closing
         self._timeout_factor = timeout_factor
@@ -62,7 +62,7 @@ class Membership:
         self._detecting = threading.Lock()
 
     def alive(self) -> list[Member]:
-        """The members that are not lost."""
+        """Return the members that are not lost."""
         with self.change:
             return [member for member in self.members.values() if not member.is_lost]
 
@@ -71,13 +71,15 @@ class Membership:
     def judge(
         self, hello: Hello, channel: ControlChannel, invitation: Invitation | None, book: KeyBook | None
     ) -> Member | Refusal:
-        """The member that a worker may join as, or why it may not. To be called with `change` held until it is added:
-        of two workers with one name the second is refused."""
+        """Return the member that a worker may join as, or the refusal.
+
+        To be called with `change` held until the member is added: of two workers with one name the second is refused.
+        """
         kept_out = self.quarantine.refusal(hello.identity.process, hello.name, self._clock())
         return kept_out or judged(hello, channel, invitation, self.members, self.wanted, self.max_devices, book)
 
     def add(self, member: Member) -> None:
-        """Take a worker in. To be called with `change` held."""
+        """Add a worker that may join. To be called with `change` held."""
         self.members[member.name] = member
         self.local.joined(member.name, member.facts.pid)
         with self._detecting:
@@ -93,19 +95,19 @@ class Membership:
             with self._detecting:
                 self._detector.forget(member.name)
                 member.is_lost, member.reason, member.has_left = True, reason, has_left
-            self.endpoint.lose(member.name)  # nobody goes on waiting for its data; before it may join again
+            self.endpoint.lose(member.name)  # ends all waits for its data, before it may join again
             if not self._closing.is_set():
                 self.events.put((member.name, Lost(member)))
             self.change.notify_all()
         if not self._closing.is_set():
             event = "left" if has_left else "evicted" if member.is_evicted else "lost"
             self.audit.record(event, name=member.name, reason=reason)
-        if not self._closing.is_set() and not member.is_dismissed:  # whoever let it go has reported it
-            what = "left" if has_left else f"evicted: {reason}" if member.is_evicted else f"lost: {reason}"
-            self._on_event(f"{member.name} {what}")
+        if not self._closing.is_set() and not member.is_dismissed:  # the one that dismissed it has reported it
+            outcome = "left" if has_left else f"evicted: {reason}" if member.is_evicted else f"lost: {reason}"
+            self._on_event(f"{member.name} {outcome}")
 
     def evict(self, name: str, reason: str) -> None:
-        """Go on without a worker, and keep its process out for a while: see `Coordinator.evict`."""
+        """Evict a worker: go on without it, and keep its process out for a while; see `Coordinator.evict`."""
         member = self.members[name]
         if member.is_lost:
             return
@@ -129,18 +131,18 @@ class Membership:
     # Failure detection
 
     def received(self, member: Member) -> None:
-        """A member has sent something, whatever it was: it is alive."""
+        """Record that a member has sent something, whatever it was: it is alive."""
         with self._detecting:
             if not member.is_lost:
                 self._detector.received(member.name, self._clock())
 
     def silent_seconds(self, name: str) -> float:
-        """How long a worker has sent nothing."""
+        """Return for how long a worker has sent nothing."""
         with self._detecting:
             return self._detector.silent_seconds(name, self._clock())
 
     def due(self) -> tuple[tuple[str, ...], list[tuple[Member, float]]]:
-        """The members to probe, and those to give up, each with the seconds for which it has sent nothing."""
+        """Return the members to probe, and those to give up, each with the seconds for which it has sent nothing."""
         now = self._clock()
         with self._detecting:
             silent_seconds = {name: self._detector.silent_seconds(name, now) for name in list(self.members)}
@@ -155,21 +157,21 @@ class Membership:
     # Messages and events
 
     def send(self, name: str, message: Message, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
-        """Send a worker a message. A lost worker is not an error here: its loss is in the events."""
+        """Send a worker a message. A lost worker is not an error here: its loss is among the events."""
         with contextlib.suppress(WorkerLost, TimedOut):
             self.members[name].channel.send(encode(message), limit_seconds * self._timeout_factor)
 
     def dismiss(self, name: str) -> None:
-        """Let a worker go that has asked to leave."""
+        """Allow a worker that has asked to leave to do so."""
         self.members[name].is_dismissed = True
         self.send(name, Leave())
 
     def wake(self) -> None:
-        """Make whoever waits for an event look around now."""
+        """Make the thread that waits for an event look around now."""
         self.events.put((COORDINATOR, Heartbeat()))
 
     def next_event(self, limit_seconds: float) -> Event | None:
-        """The next event; None where none comes within the limit."""
+        """Return the next event; None where none comes within the limit."""
         try:
             return self.events.get(timeout=max(0.0, limit_seconds))
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""What the kernel does when memory has run out: it kills, and nothing is raised. It counts, though."""
+"""The kernel's kills when memory has run out: it kills without an exception in the process, but it counts its kills."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _PROCESSES = Path("/proc")
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How many processes the kernel had killed for memory, in a process' control group and on the whole machine."""
+    """The number of processes that the kernel had killed for memory, in a process' control group and on the machine."""
 
     group: Path | None
-    """Its memory's control group; None where there is none to see."""
+    """The control group of the process' memory; None where none is visible."""
     in_group: int
     on_machine: int
 
 
 def memory_kills(process: int) -> MemoryKills:
-    """The counts as they are; to be taken while the process lives."""
+    """Return the counts as they are now; to be called while the process lives."""
     group = group_of(process)
     return MemoryKills(group, _group_kills(group), _count(_PROCESSES / "vmstat", "oom_kill"))
 
 
 def killed_for_memory(before: MemoryKills) -> str:
-    """Of a process that was killed since: how the kernel did it for memory, in words; empty where it did not.
+    """Return how the kernel killed a process for memory since `before`, in words; empty where it did not.
 
-    The machine's count is of all processes, so it is a hint and no proof.
+    The machine's count covers all processes, so it is a hint and no proof.
     """
     if before.group is not None and _group_kills(before.group) > before.in_group:
         limit = limit_bytes(before.group)
@@ -44,7 +44,7 @@ def killed_for_memory(before: MemoryKills) -> str:
 
 
 def group_of(process: int) -> Path | None:
-    """The folder of the control group that a process' memory counts for, where there is one besides the machine's."""
+    """Return the folder of the control group that a process' memory counts for, if any besides the machine's."""
     with contextlib.suppress(OSError):
         for line in (_PROCESSES / str(process) / "cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -66,18 +66,18 @@ def _group_kills(group: Path | None) -> int:
 
 
 def limit_bytes(group: Path | None) -> int:
-    """0: no limit."""
+    """Return the memory limit of a control group; 0: no limit."""
     if group is None:
         return 0
     for name in ("memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
-            found = int((group / name).read_text())
-            return found if found < 2**62 else 0
+            limit = int((group / name).read_text())
+            return limit if limit < 2**62 else 0
     return 0
 
 
 def _count(path: Path, name: str) -> int:
-    """A number from a file of lines 'name number'; 0 where there is none."""
+    """Return a number from a file of lines 'name number'; 0 where there is none."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             key, _, number = line.partition(" ")
@@ -87,7 +87,7 @@ def _count(path: Path, name: str) -> int:
 
 
 def free_bytes() -> int:
-    """What this process may still take: of its control group, where that has a limit, else of the machine."""
+    """Return the bytes this process may still take: of its control group, where that has a limit, or of the machine."""
     import psutil
 
     limit = limit_bytes(group_of(os.getpid()))

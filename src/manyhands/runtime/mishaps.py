@@ -1,4 +1,4 @@
-"""What goes wrong on a worker, put so that a person can do something about it."""
+"""Errors for what goes wrong on a worker, worded so that a person can do something about it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from manyhands.runtime.memory_kills import group_of, limit_bytes
 
 _HINT_CHARACTERS = 2000
 _ASKED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?)\.? (bytes|[KMGT]iB)", re.IGNORECASE)
-"""PyTorch on a CPU and on a GPU, numpy."""
+"""The size in the messages of PyTorch on a CPU and on a GPU, and of numpy."""
 _GPU = re.compile(r"GPU (\d+) has a total")
 _NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: not enough memory|(?:can't|cannot) allocate memory|std::bad_alloc", re.IGNORECASE
 )
-"""PyTorch's allocator on ARM, then on x86 (whose words the system has too), C++."""
+"""The messages of PyTorch's allocator on ARM, then on x86 (the system uses these words too), and of C++."""
 
 
 def as_error(error: BaseException, name: str) -> ManyhandsError:
-    """The error to report for what was raised on the worker of this name; one of ours stays as it is."""
+    """Return the error to report for what was raised on the worker of this name; a `ManyhandsError` stays the same."""
     if isinstance(error, ManyhandsError):
         return error
     if is_out_of_memory(error):
@@ -37,8 +37,10 @@ def as_error(error: BaseException, name: str) -> ManyhandsError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. On a CPU PyTorch says so in words, which differ between architectures; on a GPU by
-    a kind of its own."""
+    """Return whether an allocation failed.
+
+    On a CPU PyTorch says so only in the message, which differs between architectures; on a GPU by a class of its own.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -47,20 +49,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int:
-    """How many bytes the allocation that failed was of; 0: it does not say."""
+    """Return how many bytes the failed allocation was to have; 0: the error does not say."""
     match = _ASKED.search(str(error))
     return parse_bytes(f"{match.group(1)} {match.group(2).replace('bytes', 'B')}") if match else 0
 
 
 def _out_of_memory(error: BaseException, name: str) -> OutOfMemory:
-    asked = asked_bytes(error)
-    more = f"{format_bytes(asked)} ({asked} bytes) more were asked for" if asked else "more was asked for than there is"
+    size = asked_bytes(error)
+    more = f"{format_bytes(size)} ({size} bytes) more were asked for" if size else "more was asked for than there is"
     hint = f"Give {name} less to hold: a smaller batch, more micro-batches, or more devices to share the work."
     return OutOfMemory(f"out of memory: {more}; {_in_use(error)}.", hint=hint)
 
 
 def _in_use(error: BaseException) -> str:
-    """What is held, and of how much."""
+    """Return how much memory is in use, and of how much."""
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         match = _GPU.search(str(error))
         gpu = int(match.group(1)) if match else torch.cuda.current_device()

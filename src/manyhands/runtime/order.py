@@ -1,4 +1,4 @@
-"""What is to be run, and what a run starts from or has come to."""
+"""The order of what is to be run, and the state that a run starts from or has come to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_LIMIT_SECONDS = 600.0
 
 @dataclass
 class RunState:
-    """What a run starts from or has come to: weights and buffers by name, the optimiser's state, steps done."""
+    """The state a run starts from or has come to: weights and buffers by name, the optimiser's state, steps done."""
 
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -32,12 +32,12 @@ class RunState:
 
 @dataclass
 class Order:
-    """What is to be run."""
+    """A description of what is to be run."""
 
     graph: Graph
     plan: Plan
     start: RunState
-    """What it starts from, or the last that was saved where workers have what is later: see `located`."""
+    """The state it starts from, or the last that was saved where workers have a later one: see `located`."""
     last_step: int
     optimizer: Optimizer | None = None
     seed: int = 0
@@ -48,20 +48,20 @@ class Order:
     memory_step: int = -1
     """The step in which every device counts the bytes it holds."""
     watch_every: int = 0
-    """One round in so many is looked at by whoever looks on; 0: none."""
+    """Rounds from one that is recorded for live observation to the next; 0: none is recorded."""
     wait_limit_seconds: float = WAIT_LIMIT_SECONDS
-    """The longest that anybody waits for a message, whatever a round's time is."""
+    """The longest that any process waits for a message, whatever a round's time is."""
     predicted_seconds: float | None = None
-    """Of a round, by the planner; None: nobody has asked it."""
+    """A round's time by the planner; None: the planner was not asked."""
     located: Located | None = None
-    """Where the state lies that it starts from; None: all of `start` is here."""
+    """The places of the state that it starts from; None: the coordinator has all of `start`."""
     preload: Preload | None = None
-    """All samples, to be preloaded at the devices before the first step; then batches are of their numbers."""
+    """All samples, to be preloaded on the devices before the first step; batches then consist of sample numbers."""
     backup_every: int = 0
-    """Rounds between two copies of all state that are kept against losses; 0: none are."""
+    """Rounds between two copies of all state that are kept against losses; 0: no copies."""
 
 
 def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
-    """Steps done at which state is kept: every so many, and at the end."""
-    found = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
-    return tuple(sorted(step for step in found if step > first))
+    """Return the steps done at which state is kept: every `every` steps, and at the end."""
+    steps = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
+    return tuple(sorted(step for step in steps if step > first))

@@ -1,4 +1,4 @@
-"""What comes of a run, and the callbacks by which its owner follows it."""
+"""The outcome of a run, and the callbacks by which its owner follows it."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ OnProgress = Callable[[str, Progress], None]
 
 
 class LogEvent(Protocol):
-    """Logs an event: its name, and facts that can be written down."""
+    """A function that logs an event: its name, and facts that can be written down."""
 
     def __call__(self, event: str, /, **facts: Any) -> None: ...
 
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """The results of a run."""
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     """From one step's end to the next, as the slowest device reported them."""
     staleness: list[int] = field(default_factory=list)
-    """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
+    """With order replay, by how many updates each step's gradient was late; -1: too many, it was discarded."""
     bytes_between: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(from, to) -> bytes sent in the rounds that were done, copies of state apart."""
+    """(from, to) -> bytes sent in the rounds that were done, without copies of state."""
     logs: dict[str, DeviceLog] = field(default_factory=dict)
     state: RunState | None = None
 
 
 @dataclass(frozen=True)
 class RunHooks:
-    """What the owner of a run is called for; all from the run's own loop, so they return at once."""
+    """The callbacks of a run's owner; called from the run's own loop unless stated otherwise: they return at once."""
 
     on_step: OnStep = lambda step, loss, seconds: None
-    """A step is done on all devices."""
+    """Called when a step is done on all devices."""
     on_snapshot: OnSnapshot = lambda state: None
-    """A snapshot is complete; called from a thread of its own."""
+    """Called when a snapshot is complete, from a thread of its own."""
     on_safe: Callable[[int], None] = lambda step: None
-    """Every weight after this step is at two places."""
+    """Called when every weight after this step is held in two places."""
     should_pause: Callable[[], bool] = lambda: False
-    """Whether the round under way is to be the last."""
+    """Returns whether the round under way is to be the last."""
     on_arrivals: OnArrivals = lambda name, arrivals: None
-    """A device has received messages of others, and how long each took."""
+    """Called when a device has received messages from others, with how long each took."""
     on_progress: OnProgress = lambda name, message: None
-    """A device has ended a round."""
+    """Called when a device has ended a round."""
     log_event: LogEvent = lambda event, /, **facts: None

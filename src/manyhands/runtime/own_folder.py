@@ -24,7 +24,7 @@ _MOST_TRIES = 8
 
 @dataclass(frozen=True)
 class OwnFolder:
-    """Where a worker may write, and the folder that it is in."""
+    """The folder that a worker may write to, and its parent folder."""
 
     path: Path
     parent: Path
@@ -32,20 +32,20 @@ class OwnFolder:
 
 @contextlib.contextmanager
 def own_folder() -> Iterator[OwnFolder]:
-    """A fresh folder for temporary files of this process and its children (TMPDIR); removed at the end.
+    """Yield a fresh folder for temporary files of this process and its children (TMPDIR); removed at the end.
 
-    OSError where none can be made.
+    Raises OSError where none can be made.
     """
     parent = _parent()
     _remove_abandoned(parent)
     path, lock = _locked_folder(parent)
     before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), str(path)
-    tempfile.tempdir = None  # it is remembered, by a parent too
+    tempfile.tempdir = None  # it is cached, perhaps by a parent before a fork
     owner = os.getpid()
     try:
         yield OwnFolder(path, parent)
     finally:
-        if os.getpid() == owner:  # a fork of it shares the folder
+        if os.getpid() == owner:  # a forked child shares the folder
             if before is None:
                 del os.environ["TMPDIR"]
             else:
@@ -56,7 +56,7 @@ def own_folder() -> Iterator[OwnFolder]:
 
 
 def _parent() -> Path:
-    """This user's folder of such folders; another one where somebody else has taken its name."""
+    """Return this user's parent folder of workers' folders; a fresh one where another user has taken its name."""
     usual = Path(tempfile.gettempdir()) / f"manyhands-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         usual.mkdir(mode=0o700)
@@ -67,7 +67,7 @@ def _parent() -> Path:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder and the descriptor that locks it; one that was taken for abandoned meanwhile is given up."""
+    """Return a new folder and the descriptor that locks it; one that was taken for abandoned meanwhile is given up."""
     for _ in range(_MOST_TRIES):
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         lock = _lock(path)
@@ -87,7 +87,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where another process holds it, or it is gone."""
+    """Return a descriptor that holds the folder's lock; None where another process holds it, or the folder is gone."""
     try:
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

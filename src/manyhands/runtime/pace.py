@@ -1,4 +1,4 @@
-"""How fast each stage of a stream computes, from the rounds that are looked at."""
+"""The speed at which each stage of a stream computes, from the rounds that are recorded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from manyhands.runtime.living import computing
 
 
 class Pace:
-    """Told by the stream's thread, asked by others."""
+    """The computing time of each stage and device; the stream's thread reports it, other threads read it."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, str], float] = {}
-        """(stage, device) -> computing in a round."""
+        """(stage, device) -> seconds of computing in a round."""
 
     def reported(self, name: str, message: Progress) -> None:
         if message.seen is None:
@@ -21,13 +21,13 @@ class Pace:
             self._seconds[stage, name] = computing(message.seen.spans, stage)
 
     def forget(self) -> None:
-        """Another plan: what was a stage is none any more."""
+        """Forget all times: under another plan the stages are different ones."""
         self._seconds.clear()
 
     def rates(self, plan: Plan) -> list[float | None]:
-        """Of each stage: samples per second that its slowest device could do, were there nothing to wait for."""
-        found: list[float | None] = []
+        """Return for each stage the samples per second that its slowest device could do if it never had to wait."""
+        rates: list[float | None] = []
         for number, stage in enumerate(plan.stages):
-            known = [self._seconds.get((number, name), 0.0) for name in stage.devices]
-            found.append(plan.batch_size / max(known) if max(known) > 0 else None)
-        return found
+            seconds = [self._seconds.get((number, name), 0.0) for name in stage.devices]
+            rates.append(plan.batch_size / max(seconds) if max(seconds) > 0 else None)
+        return rates

@@ -1,6 +1,7 @@
-"""A short look at the link between two workers: so many bytes one way, then so many the other.
+"""A short look at the link between two workers: a given number of bytes one way, then a given number the other way.
 
-What `probing` measures takes as long as it takes; here the sizes are given, so that a slow link is not kept busy.
+A measurement in `probing` takes as long as the link needs; here the sizes are given, so that a slow link is not kept
+busy.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from manyhands.runtime.probing import SMALL_BYTES
 from manyhands.transport.endpoint import Endpoint
 
 MOST_BYTES = 64_000_000
-"""No look at a link is longer."""
+"""Most bytes that are sent in one direction."""
 
 
 def expected(devices: Sequence[str], name: str, sizes: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """What one of the two will get."""
+    """Return (source, topic) -> bytes of what one of the two will receive."""
     other = _other(devices, name)
-    found = {(other, topic): SMALL_BYTES for topic in ("ping", "pong", "came")}
+    sizes_in = {(other, topic): SMALL_BYTES for topic in ("ping", "pong", "came")}
     if sizes.get(other):
-        found[(other, "much")] = min(sizes[other], MOST_BYTES)
-    return found
+        sizes_in[(other, "much")] = min(sizes[other], MOST_BYTES)
+    return sizes_in
 
 
 def run(endpoint: Endpoint, devices: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Link]:
-    """Take part. The link to the other one, where this one was to send something."""
+    """Take part, and return the other worker -> the link to it, where this one was to send something."""
     other = _other(devices, endpoint.name)
     small, into = (torch.zeros(SMALL_BYTES, dtype=torch.uint8) for _ in range(2))
-    found: dict[str, Link] = {}
+    links: dict[str, Link] = {}
     endpoint.mailbox.begin_step(0)
     for sender in devices:
         if not sizes.get(sender):
             continue
-        much = torch.zeros(min(sizes[sender], MOST_BYTES), dtype=torch.uint8)
+        large = torch.zeros(min(sizes[sender], MOST_BYTES), dtype=torch.uint8)
         trips = []
-        for sent, answered, tensor in (("ping", "pong", small), ("much", "came", much)):
+        for sent, answered, tensor in (("ping", "pong", small), ("much", "came", large)):
             start = time.perf_counter()
             if sender == endpoint.name:
                 endpoint.send(other, 0, sent, [tensor], urgent=True)
@@ -49,10 +50,10 @@ def run(endpoint: Endpoint, devices: Sequence[str], sizes: Mapping[str, int]) ->
             trips.append(time.perf_counter() - start)
         if sender == endpoint.name:
             little, trip = trips
-            found[other] = Link(len(much) / max(trip - little, 1e-6), little / 2)
-    return found
+            links[other] = Link(len(large) / max(trip - little, 1e-6), little / 2)
+    return links
 
 
 def _other(devices: Sequence[str], name: str) -> str:
-    one, two = devices
-    return two if name == one else one
+    first, second = devices
+    return second if name == first else first

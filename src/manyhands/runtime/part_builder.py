@@ -32,17 +32,20 @@ from manyhands.transport.transport import ConnectedEndpoint
 
 
 class PartBuilder:
-    """Keeps the graph and the resident dataset of the last job: the next one may use them again."""
+    """The builder of a worker's parts.
+
+    It keeps the graph and the resident dataset of the last job: the next one may use them again.
+    """
 
     def __init__(self, endpoint: ConnectedEndpoint, joining: Joining, silo: Silo | None) -> None:
         self.endpoint, self._joining, self._silo = endpoint, joining, silo
         self._graphs: dict[str, Graph] = {}
-        """The last one, by its digest."""
+        """The last job's graph, by its digest."""
         self._resident_dataset: ResidentDataset | None = None
         """The samples that were preloaded last."""
 
     def build(self, generation: int, job: DeviceJob) -> Executor:
-        """The executor of this device's part, with the mailbox open for all that it will receive."""
+        """Return the executor of this device's part, with the mailbox open for everything it will receive."""
         graph = self._graph_of(job)
         network = graph.network
         plan = resolve(job.plan, network)
@@ -75,7 +78,7 @@ class PartBuilder:
         return executor
 
     def _graph_of(self, job: DeviceJob) -> Graph:
-        """The job's graph; it may be the one this worker was given before."""
+        """Return the job's graph; it may be the one that this worker received before."""
         if job.graph is not None:
             self._graphs = {job.digest: graph_of(job.graph, job.network)}
         if job.digest not in self._graphs:
@@ -83,42 +86,42 @@ class PartBuilder:
         return self._graphs[job.digest]
 
     def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> Weights:
-        """Memory for the weights and buffers of this device's part; their values come with the start."""
+        """Return memory for the weights and buffers of this device's part; their values come with the start."""
         specs = {spec.name: spec for spec in graph.weights}
         tensors = state.empty(job.state)
-        own = state.of(state.WEIGHT, tensors)
+        held = state.of(state.WEIGHT, tensors)
         work = schedule.lowering.work[self.endpoint.name]
-        check_weights({name: _part(specs[name], work.weight_box(name)) for name in own if name in specs}, own)
+        check_weights({name: _part(specs[name], work.weight_box(name)) for name in held if name in specs}, held)
         if graph.loss is not None:
-            of_loss = state.of(state.LOSS, tensors)
-            check_weights({spec.name: spec for spec in graph.loss.weights}, of_loss)
-            graph.loss.state.update(of_loss)
+            loss_tensors = state.of(state.LOSS, tensors)
+            check_weights({spec.name: spec for spec in graph.loss.weights}, loss_tensors)
+            graph.loss.state.update(loss_tensors)
         device = torch.device(self._joining.compute)
-        weights = Weights({n: t.to(device).requires_grad_(specs[n].trainable) for n, t in own.items()}, device)
+        weights = Weights({n: t.to(device).requires_grad_(specs[n].trainable) for n, t in held.items()}, device)
         store_weights(graph, weights, job.stored)
         return weights
 
     def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> ResidentDataset | None:
-        """Where the samples are that are preloaded here: one that was filled before, or one to be filled."""
-        kept, self._resident_dataset = self._resident_dataset, None
+        """Return the dataset of the samples preloaded here: one that was filled before, or one to be filled."""
+        last, self._resident_dataset = self._resident_dataset, None
         if not job.resident_dataset:
             return None
         if job.is_preloaded:
-            if kept is None or kept.key != job.resident_dataset or not kept.is_full:
+            if last is None or last.key != job.resident_dataset or not last.is_full:
                 raise WorkerLost(f"{self.endpoint.name} was to have the samples; it has not.")
-            self._resident_dataset = kept
+            self._resident_dataset = last
         else:
-            own = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
-            self._resident_dataset = ResidentDataset(self.endpoint.name, own, job.preload_samples, job.resident_dataset)
+            fed = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
+            self._resident_dataset = ResidentDataset(self.endpoint.name, fed, job.preload_samples, job.resident_dataset)
         return self._resident_dataset
 
 
 def listed(job: DeviceJob, names: Iterable[str]) -> list[TensorEntry]:
-    """What a job says of these tensors of its state."""
+    """Return the entries of these tensors in the job's state."""
     entries = {entry.name: entry for entry in job.state}
     return [entries[name] for name in names]
 
 
 def _part(spec: WeightSpec, box: Box | None) -> WeightSpec:
-    """What a device has of a weight: by channels, its own part."""
+    """Return the spec of what a device holds of a weight: with a share by channels, its own part."""
     return spec if box is None else msgspec.structs.replace(spec, shape=box.shape)

@@ -1,4 +1,4 @@
-"""Connects a worker to the other devices of a run, and says which of them it could not reach."""
+"""Connects a worker to the other devices of a run, and reports those that it could not reach."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ CONNECT_SECONDS = 30.0
 def connect(
     endpoint: ConnectedEndpoint, peers: Mapping[str, Address], timeout_factor: float, check: Callable[[], None]
 ) -> None:
-    """Connect to everybody else of the run. `check`: called meanwhile; it raises once the run was stopped, so that a
-    peer that never comes is not waited for."""
+    """Connect to all other devices of the run.
+
+    `check`: called meanwhile; it raises once the run was stopped, so that a peer that never comes is not waited for.
+    """
     limit_seconds = CONNECT_SECONDS * timeout_factor
     deadline = time.monotonic() + limit_seconds
     attempt = Attempt(lambda: endpoint.connect(peers, limit_seconds), "connect")
@@ -38,16 +40,19 @@ def connect(
 
 
 def _unreached(endpoint: ConnectedEndpoint, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:
-    """What is reported where a peer did not prove that it knows the token, whatever it did instead and however soon:
-    see `member_probes`. What the network answered is in this worker's own log."""
-    own = endpoint.name
+    """Return the error for peers that did not prove that they know the token.
+
+    It is the same whatever a peer did instead and however soon: see `member_probes`. The network's answer is in this
+    worker's own log.
+    """
+    worker = endpoint.name
     missing = [
         f"{name} at {address.host}:{address.port}"
         for name, address in peers.items()
-        if address.is_dialled_by(own, name) and not endpoint.is_connected(name)
+        if address.is_dialled_by(worker, name) and not endpoint.is_connected(name)
     ]
     return TimedOut(
-        f"{own} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",
+        f"{worker} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",
         hint="Does a firewall let it through? manyhands doctor says who cannot reach whom; the log of "
-        f"{own} says what the network answered.",
+        f"{worker} says what the network answered.",
     )

@@ -21,7 +21,7 @@ CONNECT_SECONDS = 30.0
 
 
 def prepare(run: Run) -> None:
-    """Hand out the parts of a run, and return when everybody is ready."""
+    """Hand out the parts of a run, and return when all its devices are ready."""
     run.coordinator.endpoint.mailbox.open(run.generation, run.expected(), run.first, run.stride)
     document = to_document(run.order.graph)
     digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
@@ -33,7 +33,7 @@ def prepare(run: Run) -> None:
                 name, run.members[name], run.order, run.feed, document, digest, run.worker_wait_seconds
             )
         if job is not None and not (job.resident_dataset and job.is_preloaded):
-            # it drops what it has; what it is given is there after its first round
+            # it drops the dataset it has; the new one is complete after its first round
             run.members[name].resident_dataset = ""
         gives = run.handout.gives.get(name, {})
         run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since))
@@ -43,7 +43,7 @@ def prepare(run: Run) -> None:
     def connect() -> None:
         run.coordinator.connect(run.everybody, CONNECT_SECONDS * timeout_factor)
         is_connected.set()
-        run.coordinator.wake()  # nobody may have anything left to say
+        run.coordinator.wake()  # no message may be left that would wake it
 
     connecting = Attempt(connect, "coordinator connect")
     ready: set[str] = set()

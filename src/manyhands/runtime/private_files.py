@@ -13,7 +13,10 @@ _OTHERS = 0o077
 
 
 def read_private(path: Path, most_bytes: int) -> bytes | None:
-    """The first bytes of a plain file; None where there is none. Others lose the right to read it, if they had it."""
+    """Return the first bytes of a plain file; None where there is none.
+
+    Other users lose the right to read it, if they had it.
+    """
     try:
         descriptor = open_descriptor(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -26,7 +29,7 @@ def read_private(path: Path, most_bytes: int) -> bytes | None:
 
 
 def write_private(path: Path, content: bytes, *, replace: bool) -> None:
-    """All of it or nothing; FileExistsError where it is there already and is not to be replaced."""
+    """Write all of the content or nothing; FileExistsError where the file exists already and is not to be replaced."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

@@ -1,13 +1,13 @@
-"""What it takes workers to exchange data among each other, all at once and while they compute, over a run's channels.
+"""The cost of exchanging data among workers, all at once and while they compute, over a run's channels.
 
-A probe is a sum over made-up numbers: a small round between two pieces of computing, everybody to everybody, as batch
-statistics travel; and a large one in two rounds, as gradients do, beside a thread that computes. From the first comes
-the delay, as a network finds it: with nothing of the exchange in the processor's caches, and others at work on the
-cores. From the second come the rate of a device's port, and how much computing is lost to each byte: nothing where a
-core is free for it.
+A probe is a sum over made-up numbers: a small round between two pieces of computing, from every device to every other,
+as batch statistics travel; and a large one in two rounds, as gradients do, beside a thread that computes. The first
+gives the delay, as a network sees it: with nothing of the exchange in the processor's caches, and other processes at
+work on the cores. The second gives the rate of a device's port, and how much computing is lost to each byte: nothing
+where a core is free for it.
 
-Then every pair by itself, the pairs of a round side by side, as in a tournament: one way and back with little, and each
-way with much. From that come the delay and the rate of every link.
+Then every pair is measured by itself, the pairs of a round side by side, as in a tournament: a small message there and
+back, then a large one each way. This gives the delay and the rate of every link.
 """
 
 from __future__ import annotations
@@ -31,56 +31,56 @@ LARGE_BYTES = 8_000_000
 REPEATS = 7
 SMALL_REPEATS = 5
 PIECES, PIECE_SECONDS = 6, 0.002
-"""Of computing, with a small exchange behind each or none: so many, of so much of a processor's time."""
+"""Number of pieces of computing, with a small exchange after each or none, and the processor time of each."""
 ALONE_SECONDS = 0.3
-"""Of computing with nothing exchanged, in all: a part of it before each large exchange, as machines come and go."""
+"""Total time of computing with nothing exchanged: a part of it before each large exchange, as machines' speeds vary."""
 _SMALL_STRIDE = PIECES + 2
 _NUMBER_BYTES = 8
 _SETS = 6
-"""Of memory, in turns: gradients are in no cache when they are added up."""
+"""Sets of memory, used in turn: gradients are in no cache when they are added up."""
 PAIR_BYTES = 1_000_000
 PAIR_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What an exchange took on one device."""
+    """The measured cost of an exchange on one device."""
 
     small_seconds: float
     large_seconds: float
     lost_seconds: float
-    """Of computing, to one large exchange."""
+    """Computing time lost to one large exchange."""
     links: dict[str, Link] = field(default_factory=dict)
-    """To every other device."""
+    """The links to every other device."""
 
     def of(self, count: int) -> tuple[float, float, float]:
-        """Seconds of delay, bytes per second of a port, seconds of computing lost per byte sent or received."""
+        """Return seconds of delay, bytes per second of a port, seconds of computing lost per byte sent or received."""
         byte_count = 2 * (count - 1) / count * LARGE_BYTES
         rate = byte_count / max(self.large_seconds - 2 * self.small_seconds, 0.1 * self.large_seconds)
         return self.small_seconds, rate, self.lost_seconds / (2 * byte_count)
 
 
 def expected(devices: Sequence[str], name: str) -> dict[tuple[str, str], int]:
-    """What one device will get in each repeat."""
+    """Return (source, topic) -> bytes of what one device will receive in each repeat."""
     sizes = _chunks(len(devices))
-    own = sizes[devices.index(name)]
-    found: dict[tuple[str, str], int] = {}
+    own_chunk = sizes[devices.index(name)]
+    sizes_in: dict[tuple[str, str], int] = {}
     for size, other in zip(sizes, devices):
         if other != name:
-            found |= {(other, "start"): SMALL_BYTES, (other, "small"): SMALL_BYTES}
-            found |= {(other, "gather"): own, (other, "spread"): size}
-            found |= {(other, "ping"): SMALL_BYTES, (other, "pong"): SMALL_BYTES}
-            found |= {(other, "much"): PAIR_BYTES, (other, "came"): SMALL_BYTES}
-    return found
+            sizes_in |= {(other, "start"): SMALL_BYTES, (other, "small"): SMALL_BYTES}
+            sizes_in |= {(other, "gather"): own_chunk, (other, "spread"): size}
+            sizes_in |= {(other, "ping"): SMALL_BYTES, (other, "pong"): SMALL_BYTES}
+            sizes_in |= {(other, "much"): PAIR_BYTES, (other, "came"): SMALL_BYTES}
+    return sizes_in
 
 
 def tournament(devices: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Rounds of pairs: everybody meets everybody once, and nobody two at a time."""
+    """Return rounds of pairs: every device meets every other once, and never two at a time."""
     ring: list[str | None] = [*devices, *([None] if len(devices) % 2 else [])]
     rounds = []
     for _ in range(len(ring) - 1):
         met = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]))
-        rounds.append([(one, other) for one, other in met if one is not None and other is not None])
+        rounds.append([(first, other) for first, other in met if first is not None and other is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return rounds
 
@@ -91,8 +91,11 @@ def _chunks(count: int) -> list[int]:
 
 
 class _Computing:
-    """A thread that convolves all the time, and counts: in small steps, so that a short exchange is seen too, and as a
-    network does, by multiplying for a part and by passing over memory for another."""
+    """A thread that convolves all the time and counts its steps.
+
+    The steps are small, so that a short exchange shows too, and like a network's: partly multiplications, partly passes
+    over memory.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -127,8 +130,10 @@ def _step_of_computing() -> Callable[[], object]:
 
 @torch.no_grad()
 def _small_seconds(exchange: _Exchange) -> float:
-    """What a small exchange adds to the computing around it, where everybody computes. Whoever is faster waits for the
-    slowest, and that is not the exchange's fault."""
+    """Return what a small exchange adds to the computing around it, where all devices compute.
+
+    A faster device waits for the slowest, and that is not counted as the exchange's cost.
+    """
     compute = _step_of_computing()
 
     def piece() -> None:
@@ -137,9 +142,9 @@ def _small_seconds(exchange: _Exchange) -> float:
             compute()
 
     def pieces(step: int, *, exchanging: bool) -> float:
-        """Seconds of each."""
+        """Return the seconds of each piece."""
         exchange.endpoint.mailbox.begin_step(step)
-        exchange.little(step, "start")  # brings everybody to the same point
+        exchange.little(step, "start")  # brings all devices to the same point
         start = time.perf_counter()
         for number in range(PIECES):
             piece()
@@ -149,13 +154,13 @@ def _small_seconds(exchange: _Exchange) -> float:
 
     added = []
     for step in range(0, SMALL_REPEATS * _SMALL_STRIDE, _SMALL_STRIDE):
-        both, alone = pieces(step, exchanging=True), pieces(step + PIECES, exchanging=False)
-        added.append(both - exchange.largest(step + PIECES + 1, alone))
+        with_exchange, alone = pieces(step, exchanging=True), pieces(step + PIECES, exchanging=False)
+        added.append(with_exchange - exchange.largest(step + PIECES + 1, alone))
     return statistics.median(added[1:])
 
 
 def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
-    """Take part in the exchange; everybody named does at the same time."""
+    """Take part in the exchange; all devices named do so at the same time."""
     exchange = _Exchange(endpoint, devices)
     small = _small_seconds(exchange)
     large, lost = [], 0.0
@@ -172,7 +177,7 @@ def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
             lost += large[-1] - (computing.count - before) / alone if alone else 0.0
     lost = max(0.0, lost) / len(large)
     links = exchange.links(first + REPEATS + 1, devices)
-    nearest = min((link.delay_seconds for link in links.values()), default=0.0)  # nothing is faster, noise or not
+    nearest = min((link.delay_seconds for link in links.values()), default=0.0)  # nothing is faster, whatever the noise
     return Probe(max(small, nearest), statistics.median(large), lost, links)
 
 
@@ -190,47 +195,47 @@ class _Exchange:
     def little(self, step: int, topic: str) -> None:
         self._pass(step, topic, dict.fromkeys(self.others, self.small), self.into, urgent=True)
 
-    def largest(self, step: int, own: float) -> float:
-        """Of everybody's numbers."""
-        self.small[:_NUMBER_BYTES].view(torch.float64).fill_(own)
+    def largest(self, step: int, number: float) -> float:
+        """Return the largest of all devices' numbers."""
+        self.small[:_NUMBER_BYTES].view(torch.float64).fill_(number)
         self.little(step, "start")
-        return max(own, *(float(one[:_NUMBER_BYTES].view(torch.float64)) for one in self.into.values()))
+        return max(number, *(float(data[:_NUMBER_BYTES].view(torch.float64)) for data in self.into.values()))
 
     def large(self, step: int) -> None:
         memory = self._sets[step % _SETS]
-        own = memory[self.endpoint.name]
+        own_chunk = memory[self.endpoint.name]
         box = self.endpoint.mailbox
         for name in self.others:
             box.post(name, step, "spread", [memory[name]])
         for name in self.others:
             self.endpoint.send(name, step, "gather", [memory[name]])
-        total: Any = own.numpy()
+        total: Any = own_chunk.numpy()
         for name in self.others:
             total += numpy.frombuffer(box.take(name, step, "gather"), numpy.float32)
-        self._pass(step, "spread", dict.fromkeys(self.others, own), memory)
+        self._pass(step, "spread", dict.fromkeys(self.others, own_chunk), memory)
 
     def links(self, first_step: int, devices: Sequence[str]) -> dict[str, Link]:
-        """The link to each of the others, measured while its pair has it alone."""
+        """Return the link to each of the others, measured while its pair has it to itself."""
         trips: dict[str, list[tuple[float, float]]] = {name: [] for name in self.others}
         step = first_step
         for pairs in tournament(devices):
-            met = next((pair for pair in pairs if self.endpoint.name in pair), None)
+            own_pair = next((pair for pair in pairs if self.endpoint.name in pair), None)
             for _ in range(PAIR_REPEATS):
                 self.endpoint.mailbox.begin_step(step)
                 self.little(step, "start")
-                if met is not None:
-                    other = met[met[0] == self.endpoint.name]
-                    trips[other].append(self._with(other, step, is_first=other == met[1]))
+                if own_pair is not None:
+                    other = own_pair[own_pair[0] == self.endpoint.name]
+                    trips[other].append(self._with(other, step, is_first=other == own_pair[1]))
                 step += 1
-        found = {}
-        for name, own in trips.items():
-            there_and_back = min(trip for trip, _ in own)
-            seconds = max(statistics.median(much for _, much in own) - there_and_back, 1e-9)
-            found[name] = Link(PAIR_BYTES / seconds, there_and_back / 2)
-        return found
+        links = {}
+        for name, pair_trips in trips.items():
+            there_and_back = min(trip for trip, _ in pair_trips)
+            seconds = max(statistics.median(large for _, large in pair_trips) - there_and_back, 1e-9)
+            links[name] = Link(PAIR_BYTES / seconds, there_and_back / 2)
+        return links
 
     def _with(self, other: str, step: int, *, is_first: bool) -> tuple[float, float]:
-        """Seconds of little there and back, and of much there and little back."""
+        """Return the seconds of a small message there and back, and of a large one there and a small one back."""
         little = trip = 0.0
         for turn in (is_first, not is_first):
             for sent, answered, tensor in (("ping", "pong", self.small), ("much", "came", self.much)):

@@ -1,8 +1,8 @@
-"""Workers on this machine: processes of their own with the command a person would type, forked from one that has
-loaded PyTorch (`fork_server`) or started, and always ended.
+"""Workers on this machine: separate processes with the command a person would type, forked from a process that has
+loaded PyTorch (`fork_server`) or started anew, and always ended.
 
-Nothing is left behind: the coordinator ends them when it closes; if it dies first, the kernel kills them with it (where
-it can), and they end by themselves once the control connection breaks.
+No process is left behind: the coordinator ends them when it closes; if it dies first, the kernel kills them with it
+(where it can), and they end by themselves once the control connection breaks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memor
 from manyhands.transport.security import Security
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
-"""The token goes to children in the environment: a command line can be read by everybody."""
+"""Variable that passes the token to children: a command line could be read by every user."""
 DIE_VARIABLE = "MANYHANDS_DIE_WITH_PARENT"
-"""Set to 1 for a child that the kernel may kill with its parent: it takes the thread that started it for the parent."""
+"""Set to 1 for a child that the kernel may kill with its parent: the kernel sees the thread that starts it as the
+parent."""
 _LEAVE_SECONDS = 3.0
 _ASKED_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -38,7 +39,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _TAIL_BYTES = 2000
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _started: WeakSet[LocalWorkers] = WeakSet()
-"""Those of this process."""
+"""All that this process has started."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ class WorkerProcess:
     names: tuple[str, ...]
     compute: str = "cpu"
     before: tuple[str, ...] = ()
-    """Words before the command, such as those that bring it into a lab."""
+    """Words before the command, such as those that run it in a lab."""
     device: str = ""
-    """Its name where it has several workers."""
+    """The process' name where it has several workers."""
     slowdown: float = 1.0
-    """How many times longer than it must whatever they compute takes: it stands for a slower device."""
+    """Factor by which everything they compute is slowed down, so that they stand for a slower device."""
     silo: str = ""
-    """A file of samples that only they have."""
+    """A file with samples that only these workers have."""
 
 
 @dataclass(eq=False)
@@ -62,41 +63,44 @@ class LocalWorkers:
     """Processes of workers on this machine."""
 
     processes: dict[str, Child | subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By the workers' names; several may be in one process."""
+    """Worker -> its process; several may be in one."""
     started_as: dict[str, WorkerProcess] = field(default_factory=dict)
-    """The same, as they were asked for."""
+    """Worker -> how its process was to be started."""
     logs: Path | None = None
     _logged: dict[str, str] = field(default_factory=dict)
-    """Worker -> whose log has its words."""
+    """Worker -> the name of the log that has its output."""
     _memory: dict[str, MemoryKills] = field(default_factory=dict)
-    """Worker -> how many had been killed for memory when it joined."""
+    """Worker -> the kernel's kills for memory up to when it joined."""
 
     def start(
-        self, wanted: Sequence[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int,
+        self, specs: Sequence[WorkerProcess], address: tuple[str, int], security: Security, *, threads: int,
         joins_later: bool = False, apart: bool = False,
     ) -> None:  # fmt: skip
-        """`joins_later`: a job is under way, which is not to wait while they load what they need. `apart`: each loads
-        PyTorch by itself, and shares no memory of it."""
+        """Start these processes; their workers join the coordinator at `address`.
+
+        `joins_later`: a job is under way, which is not to wait while they load what they need. `apart`: each loads
+        PyTorch by itself, and shares no memory of it.
+        """
         _started.add(self)
-        for one in wanted:
-            name = one.device or one.names[0]
+        for spec in specs:
+            name = spec.device or spec.names[0]
             words = [
-                "worker", "--join", f"{address[0]}:{address[1]}", "--name", name, "--slots", str(len(one.names)),
-                "--compute", one.compute, "--threads", str(threads),
+                "worker", "--join", f"{address[0]}:{address[1]}", "--name", name, "--slots", str(len(spec.names)),
+                "--compute", spec.compute, "--threads", str(threads),
                 "--encrypted" if security.encrypted else "--plain", "--patience", f"{security.patience:g}",
-                "--slowdown", repr(one.slowdown),
+                "--slowdown", repr(spec.slowdown),
             ]  # fmt: skip
-            if one.silo:
-                words += ["--silo", one.silo]
+            if spec.silo:
+                words += ["--silo", spec.silo]
             environment = {
                 **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads), LOAD_VARIABLE: str(int(joins_later)),
             }  # fmt: skip
             with self._output(name) as output:
                 try:
-                    if apart or one.before or one.compute != "cpu":
+                    if apart or spec.before or spec.compute != "cpu":
                         raise NoForkServer("a process of its own")
-                    fork_server = fork_server_for(threads, len(wanted))
+                    fork_server = fork_server_for(threads, len(specs))
                     process: Child | subprocess.Popen[bytes] = fork_server.fork(
                         [*words, "--parent", str(fork_server.process.pid)], {**environment, DIE_VARIABLE: "1"},
                         output.fileno(),
@@ -104,30 +108,30 @@ class LocalWorkers:
                 except NoForkServer:
                     is_main_thread = threading.current_thread() is threading.main_thread()
                     process = subprocess.Popen(
-                        [*one.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
+                        [*spec.before, sys.executable, "-P", "-m", "manyhands", *words, "--parent", str(os.getpid())],
                         env={**environment, DIE_VARIABLE: str(int(is_main_thread))}, stdin=subprocess.DEVNULL,
                         stdout=output, stderr=output, start_new_session=True,
                     )  # fmt: skip
-            self.processes |= dict.fromkeys(one.names, process)
-            self.started_as |= dict.fromkeys(one.names, one)
-            self._logged |= dict.fromkeys(one.names, name)
+            self.processes |= dict.fromkeys(spec.names, process)
+            self.started_as |= dict.fromkeys(spec.names, spec)
+            self._logged |= dict.fromkeys(spec.names, name)
 
     def pin(self, cores: Mapping[str, int]) -> None:
-        """Have every thread of each worker named run on one core; threads it starts from now on do too."""
+        """Pin every thread of each worker named to one core, including threads that it starts from now on."""
         for name, core in cores.items():
             pin_process(self.processes[name].pid, core)
 
     def running(self) -> dict[str, int]:
-        """Worker -> its process id, of those that were started here and have not ended."""
-        return {name: one.pid for name, one in dict(self.processes).items() if one.poll() is None}
+        """Return worker -> its process id, for those that were started here and have not ended."""
+        return {name: process.pid for name, process in dict(self.processes).items() if process.poll() is None}
 
     def joined(self, name: str, process: int) -> None:
-        """A worker has come to its place: from now on the kernel's kills for memory there are counted."""
+        """Record that a worker has joined: from now on the kernel's kills for memory are counted for its process."""
         if name in self.processes:
             self._memory[name] = memory_kills(process)
 
     def _output(self, name: str) -> IO[bytes]:
-        """Where a worker's words go."""
+        """Return the file that a worker's output goes to."""
         if self.logs is None:
             return open(os.devnull, "ab")
         path = self.logs / f"{name}.log"
@@ -138,7 +142,7 @@ class LocalWorkers:
             raise write_failed(path, error) from error
 
     def ending(self, name: str, limit_seconds: float = 0.0) -> str:
-        """How a worker ended, in words; empty while it runs, or where it is not one of these."""
+        """Return how a worker ended, in words; empty while it runs, or where it is not one of these."""
         process = self.processes.get(name)
         if process is None:
             return ""
@@ -156,7 +160,7 @@ class LocalWorkers:
         return f"ended with exit code {code}"
 
     def last_words(self, name: str) -> str:
-        """The end of what a worker printed."""
+        """Return the end of what a worker printed."""
         if self.logs is None:
             return ""
         with contextlib.suppress(OSError):
@@ -165,26 +169,26 @@ class LocalWorkers:
         return ""
 
     def stop(self) -> None:
-        """All end: those that were told to leave by themselves, then those that are asked, then those that are made."""
+        """End all workers: wait for those that were told to leave, then ask those that are left, then kill them."""
         try:
             self._wait(_LEAVE_SECONDS)
             self._signal(signal.SIGTERM)
             self._wait(_ASKED_SECONDS)
-        finally:  # whatever interrupts this
+        finally:  # also where the waits above are interrupted
             self._signal(signal.SIGKILL)
             self._wait(_ASKED_SECONDS)
             self.processes.clear()
             self.started_as.clear()
 
     def end(self, name: str) -> None:
-        """Have one worker's process end at once, where it was started here and no other worker is in it."""
+        """End one worker's process at once, where it was started here and no other worker is in it."""
         process = self.processes.get(name)
-        if process is not None and sum(one is process for one in self.processes.values()) == 1:
+        if process is not None and sum(other is process for other in self.processes.values()) == 1:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
 
     def kill(self) -> None:
-        """All end, and nobody waits for it."""
+        """Kill all workers without waiting until they have ended."""
         self._signal(signal.SIGKILL)
 
     def _wait(self, limit_seconds: float) -> None:
@@ -201,7 +205,7 @@ class LocalWorkers:
 
 
 def kill_started() -> None:
-    """Every worker that this process has started ends at once, and nobody waits for it."""
+    """Kill every worker that this process has started, without waiting until they have ended."""
     for workers in list(_started):
         workers.kill()
 
@@ -209,7 +213,7 @@ def kill_started() -> None:
 def pin_process(process: int, core: int) -> None:
     """Keep the threads that a process has now, and those they start later, on one core."""
     pinned: set[str] = set()
-    while new := set(os.listdir(f"/proc/{process}/task")) - pinned:  # one not yet pinned may start one meanwhile
+    while new := set(os.listdir(f"/proc/{process}/task")) - pinned:  # an unpinned one may start others meanwhile
         for thread in new:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), {core})
@@ -217,7 +221,7 @@ def pin_process(process: int, core: int) -> None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed for the next step: asking the kernel for it again costs a page fault per 4 KB."""
+    """Make glibc keep freed memory for the next step: asking the kernel for it again costs a page fault per 4 KB."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for option, value in (
@@ -233,7 +237,10 @@ def is_to_load_everything() -> bool:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, if asked for; else the control connection tells."""
+    """Make the kernel kill this process when its parent ends, if that was asked for.
+
+    Otherwise the process learns of its parent's end by the control connection.
+    """
     if os.environ.get(DIE_VARIABLE) == "1":
         end_with(parent)
     elif os.getppid() != parent:
@@ -241,7 +248,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel, where it can, kill this process when its parent ends."""
+    """Make the kernel, where it can, kill this process when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that took effect
@@ -249,18 +256,18 @@ def end_with(parent: int) -> None:
 
 
 def divide_into(name: str, slots: int) -> tuple[str, int]:
-    """Become several workers: the name and the parent of each, in as many processes, which share torch's memory.
+    """Become several workers, in as many processes, which share torch's memory; return each one's name and parent.
 
-    To be called after torch was imported and before it has started a thread. The calling process stays as the parent
-    of all and ends when they have, with the first exit code that was not 0; if it is killed, they are too.
+    To be called after torch was imported and before it has started a thread. The calling process stays as the parent of
+    all and ends when they have, with the first exit code that was not 0; if it is killed, they are too.
     """
-    own = os.getpid()
+    parent = os.getpid()
     children: dict[int, str] = {}
     for slot in slot_names(name, slots):
         child = os.fork()
         if child == 0:
-            end_with(own)
-            return slot, own
+            end_with(parent)
+            return slot, parent
         children[child] = slot
     code = 0
     signal.signal(signal.SIGTERM, lambda number, _: _pass_on(children, number))

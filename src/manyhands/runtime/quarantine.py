@@ -25,7 +25,7 @@ class _Sentence:
 
 
 class Quarantine:
-    """Evicted processes, by the identifier that each draws when it starts: a new process is not concerned."""
+    """The evicted processes, by the identifier that each draws when it starts: a restarted worker is not concerned."""
 
     def __init__(self) -> None:
         self._sentences: dict[str, _Sentence] = {}
@@ -39,17 +39,17 @@ class Quarantine:
         self._sentences[process] = _Sentence(reason, now + seconds, count)
 
     def end(self, process: str) -> None:
-        """Let a process join again that was kept out for what it had not done."""
+        """Allow a process to join again that was kept out for a fault that was not its own."""
         self._sentences.pop(process, None)
 
     def refusal(self, process: str, name: str, now: float) -> Refusal | None:
-        """What a process is told that is still kept out; None where it may join."""
+        """Return the refusal for a process that is still kept out; None where it may join."""
         sentence = self._sentences.get(process)
         if sentence is None or now >= sentence.until:
             return None
-        left = sentence.until - now
+        seconds_left = sentence.until - now
         return Refusal(
             f"{name:.64} was evicted from this run: {sentence.reason}.",
-            f"It may join again in {left:.0f} s. A worker that is started anew may join at once.",
-            again_seconds=left,
+            f"It may join again in {seconds_left:.0f} s. A worker that is started anew may join at once.",
+            again_seconds=seconds_left,
         )

@@ -1,8 +1,8 @@
-"""Whether others can be reached from this machine at all: a connection is made and closed again, and nothing is said
+"""Probes of whether others can be reached from this machine: a connection is made and closed again, and nothing is sent
 over it.
 
-The network's own answer is kept as it is: a port that refuses and one that stays silent want different remedies. It is
-for whoever sits at this machine; what a worker reports to a coordinator is in `member_probes`.
+The network's own answer is kept as it is: a port that refuses and one that stays silent need different remedies. It is
+for the person at this machine; what a worker reports to a coordinator is in `member_probes`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from manyhands.transport.endpoint import Address
 OPEN, REFUSED, SILENT, NO_ROUTE, NO_HOST, FAILED = "open", "refused", "silent", "no route", "no such host", "failed"
 NO_MEMBER = "no member answers"
 LIMIT_SECONDS = 4.0
-"""A TCP connection over a link with a second of delay takes two; the first lost packet is sent again after one."""
+"""Longest time of a probe. A TCP connection over a link with a second of delay takes two; the first lost packet is sent
+again after one."""
 _MOST_AT_ONCE = 32
 _MOST_PEERS = 1024
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """What the network said to an attempt to connect."""
+    """The network's answer to an attempt to connect."""
 
     host: str
     port: int
     outcome: str
-    """open; refused: nobody listens there, or a firewall rejects; silent: no answer within the limit; no route; no such
-    host; failed; no member answers: what a worker says of all of these, and of whoever has another token."""
+    """open; refused: no process listens there, or a firewall rejects; silent: no answer within the limit; no route; no
+    such host; failed; no member answers: what a worker reports for all of these, and for a peer with another token."""
     seconds: float
     text: str = ""
-    """The system's words."""
+    """The system's message."""
 
     @property
     def is_open(self) -> bool:
@@ -44,22 +45,22 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
 
 
 def probe_all(reader: str, peers: Mapping[str, Address], limit_seconds: float) -> dict[str, ProbeAnswer]:
-    """Peer -> what came of connecting, for each of those that `reader` is the one to connect to; all at once."""
-    wanted = {
+    """Return peer -> the result of connecting, for each that `reader` is the one to connect to; all at once."""
+    targets = {
         name: address
         for name, address in list(peers.items())[:_MOST_PEERS]
         if name != reader and address.is_dialled_by(reader, name)
     }
-    if not wanted:
+    if not targets:
         return {}
     limit = min(max(0.0, limit_seconds), LIMIT_SECONDS)
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted)), "probe") as pool:
-        attempts = {name: pool.submit(probe, at.host, at.port, limit) for name, at in wanted.items()}
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(targets)), "probe") as pool:
+        attempts = {name: pool.submit(probe, address.host, address.port, limit) for name, address in targets.items()}
     return {name: attempt.result() for name, attempt in attempts.items()}
 
 
 def probe(host: str, port: int, limit_seconds: float = LIMIT_SECONDS) -> ProbeAnswer:
-    """One attempt; never raises."""
+    """Return the result of one attempt; never raises."""
     start = time.monotonic()
     outcome, text = OPEN, ""
     try:

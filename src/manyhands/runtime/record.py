@@ -1,12 +1,12 @@
-"""A run's folder: everything that was decided and everything that happened, each file valid at any moment.
+"""The folder of a run: everything that was decided and everything that happened, each file valid at any moment.
 
-config.yaml  cluster.yaml  profile.json  plan.yaml       what was asked for, known and decided
+config.yaml  cluster.yaml  profile.json  plan.yaml       the arguments, the cluster, its profile and the plan
 events.jsonl  metrics.csv                                what happened, line by line
-live.json  round.json                                    how it goes now, or how it ended (observe/live.py)
+live.json  round.json                                    the present state, or how the run ended (observe/live.py)
 devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
 tensorboard/                                             the same for TensorBoard, if asked for
 checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
-workers/*.log                                            what local workers printed
+workers/*.log                                            the output of local workers
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ PLOTS = "plots"
 
 
 class RunRecord:
-    """Writes a run's folder."""
+    """The writer of a run's folder."""
 
     def __init__(self, folder: Path, *, steps_done: int | None = None) -> None:
-        """`steps_done`: of the run that goes on in this folder; None: a new one begins, in a folder without another."""
+        """`steps_done`: of the run that goes on in this folder; None: a new run begins, in a folder without another."""
         self.folder = folder
         self.living: Living | None = None
         """Shows the run to others while it goes on."""
         self.board: TensorBoard | None = None
-        """Writes the same for TensorBoard, where it was asked for."""
+        """Writes the same for TensorBoard, if asked for."""
         try:
             make_folder(folder, is_private=True)
         except OSError as error:
@@ -79,7 +79,7 @@ class RunRecord:
             raise
 
     def close(self) -> None:
-        with contextlib.ExitStack() as all_files:  # each of them, whatever the others do
+        with contextlib.ExitStack() as all_files:  # closes each, even if another fails to close
             if self.board is not None:
                 all_files.callback(self.board.close)
             all_files.callback(self._metrics.close)
@@ -91,7 +91,7 @@ class RunRecord:
             self.board.event(event, facts)
 
     def decided(self, config: Mapping[str, Any], cluster: Cluster, profile: Profile, plan: Plan) -> None:
-        """What was asked for, known and decided."""
+        """Write what the run was given and what was decided: configuration, cluster, profile, plan."""
         write_document(self.folder / "config.yaml", dict(config))
         write_document(self.folder / "cluster.yaml", cluster.to_dict())
         write_document(self.folder / "profile.json", msgspec.to_builtins(profile.devices))
@@ -110,7 +110,7 @@ class RunRecord:
             self.board.step(step, epoch, loss, seconds, samples, staleness)
 
     def losses(self) -> list[float]:
-        """Every step's loss so far, from the file."""
+        """Return every step's loss so far, from the file."""
         return [float(row["loss"]) for row in self._rows() if row.get("loss")]
 
     def _rows(self) -> list[dict[str, str]]:
@@ -124,15 +124,18 @@ class RunRecord:
             raise BadFile(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
     def _forget_after(self, steps_done: int) -> None:
-        """Steps after the checkpoint are run again: their lines go."""
+        """Remove the lines of steps after the checkpoint: these steps are run again."""
         rows = [row for row in self._rows() if row.get("step", "").isdigit() and int(row["step"]) < steps_done]
         lines = [",".join(COLUMNS), *(",".join(row.get(column) or "" for column in COLUMNS) for row in rows)]
         write_text_atomic(self.folder / "metrics.csv", "\n".join(lines) + "\n")
 
     def checkpoint(
-        self, module: nn.Module, graph: Graph, found: RunState, optimizer: Optimizer, seed: int, facts: dict[str, Any]
+        self, module: nn.Module, graph: Graph, state: RunState, optimizer: Optimizer, seed: int, facts: dict[str, Any]
     ) -> Path:
-        """A checkpoint of the whole network, whoever held its parts; the steps that led to it are on disk first."""
+        """Write a checkpoint of the whole network, whichever devices held its parts.
+
+        The metrics of the steps that led to it are on disk first.
+        """
         path = self.folder / "metrics.csv"
         try:
             with open(path, "rb") as file:
@@ -142,13 +145,13 @@ class RunRecord:
         saved = checkpoint.save(
             self.folder,
             checkpoint.Checkpoint(
-                step=found.steps_done, model=full_state(module, graph, found.weights),
-                optimizer_tensors=found.optimizer, optimizer_scalars=found.scalars, optimizer=optimizer, seed=seed,
+                step=state.steps_done, model=full_state(module, graph, state.weights),
+                optimizer_tensors=state.optimizer, optimizer_scalars=state.scalars, optimizer=optimizer, seed=seed,
                 facts=facts,
             ),
         )  # fmt: skip
         checkpoint.prune(self.folder, KEPT_CHECKPOINTS)
-        self.event("checkpoint", step=found.steps_done, path=str(saved.relative_to(self.folder)))
+        self.event("checkpoint", step=state.steps_done, path=str(saved.relative_to(self.folder)))
         return saved
 
     def devices(
@@ -157,7 +160,7 @@ class RunRecord:
         planned_bytes: Mapping[tuple[str, str], int],
         bytes_by_use: Mapping[str, Any],
     ) -> None:
-        """What each device did, and what the plan said would travel in a round, and what for."""
+        """Write what each device did, and the bytes that by the plan travel in a round, by pair and by use."""
         planned = [{"from": a, "to": b, "bytes_per_step": size} for (a, b), size in planned_bytes.items()]
         document = {
             "devices": {name: log.to_dict() for name, log in logs.items()},
@@ -170,31 +173,31 @@ class RunRecord:
 
 
 def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The module's state dict with trained values, tied names included; what the graph does not use stays."""
-    found = {}
+    """Return the module's state dict with trained values, tied names included; what the graph does not use stays."""
+    state = {}
     for name, tensor in module.state_dict().items():
         trained = weights.get(graph.aliases.get(name, name))
-        found[name] = trained if trained is not None else tensor
-    return found
+        state[name] = trained if trained is not None else tensor
+    return state
 
 
 def resumed_state(graph: Graph, loaded: checkpoint.Checkpoint) -> RunState:
-    """Where a checkpoint left off."""
+    """Return the state that a checkpoint holds."""
     weights = {}
     for spec in graph.weights:
-        given = loaded.model.get(spec.name)
-        own = (spec.dtype, spec.shape)
-        if given is not None and (str(given.dtype).removeprefix("torch."), tuple(given.shape)) != own:
+        tensor = loaded.model.get(spec.name)
+        expected = (spec.dtype, spec.shape)
+        if tensor is not None and (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != expected:
             raise BadFile(
-                f"The checkpoint's '{spec.name}' is {given.dtype} {tuple(given.shape)}; the model's is {own}.",
+                f"The checkpoint's '{spec.name}' is {tensor.dtype} {tuple(tensor.shape)}; the model's is {expected}.",
                 hint="Resume with the model the run was started with.",
             )
-        weights[spec.name] = given if given is not None else graph.state[spec.name]
+        weights[spec.name] = tensor if tensor is not None else graph.state[spec.name]
     return RunState(weights, dict(loaded.optimizer_tensors), dict(loaded.optimizer_scalars), loaded.step)
 
 
 def new_folder(job: str, *names: str) -> Path:
-    """runs/train-tiny-digits-20260102-030405, with a number behind it where that exists."""
+    """Make and return a folder like runs/train-tiny-digits-20260102-030405, with a number appended if that exists."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join([job, *names])).replace("..", "_")
     base = Path("runs") / f"{plain[:100]}-{stamp}"
@@ -212,14 +215,14 @@ def new_folder(job: str, *names: str) -> Path:
 
 
 def one_step(spans: Sequence[MeasuredSpan], step: int) -> list[MeasuredSpan]:
-    """The spans of a step, its first at 0."""
-    own = [span for span in spans if span.step == step]
-    start = min((span.start for span in own), default=0.0)
-    return [msgspec.structs.replace(span, start=span.start - start, end=span.end - start) for span in own]
+    """Return the spans of a step, shifted so that the first begins at 0."""
+    step_spans = [span for span in spans if span.step == step]
+    start = min((span.start for span in step_spans), default=0.0)
+    return [msgspec.structs.replace(span, start=span.start - start, end=span.end - start) for span in step_spans]
 
 
 def read_decided(folder: Path, network: Network) -> tuple[Cluster, Profile, Plan]:
-    """What a run decided with and upon, as it stands in its folder."""
+    """Return the cluster and the profile that a run decided upon, and its plan, from its folder."""
     profiles = decode(read_document(folder / "profile.json"), dict[str, DeviceProfile], str(folder / "profile.json"))
     for profile in profiles.values():
         profile.check_matches(network)
@@ -228,7 +231,7 @@ def read_decided(folder: Path, network: Network) -> tuple[Cluster, Profile, Plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What a run was asked for."""
+    """Return the configuration of a run."""
     raw = read_document(folder / "config.yaml")
     if not isinstance(raw, dict):
         raise BadFile(f"{folder / 'config.yaml'}: is not the configuration of a run.")

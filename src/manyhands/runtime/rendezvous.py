@@ -1,4 +1,5 @@
-"""Where workers and a coordinator meet: those that connect or are dialled prove who they are, and join or are refused.
+"""The rendezvous of workers and a coordinator: those that connect or are dialled prove who they are, and join or are
+refused.
 
 A pending peer is one that is connected and has not joined yet. Each connection has a thread, from the first message of
 the peer to the last one of the member that it becomes: what one peer sends harms no other.
@@ -35,12 +36,12 @@ HELLO_SECONDS = 10.0
 WELCOME_SECONDS = 2.0
 _LEAVE_SECONDS = 0.3
 _MOST_CONNECTIONS = 1200
-"""Peers that may be connected at once: each has a thread."""
+"""Most peers that may be connected at once: each has a thread."""
 
 
 @dataclass
 class JoinTerms:
-    """What a worker is told when it joins."""
+    """The terms that a worker learns when it joins."""
 
     coordinator_timeout_seconds: float
     heartbeat_seconds: float
@@ -54,14 +55,14 @@ class JoinTerms:
 
 
 class TurnedAway:
-    """Reports the peers that failed to prove who they are, to people and in the audit log."""
+    """The reports of peers that failed to prove who they are, to people and in the audit log."""
 
     def __init__(self, on_event: Callable[[str], None], audit: AuditLog) -> None:
         self._on_event, self._audit = on_event, audit
         self._failed_proofs = FailedProofs(on_event, audit)
 
     def note(self, origin: str, error: ManyhandsError) -> None:
-        """Called in the thread of the peer that failed."""
+        """Report a peer that failed. Called in that peer's thread."""
         if isinstance(error, WrongProof):
             self._failed_proofs.note(origin)
         elif isinstance(error, KeyRefused):
@@ -69,12 +70,12 @@ class TurnedAway:
             self._audit.record("refused", origin=origin, key=fingerprint(error.public), reason=error.message)
 
     def report(self, *, is_last: bool = False) -> None:
-        """Report what was only counted so far, once a minute; `is_last`: now."""
+        """Report, once a minute, what was only counted so far; `is_last`: now."""
         self._failed_proofs.report(is_last=is_last)
 
 
 class Rendezvous:
-    """Listens for workers, and takes in those that may join."""
+    """The listener for workers, which takes in those that may join."""
 
     def __init__(
         self,
@@ -98,8 +99,8 @@ class Rendezvous:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Close all connections; no thread is left. The listener was closed before."""
-        self._acceptor.join(2)  # nobody is let in from now on
+        """Close all connections and end all threads. The listener was closed before."""
+        self._acceptor.join(2)  # no peer is accepted from now on
         membership = self._membership
         with membership.change:
             connections = dict(self._connections)
@@ -107,7 +108,7 @@ class Rendezvous:
                 connections[member.channel] for member in membership.members.values() if member.channel in connections
             ]
         end = time.monotonic() + _LEAVE_SECONDS
-        for thread in informed:  # a member that is cut off while it sends never reads that it may go
+        for thread in informed:  # a member that is cut off while it sends never reads that it may leave
             thread.join(max(0.0, end - time.monotonic()))
         for channel in connections:
             channel.close()
@@ -124,7 +125,10 @@ class Rendezvous:
     def receive(
         self, channel: ControlChannel, invitation: Invitation | None = None, joined: Future[Member] | None = None
     ) -> None:
-        """Have a thread read what a peer sends. `joined`: is given the member that it becomes, or why it does not."""
+        """Start a thread that reads what a peer sends.
+
+        `joined`: set to the member that the peer becomes, or to the reason why it does not.
+        """
         thread = threading.Thread(
             target=self._greet, args=(channel, invitation, joined or Future()), name="coordinator peer", daemon=True
         )
@@ -132,7 +136,7 @@ class Rendezvous:
             is_late = self._closing.is_set() or len(self._connections) >= _MOST_CONNECTIONS
             if not is_late:
                 try:
-                    thread.start()  # it waits for this lock before it forgets itself
+                    thread.start()  # it waits for this lock before it removes its entry
                     self._connections[channel] = thread
                 except RuntimeError:  # the system has no more threads
                     is_late = True
@@ -142,7 +146,7 @@ class Rendezvous:
                 joined.set_exception(WorkerLost("The coordinator ends, or is full: nobody is taken in."))
 
     def _greet(self, channel: ControlChannel, invitation: Invitation | None, joined: Future[Member]) -> None:
-        """One connection's thread."""
+        """Admit a peer, then read what it sends: one connection's thread."""
         try:
             member = self._admit(channel, invitation)
             if isinstance(member, Refusal):
@@ -173,7 +177,7 @@ class Rendezvous:
             membership.lose(namesake, "it has come back over another connection")
             namesake.channel.close()
         book = self._book(invitation)
-        with membership.change:  # of two with one name the second is refused
+        with membership.change:  # of two peers with one name the second is refused
             member = membership.judge(hello, channel, invitation, book)
             if isinstance(member, Member):
                 label = pinned_name(hello.name, invitation)
@@ -190,7 +194,7 @@ class Rendezvous:
         return member
 
     def _hello(self, channel: ControlChannel, invitation: Invitation | None) -> Hello | Refusal:
-        """A pending peer's first message, or why it is refused before it is known who it is."""
+        """Return a pending peer's first message, or the reason why it is refused before its name is known."""
         channel.limit_received(LARGEST_HELLO_BYTES)
         data = channel.receive(HELLO_SECONDS)
         if data is None:
@@ -210,7 +214,7 @@ class Rendezvous:
         return hello
 
     def _book(self, invitation: Invitation | None) -> KeyBook | None:
-        """The devices whose keys are pinned, as the side that dialled knows them."""
+        """Return the devices whose keys are pinned, as the side that dialled knows them."""
         credentials = self._credentials if invitation is None else invitation.credentials
         return credentials.book if credentials is not None else None
 
@@ -221,7 +225,7 @@ class Rendezvous:
             self._membership.audit.record("refused", name=name[:64], origin=channel.peer_host, reason=refusal.reason)
         channel.send(encode(refusal), WELCOME_SECONDS)
         with contextlib.suppress(ManyhandsError):
-            channel.receive(2.0)  # let it read before the connection goes
+            channel.receive(2.0)  # gives it time to read before the connection closes
         return refusal
 
     # Once a peer has joined
@@ -230,7 +234,7 @@ class Rendezvous:
         """Put what one worker sends into the queue of events, until its connection ends."""
         reason, unfinished_bytes, has_left = "", 0, False
         try:
-            while True:  # until the channel ends, here or there
+            while True:  # until the channel ends, on either side
                 data = member.channel.receive(self.terms.heartbeat_seconds)
                 if data is None and member.channel.unfinished_bytes == unfinished_bytes:
                     continue

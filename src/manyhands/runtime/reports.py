@@ -1,4 +1,4 @@
-"""What workers report during a run: rounds and steps that are done, copies of their state, logs."""
+"""The handling of workers' reports during a run: rounds and steps that are done, copies of their state, logs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Reports:
     def __init__(self, run: Run, agreement: Agreement) -> None:
         self._run, self.agreement = run, agreement
         self.agreed_steps = run.first
-        """Steps that everybody is done with, and whose numbers agree: no later state is trusted."""
+        """Steps that all devices are done with, and whose numbers agree: no later state is trusted."""
         self._rounds: dict[int, dict[str, Progress]] = defaultdict(dict)
         """Step -> device -> its report, of rounds that some devices have ended."""
         self._listed: dict[str, tuple[TensorEntry, ...]] = {}
-        """What each device's state is made of."""
+        """Device -> the tensors of its state."""
 
     def handle(self, name: str, message: Message) -> None:
-        """Take a message of a worker."""
+        """Process a message from a worker."""
         if isinstance(message, Progress):
             self.progressed(name, message)
         elif isinstance(message, Stepped):
@@ -56,14 +56,14 @@ class Reports:
             self._run.outcome.logs[name] = message.log
 
     def _offered(self, name: str, message: State) -> None:
-        """A worker has a copy of its state: for the folder, against losses, or both."""
+        """Take the offer of a copy of a worker's state: for the folder, against losses, or both."""
         if message.tensors is not None:
             self._listed[name] = message.tensors
         listed = self._listed.get(name)
         if listed is None:
             raise BadValue(
                 f"Worker {name} offers its state after step {message.step}, made of the same tensors as before; "
-                "it has not said yet what those are."
+                "it has not reported yet which those are."
             )
         if message.has_changed:
             reason = f"its copy of its state after step {message.step} has changed while it was kept"
@@ -76,7 +76,7 @@ class Reports:
         self._run.backups.kept(name, message, listed)
 
     def _corrupt(self, name: str, message: Corrupt) -> None:
-        """Go on without a device whose copy has changed since it made it; the state is taken from elsewhere."""
+        """Go on without a device whose copy has changed since it was made; the state is taken from elsewhere."""
         source = (
             message.source
             if message.tensor in self._run.handout.sources.get(name, {}).get(message.source, ())
@@ -86,7 +86,7 @@ class Reports:
         raise self._run.evicted(Verdict(source, f"{whose} of {message.tensor:.80} is not what it was when it was kept"))
 
     def ended_round(self, name: str, message: Progress) -> bool:
-        """A device has ended a round; False where that was known."""
+        """Record that a device has ended a round, and return whether this was new."""
         if message.step <= self._run.steps.done[name]:
             return False
         self._check_step(name, message.step, self._run.steps.round_end(self._run.steps.done[name] + 1) - 1)
@@ -102,7 +102,7 @@ class Reports:
         return True
 
     def progressed(self, name: str, message: Progress) -> None:
-        """Take the report of a round; once all devices have ended it, its steps are done."""
+        """Record the report of a round; once all devices have ended it, its steps are done."""
         if not self.ended_round(name, message):
             return
         reported = self._rounds[message.step]
@@ -116,8 +116,8 @@ class Reports:
         seconds, self._run.times.round_ended = (now - self._run.times.round_ended) / (end - first), now
         for place, step in enumerate(range(first, end)):
             self._run.feed.inputs.pop(step, None)
-            parts = [reported[one].losses[place] for one in self._run.names if reported[one].losses]
-            late = [reported[one].staleness[place] for one in self._run.names if reported[one].staleness]
+            parts = [reported[device].losses[place] for device in self._run.names if reported[device].losses]
+            late = [reported[device].staleness[place] for device in self._run.names if reported[device].staleness]
             loss = sum(parts) if parts else None
             self._run.outcome.step_seconds.append(seconds)
             if loss is not None:
@@ -128,16 +128,21 @@ class Reports:
         self._run.gathering.ended(message.step)
 
     def _compare(self, step: int, reported: Mapping[str, Progress]) -> None:
-        """Go on without a device whose numbers of a round contradict those of the others. Asked before anything of the
-        round is reported, kept or safe: the next generation begins with a state from before it."""
-        sums = {name: one.sums for name, one in reported.items()}
-        sources = {name: one.not_finite_from for name, one in reported.items() if one.not_finite_from in reported}
+        """Go on without a device whose numbers of a round contradict those of the others.
+
+        To be called before anything of the round is reported, kept or safe: the next generation begins with a state
+        from before it.
+        """
+        sums = {name: report.sums for name, report in reported.items()}
+        sources = {
+            name: report.not_finite_from for name, report in reported.items() if report.not_finite_from in reported
+        }
         if (verdict := self.agreement.compare(step, sums, sources)) is not None:
             raise self._run.evicted(verdict)
         self.agreed_steps = step + 1
 
     def _check_step(self, name: str, step: int, next_end: int) -> None:
-        """Go on without a device that says it has done what it cannot have done."""
+        """Go on without a device that reports a step that it cannot have done."""
         if step > next_end or step >= self._run.feed.sent:
             sent = self._run.feed.sent
             reason = f"it says that it has done step {step}; the next one was {next_end}, and {sent} were sent"

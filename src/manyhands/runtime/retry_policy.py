@@ -1,4 +1,4 @@
-"""How hard a job tries to go on when devices are lost: with how few, how long it waits, how often it tries."""
+"""The effort that a job makes to go on when devices are lost: with how few, how long it waits, how often it tries."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from manyhands.facts.errors import BadValue
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How hard a job tries to go on."""
+    """The limits within which a job tries to go on when devices are lost."""
 
     replan: str = "auto"
     """"light" (incremental: shares, tiles and cuts move), "heavy" (full re-planning), or "auto"."""
     min_devices: int = 1
-    """The floor: with fewer it waits for others to join, then ends. How many a job begins with is not said here: that
-    is who had joined when it was planned."""
+    """The floor: with fewer the job waits for others to join, then ends. The number that a job begins with is not set
+    here: it is that of the devices that had joined when it was planned."""
     max_devices: int | None = None
-    """More are not used; None: everybody who joins is."""
+    """Most devices that are used; None: all that join."""
     wait_seconds: float = 0.0
-    """How long a job below the floor waits for others; 0: nobody can join."""
+    """Seconds that a job below the floor waits for others; 0: none can join."""
     attempts: int = 5
-    """Losses in a row, with no step done between them, after which it gives up."""
+    """Losses in a row, with no step done between them, after which the job gives up."""
 
     def __post_init__(self) -> None:
         if self.min_devices < 1:
@@ -32,7 +32,7 @@ class RetryPolicy:
             )
 
     def begins_with(self, count: int) -> None:
-        """Refuse a job that would be below its floor before anybody has left."""
+        """Refuse a job that would be below its floor before any device has left."""
         if count < self.min_devices:
             raise BadValue(
                 f"min_devices is {self.min_devices}; the job would begin with {count} device(s).",

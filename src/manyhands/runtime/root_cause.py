@@ -12,15 +12,15 @@ from manyhands.runtime.heartbeats import no_heartbeat
 from manyhands.runtime.member import Event, Lost, Member, MemberJoined
 
 LIMITS = 1.5
-"""How many heartbeat timeouts to wait for news of the lost device: by then every device has answered or is lost."""
+"""Heartbeat timeouts to wait for news of the lost device: by then every device has answered or is lost."""
 _POLL_SECONDS = 0.02
 ENDING_SECONDS = 0.2
-"""A process whose connections broke has ended in a moment, if it has."""
+"""Seconds to wait for a process to end whose connections broke: if it ends, it does so within a moment."""
 _SYMPTOMS = (WorkerLost, TimedOut)
 
 
 def is_symptom(error: BaseException | Failed) -> bool:
-    """Whether this only says that somebody else is missed."""
+    """Return whether this error only says that another device is missed."""
     if isinstance(error, Failed):
         return error.kind in {kind.__name__ for kind in _SYMPTOMS}
     return isinstance(error, _SYMPTOMS)
@@ -29,34 +29,34 @@ def is_symptom(error: BaseException | Failed) -> bool:
 def find_root_cause(
     coordinator: Coordinator, members: Mapping[str, Member], generation: int
 ) -> tuple[str, str | Failed] | None:
-    """The worker that was lost and how, or that failed in a way of its own.
+    """Return the worker that was lost and how, or that failed in a way of its own.
 
-    Every device is asked whether it is there: it is over when all have answered, and takes `LIMITS` timeouts at most.
+    Every device is asked for an answer: the search is over when all have answered, and takes `LIMITS` timeouts at most.
     """
-    found: tuple[str, str | Failed] | None = None
+    cause: tuple[str, str | Failed] | None = None
     others: list[Event] = []
-    asked = {name: coordinator.clock_sync.ask(name) for name, member in members.items() if not member.is_lost}
+    tickets = {name: coordinator.clock_sync.ask(name) for name, member in members.items() if not member.is_lost}
     end = time.monotonic() + coordinator.times.timeout_seconds * LIMITS
-    while found is None and (left := end - time.monotonic()) > 0:
-        asked = {
-            name: ticket for name, ticket in asked.items() if not coordinator.clock_sync.has_answered(name, ticket)
+    while cause is None and (seconds_left := end - time.monotonic()) > 0:
+        tickets = {
+            name: ticket for name, ticket in tickets.items() if not coordinator.clock_sync.has_answered(name, ticket)
         }
-        event = coordinator.next_event(min(left, _POLL_SECONDS) if asked else 0.0)
+        event = coordinator.next_event(min(seconds_left, _POLL_SECONDS) if tickets else 0.0)
         if event is None:
-            if not asked:
+            if not tickets:
                 break
             continue
         name, message = event
         if isinstance(message, Lost) and message.member is members.get(name):
-            found = name, message.reason
+            cause = name, message.reason
         elif isinstance(message, Failed) and message.generation == generation and not is_symptom(message):
-            found = name, message
+            cause = name, message
         elif isinstance(message, (MemberJoined, Leaving)):
             others.append(event)
     for event in others:
-        coordinator.events.put(event)  # they are not this one's matter
-    if found is not None:
-        return found
+        coordinator.events.put(event)  # they are not handled here
+    if cause is not None:
+        return cause
     for name, member in members.items():
         if member.is_lost:
             return name, member.reason
@@ -66,7 +66,7 @@ def find_root_cause(
 
 
 def lost(coordinator: Coordinator, name: str, when: str, reason: str) -> WorkerLost:
-    """The error that names a lost worker, when it was lost, and how."""
+    """Return the error that names a lost worker, when it was lost, and how."""
     if coordinator.members[name].is_evicted:
         return WorkerLost(f"Worker {name} was evicted {when}: {reason}.")
     ending = coordinator.local.ending(name, ENDING_SECONDS)

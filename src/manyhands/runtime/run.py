@@ -1,7 +1,7 @@
 """One run over joined workers: hand out the parts, feed batches, follow the progress, gather state.
 
-The coordinator feeds a few steps ahead and no further: that is what keeps fast devices from running away. It never
-waits without watching: every event of every worker passes through `Run.follow`, where each wait has a limit.
+The coordinator feeds a few steps ahead and no further: this keeps fast devices from running away. It never waits
+without watching: every event of every worker passes through `Run.follow`, where each wait has a limit.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class RunTimes:
     """When the phases of a run began, by the clock of this process, and how long they took."""
 
     prepare_seconds: float | None = None
-    """How long everybody took to get ready."""
+    """Time until all devices were ready."""
     has_begun: bool = False
-    """Everybody was told to start."""
+    """Whether all devices were told to start."""
     first_round_began: float = 0.0
-    """When the first device began the first round; 0: none has ended yet."""
+    """When the first device began the first round; 0: none has ended it yet."""
     round_ended: float = 0.0
     """When the last round ended, or the run began."""
 
 
 class Run:
-    """Follows one order to its end, or until it is to pause: one generation, whose members and plan do not change."""
+    """One generation: follows one order to its end, or until it is to pause; its members and plan do not change."""
 
     reports_class: ClassVar[type[Reports]] = Reports
 
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def everybody(self) -> tuple[str, ...]:
-        """The devices that compute, and those that only give away what they have."""
+        """The devices that compute, and those that only give away the state they have."""
         return self.handout.everybody
 
     @property
@@ -113,15 +113,15 @@ class Run:
 
     @property
     def stride(self) -> int:
-        """Steps of a round."""
+        """The number of steps in a round."""
         return self.steps.stride
 
     def _aligned(self, order: Order) -> Order:
-        """With several steps to a round, what is to happen at a step happens at the round's beginning or end."""
+        """Return the order with events moved to a round's beginning or end, where a round has several steps."""
         if self.stride == 1:
             return order
-        wanted = (step for step in order.snapshots if step >= self.first)
-        ends = sorted({step if step == self.first else self.steps.round_end(step - 1) for step in wanted})
+        snapshots = (step for step in order.snapshots if step >= self.first)
+        ends = sorted({step if step == self.first else self.steps.round_end(step - 1) for step in snapshots})
         last = self.steps.round_of(order.last_step - 1)
         traced = min(self.first + self.stride, last)
         spans = range(traced, min(traced + 2 * self.stride, order.last_step)) if order.trace_steps else range(0)
@@ -136,7 +136,7 @@ class Run:
     # Preparing
 
     def prepare(self) -> None:
-        """Everybody builds its part and connects to the others."""
+        """Make every device build its part and connect to the others."""
         self.members = self.coordinator.members_for(self.everybody)
         try:
             prepare(self)
@@ -144,12 +144,12 @@ class Run:
             self._end(error)
 
     def expected(self) -> dict[tuple[str, str], int]:
-        """(device, topic) -> bytes of every message of a round that comes here."""
+        """Return (device, topic) -> bytes of every message of a round that comes to the coordinator."""
         return {}
 
     @property
     def worker_wait_seconds(self) -> float:
-        """How long a worker waits for a message of which nothing comes."""
+        """Seconds that a worker waits for a message of which nothing comes."""
         return self.order.wait_limit_seconds
 
     @property
@@ -174,14 +174,14 @@ class Run:
         return self.outcome
 
     def _end(self, error: BaseException) -> NoReturn:
-        """Stop everybody, and raise what explains the error best."""
+        """Stop all devices, and raise the error that explains this one best."""
         try:
-            found = self._diagnosis.explained(error)
+            cause = self._diagnosis.explained(error)
         finally:
             self._stop(error)
-        if found is error:
+        if cause is error:
             raise error
-        raise found from error
+        raise cause from error
 
     def _start(self) -> None:
         keepers, order = self.keepers, self.order
@@ -201,37 +201,40 @@ class Run:
             is_behind = self.gathering.is_behind(self.feed.sent) or self.backups.is_behind(self.feed.sent)
             return self.feed.sent < limit and not is_behind and not self.is_paused
 
-        while (done := self.steps.steps_done) < self.order.last_step:
+        while (step := self.steps.steps_done) < self.order.last_step:
             self.is_paused = self.is_paused or self.hooks.should_pause()
-            if self.is_paused and done == self.feed.sent:
+            if self.is_paused and step == self.feed.sent:
                 return
             if self.is_paused:
                 self._end_early(self.feed.sent)
             while may_feed():
                 self.feed.send(batches, self.steps.round_of(self.feed.sent))
 
-            def moved(done: int = done) -> bool:
-                return self.steps.steps_done > done or may_feed() or (not self.is_paused and self.hooks.should_pause())
+            def moved(step: int = step) -> bool:
+                return self.steps.steps_done > step or may_feed() or (not self.is_paused and self.hooks.should_pause())
 
             limit_seconds = self.order.wait_limit_seconds + 30
-            self.follow(moved, self.reports.handle, f"to end step {done}", limit_seconds, self.steps.last_ones)
+            self.follow(moved, self.reports.handle, f"to end step {step}", limit_seconds, self.steps.last_ones)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the devices are done with every batch that was sent: nobody can be late then."""
+        """Whether the devices are done with every batch that was sent: none can be late then."""
         return self.times.has_begun and self.feed.sent <= self.steps.steps_updated
 
     def owing(self) -> list[tuple[str, str]]:
-        """Devices whose copies the coordinator waits for before it goes on, each with who was to get it."""
-        found: list[tuple[str, str]] = []
+        """Return the devices whose copies the coordinator waits for before it goes on, each with the copy's target."""
+        pairs: list[tuple[str, str]] = []
         if self.backups.is_behind(self.feed.sent):
-            found += self.backups.owing()
+            pairs += self.backups.owing()
         if self.gathering.is_behind(self.feed.sent) or self.steps.steps_done >= self.steps.last_step:
-            found += [(name, COORDINATOR) for name in self.gathering.owing()]
-        return found
+            pairs += [(name, COORDINATOR) for name in self.gathering.owing()]
+        return pairs
 
     def _may_be_fed(self) -> int:
-        """Steps. Where a round has several, as many as can be under way: a change of plans waits for what was fed."""
+        """Return how many steps may be fed.
+
+        Where a round has several, as many as can be under way: a change of plans waits for what was fed.
+        """
         if self.stride == 1:
             return self.steps.steps_done + STEPS_FED_AHEAD
         bound = self.order.plan.replay.k
@@ -239,7 +242,7 @@ class Run:
         return self.steps.steps_updated + max(ahead, LEAST_FED_AHEAD)
 
     def _end_early(self, fed: int) -> None:
-        """A round under way that was not fed to its end has no more steps."""
+        """End a round under way that was not fed to its end: it has no more steps."""
         if self.stride > 1 and not self._ends_early and fed < self.steps.round_end(fed):
             self._ends_early = True
             for name in self.names:
@@ -259,13 +262,13 @@ class Run:
         self,
         is_done: Callable[[], bool],
         handle: Callable[[str, Message], None],
-        what: str,
+        task: str,
         limit_seconds: float,
         missing: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """Take events until `is_done`; a loss or a failure ends the run with the error that explains it.
+        """Handle events until `is_done`; a loss or a failure ends the run with the error that explains it.
 
-        `limit_seconds`: so long nothing may be received; then the run ends without those that are still `missing`.
+        `limit_seconds`: if nothing is received for this long, the run ends without those that are still `missing`.
         """
         received_at = time.monotonic()
         while not is_done():
@@ -276,7 +279,7 @@ class Run:
             name, message = event or ("", None)
             if name not in self.members or message is None or isinstance(message, MemberJoined):
                 if time.monotonic() - received_at > limit_seconds:
-                    raise self._too_late(what, limit_seconds, missing())
+                    raise self._too_late(task, limit_seconds, missing())
                 continue
             if isinstance(message, Lost):
                 has_given = name not in self.names and bool(self.times.first_round_began)
@@ -291,37 +294,42 @@ class Run:
             handle(name, message)
 
     def _check(self) -> None:
-        """Raise what has gone wrong on this side."""
+        """Raise what has gone wrong in the coordinator's process."""
         self.gathering.check()
 
     def _look_seconds(self) -> float:
-        """How long to wait for the next event before looking around."""
+        """Return how long to wait for the next event before looking around."""
         return _LOOK_SECONDS
 
     # When nothing happens
 
     @property
     def stall_seconds(self) -> float:
-        """How long a device may make no progress before the run goes on without it."""
+        """Seconds that a device may make no progress before the run goes on without it."""
         return self.stalls.limit_seconds
 
     def evicted(self, verdict: Verdict) -> ManyhandsError:
-        """The error of a run that is to go on without a device, which is put out now."""
+        """Evict a device, and return the error of a run that is to go on without it."""
         self.coordinator.evict(verdict.device, verdict.reason)
         return self._diagnosis.lost(verdict.device, verdict.reason)
 
     def evict_suspect(self) -> ManyhandsError | None:
-        """The error of a run in which everybody is there, and one device is evicted because others cannot reach it or
-        it sends what is not in the plan; None where there is no such device."""
+        """Evict the suspect of a run whose devices are all alive, and return the error; None where there is no suspect.
+
+        A suspect is a device that others cannot reach, or that sends what is not in the plan.
+        """
         verdict = self.stalls.suspect()
         return None if verdict is None else self.evicted(verdict)
 
-    def _too_late(self, what: str, limit_seconds: float, missing: Collection[str]) -> ManyhandsError:
-        """Nothing was received for the limit: whoever is missing is evicted, unless that is everybody."""
+    def _too_late(self, task: str, limit_seconds: float, missing: Collection[str]) -> ManyhandsError:
+        """Return the error for a wait in which nothing was received for the limit.
+
+        The missing devices are evicted, unless all are missing.
+        """
         if missing and len(missing) < len(self.everybody):
-            errors = [self.evicted(Verdict(one, f"waited {limit_seconds:g} s for it {what}")) for one in missing]
+            errors = [self.evicted(Verdict(name, f"waited {limit_seconds:g} s for it {task}")) for name in missing]
             return errors[0]
-        return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {what}; nothing was received.")
+        return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {task}; nothing was received.")
 
     def _stop(self, error: BaseException | None = None) -> None:
         for name in self.everybody:

@@ -1,6 +1,6 @@
 """A seccomp filter: system calls that a worker never makes fail with "operation not permitted".
 
-The filter is a small program of the kernel's BPF machine, assembled here because no library for it is a dependency:
+The filter is a small program of the kernel's BPF machine, assembled here to avoid a dependency on a library for it:
 
     other architecture? ──▶ refused          the numbers below would mean something else
     x32 number?         ──▶ refused          x86-64 only: a second set of numbers for the same calls
@@ -30,7 +30,7 @@ _SAME_EVERYWHERE = {
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442,
     "quotactl_fd": 443,
 }  # fmt: skip
-"""Calls since Linux 5.1 have one number on all architectures."""
+"""Calls added since Linux 5.1, which have one number on all architectures."""
 _X86_64 = {
     "execve": 59, "execveat": 322, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
     "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
@@ -68,10 +68,10 @@ class _Program(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a kind of processor numbers system calls."""
+    """The numbers of system calls on a kind of processor."""
 
     audit: int
-    """What the kernel calls it in a filter's data."""
+    """The kernel's identifier of the architecture in a filter's data."""
     seccomp: int
     clone: int
     socket: int
@@ -87,7 +87,7 @@ ARCHITECTURES = {
 
 
 def assemble(architecture: Architecture) -> bytes:
-    """The filter's instructions, 8 bytes each: code, steps to skip where true and where false, operand."""
+    """Return the filter's instructions, 8 bytes each: code, steps to skip where true and where false, operand."""
     refuse = _fail_with(errno.EPERM)
     return b"".join(
         (
@@ -99,17 +99,17 @@ def assemble(architecture: Architecture) -> bytes:
             _where(_EQUAL, architecture.clone, skip=4),
             _load(_FIRST_ARGUMENT_AT), _where(_ANY_BIT, _NEW_NAMESPACES), refuse, _give(_ALLOW),
             _where(_EQUAL, architecture.socket, skip=2 + len(_FAMILIES)),
-            _load(_FIRST_ARGUMENT_AT), *(_equal_skips(family, left) for family, left in _counted_down(_FAMILIES)),
+            _load(_FIRST_ARGUMENT_AT), *(_equal_skips(family, skip) for family, skip in _counted_down(_FAMILIES)),
             _fail_with(errno.EAFNOSUPPORT),
             _where(_EQUAL, architecture.ioctl, skip=1 + 2 * len(_TYPING)),
-            _load(_SECOND_ARGUMENT_AT), *(part for one in _TYPING for part in (_where(_EQUAL, one), refuse)),
+            _load(_SECOND_ARGUMENT_AT), *(part for request in _TYPING for part in (_where(_EQUAL, request), refuse)),
             _give(_ALLOW),
         )
     )  # fmt: skip
 
 
 def why_not_available() -> str:
-    """Why this system has no such filter, in a few words; empty where it has."""
+    """Return why this system has no such filter, in a few words; empty where it has one."""
     if sys.platform != "linux":
         return "not on this system"
     if platform.machine() not in ARCHITECTURES:
@@ -120,9 +120,9 @@ def why_not_available() -> str:
 
 
 def apply() -> None:
-    """Filter the system calls of every thread of this process and of its descendants, for good.
+    """Filter the system calls of every thread of this process and of its descendants, permanently.
 
-    "No new privileges" must be set before. OSError where the kernel refuses.
+    "No new privileges" must be set before. Raises OSError where the kernel refuses.
     """
     if why := why_not_available():
         raise OSError(errno.ENOSYS, why)
@@ -133,7 +133,7 @@ def apply() -> None:
     library = ctypes.CDLL(None, use_errno=True)
     library.syscall.argtypes = (ctypes.c_long, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_void_p)
     result = library.syscall(architecture.seccomp, _SET_MODE_FILTER, _ALL_THREADS, ctypes.byref(program))
-    if result:  # above 0: a thread that could not follow
+    if result:  # above 0: a thread to which the filter could not be applied
         number = ctypes.get_errno() if result < 0 else errno.EBUSY
         raise OSError(number, os.strerror(number))
 
@@ -150,12 +150,12 @@ def _load(offset: int) -> bytes:
 
 
 def _where(test: int, operand: int, skip: int = 1) -> bytes:
-    """The next instructions are for where the test holds; else so many are skipped."""
+    """Return a test after which the next `skip` instructions run where it holds, and are skipped where it does not."""
     return _instruction(test, 0, skip, operand)
 
 
 def _unless(test: int, operand: int) -> bytes:
-    """The next instruction is for where the test does not hold."""
+    """Return a test after which the next instruction runs only where it does not hold."""
     return _instruction(test, 1, 0, operand)
 
 
@@ -172,5 +172,5 @@ def _fail_with(number: int) -> bytes:
 
 
 def _counted_down(values: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Each with the steps from behind it to behind the instruction that follows the last."""
+    """Return each value with the steps from behind its test to behind the instruction that follows the last test."""
     return [(int(value), len(values) - index) for index, value in enumerate(values)]

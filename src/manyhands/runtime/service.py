@@ -1,4 +1,4 @@
-"""A worker's process: joins, works, hands over when it is asked to go, and waits for a coordinator that was lost."""
+"""The process of a worker: joins, works, hands over when it is asked to leave, and waits for a lost coordinator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from manyhands.runtime.worker import Worker
 from manyhands.transport.transport import TcpTransport, Transport
 
 AGAIN_SECONDS = 10.0
-"""A worker that stays and was refused tries again after so long."""
+"""Seconds after which a worker that stays and was refused tries again."""
 _OTHER_SECONDS = 2.0
-"""So long one that was refused looks whether another coordinator is there."""
+"""Seconds for which a worker that was refused looks for another coordinator."""
 _MOST_RENAMES = 8
 _PAUSE_SECONDS = 1.0
-"""Before a coordinator that was lost is looked for again."""
+"""Seconds before a coordinator that was lost is looked for again."""
 
 
 def serve(
@@ -35,11 +35,11 @@ def serve(
     rejoin: bool = True,
     transport: Transport | None = None,
 ) -> None:
-    """Work for a coordinator until it ends. One that is lost is waited for, and joined again when it is back.
+    """Work for a coordinator until it ends. A coordinator that is lost is waited for, and joined again when it is back.
 
-    Without a host in `joining` the coordinator is looked for (`seeking`). `stay`: whatever happens the next one is
-    waited for, until this process is told to end. `rejoin`: False where a lost coordinator is the end. Ctrl-C and
-    SIGTERM ask the worker to leave: others get what it has first. A second one ends it at once.
+    Without a host in `joining` the coordinator is looked for (`seeking`). `stay`: whatever happens, wait for the next
+    one, until this process is told to end. `rejoin`: False to end when a coordinator is lost. Ctrl-C and SIGTERM ask
+    the worker to leave: others get the state that it holds first. A second one ends it at once.
     """
     service = _Service(joining, report or (lambda text: None), stay, rejoin, transport)
     with asked_to_leave_by_signal(service.leave):
@@ -48,7 +48,7 @@ def serve(
 
 
 class _Service:
-    """A worker's life: joins, works, and what it does when it is lost, renamed or refused."""
+    """The course of a worker's process: it joins, works, and handles being lost, renamed or refused."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class _Service:
         self._where = f"{joining.host}:{joining.port}"
         self._current: Worker | None = None
         self._found: Found | None = None
-        """The coordinator it has joined, where it was looked for."""
+        """The coordinator that it has joined, if it was looked for."""
         self._is_asked = False
-        """To leave."""
+        """Whether it was asked to leave."""
         self._loss: WorkerLost | None = None
-        """Of the coordinator that it waits for."""
+        """The loss of the coordinator that it waits for."""
         self._refused: dict[str, Refused] = {}
-        """Coordinators that were found and would not have it -> why."""
+        """Coordinators that were found and refused it -> why."""
         self._renames = 0
         self._last_reported = ""
 
     def leave(self) -> bool:
-        """Called by a signal: whether something is to be handed over first."""
+        """Ask to leave, and return whether something is to be handed over first. Called by a signal."""
         if self._current is None:
             return False
         self._is_asked = True
@@ -85,8 +85,8 @@ class _Service:
         return True
 
     def is_over(self) -> bool:
-        """One attempt to join and, where it succeeds, one coordinator's run; whether that was all."""
-        if self._is_asked:  # before it had joined
+        """Try once to join and, where this succeeds, work until that coordinator ends; return whether that was all."""
+        if self._is_asked:  # asked before it had joined
             return True
         try:
             self._current = worker = self._worker()
@@ -109,7 +109,7 @@ class _Service:
         except WorkerLost as error:
             if self._is_asked or not self._rejoin or self._is_orphaned:
                 raise
-            self._current = None  # until then there is nothing to hand over
+            self._current = None  # until it has joined again there is nothing to hand over
             self._report(f"{error.message} Waiting {self.joining.limit_seconds:g} s for it to come back.")
             self._loss = error
             time.sleep(_PAUSE_SECONDS)
@@ -126,14 +126,14 @@ class _Service:
 
     @property
     def _is_orphaned(self) -> bool:
-        """Whether the process is gone without which this one ends too."""
+        """Whether the parent process with which this one ends is gone."""
         return bool(self.joining.parent) and os.getppid() != self.joining.parent
 
     def _worker(self) -> Worker:
-        """One that has reached a coordinator."""
-        if self._found is not None and self._renames:  # it is known where
-            there, self._found = self._found.joining, None
-            return Worker(dataclasses.replace(self.joining, host=there.host, port=there.port), self._transport)
+        """Return a worker that has reached a coordinator."""
+        if self._found is not None and self._renames:  # its address is known
+            joining, self._found = self._found.joining, None
+            return Worker(dataclasses.replace(self.joining, host=joining.host, port=joining.port), self._transport)
         if self.joining.host:
             return Worker(self.joining, self._transport)
         grace_seconds = GRACE_SECONDS if self._loss is None and not self._stay else self.joining.limit_seconds
@@ -142,15 +142,15 @@ class _Service:
         elif self._loss is None and not self._last_reported:
             self._report("Looking for a coordinator on this network.")
         try:
-            found = seek(
+            coordinator = seek(
                 self.joining, self._transport or TcpTransport(), avoid=self._refused, grace_seconds=grace_seconds
             )
         except (TimedOut, Refused) as error:
             refusals = list(self._refused.values())
             self._refused = {}
             raise (refusals[-1] if refusals else error) from None
-        self._found, self._where = found, f"{found.joining.host}:{found.joining.port}"
-        return Worker(found.joining, self._transport, found.reached)
+        self._found, self._where = coordinator, f"{coordinator.joining.host}:{coordinator.joining.port}"
+        return Worker(coordinator.joining, self._transport, coordinator.reached)
 
     def _joined(self) -> None:
         worker = self._current
@@ -164,7 +164,7 @@ class _Service:
         self._refused, self._renames, self._last_reported = {}, 0, ""
 
     def _take(self, error: CalledOtherwise) -> bool:
-        """Another has its name: from now on it asks under the one it was given."""
+        """Take the name that the coordinator gave this worker, as another has its own; ask again under it."""
         self._renames += 1
         if self._renames > _MOST_RENAMES:
             raise error
@@ -174,7 +174,7 @@ class _Service:
         return False
 
     def _wait_out(self, error: Quarantined) -> bool:
-        """A worker that was evicted comes back when it may: what kept it from working may have passed."""
+        """Wait until a worker that was evicted may join again: what kept it from working may have passed."""
         if not (self._rejoin or self._stay):
             raise error
         self._report(f"{error.message} Joining again in {error.again_seconds:.0f} s. Ctrl-C ends this worker.")
@@ -184,7 +184,7 @@ class _Service:
         return self._is_orphaned
 
     def _turned_away(self, error: Refused) -> bool:
-        """Where coordinators are looked for there may be another that has room."""
+        """Note a refusal; where coordinators are looked for, there may be another that has room."""
         if self._found is not None and not self.joining.host:
             self._refused[self._found.announcement.instance] = error
             self._found = None
@@ -194,7 +194,7 @@ class _Service:
         return self._go_on_after(error)
 
     def _go_on_after(self, error: ManyhandsError) -> bool:
-        """One that stays says why it could not join, once, and tries again."""
+        """Report once why a worker that stays could not join, and let it try again."""
         text = f"{error.message} {error.hint}".strip()
         if isinstance(error, Refused):
             if text != self._last_reported:

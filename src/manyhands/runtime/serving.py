@@ -1,6 +1,6 @@
 """A worker that listens: coordinators come to it, one at a time (see `inviting`); and what every worker's process does.
 
-One that goes to a coordinator is `service`.
+A worker that goes to a coordinator is in `service`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,33 @@ from manyhands.transport.transport import ControlChannel, ControlConnection, Tcp
 
 LISTEN_PORT = 7078
 TAKEOVER_SECONDS = 3.0
-"""A coordinator that has sent nothing for so long, heartbeats included, gives way to one that comes."""
+"""Seconds without a message, heartbeats included, after which a coordinator gives way to one that comes."""
 _ANSWER_SECONDS = 10.0
-"""Whoever comes takes the worker in by then, or is not waited for."""
+"""Seconds within which a coordinator that comes takes the worker in, or it is not waited for."""
 _REFUSE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 _MOST_TURNED_AWAY = 20
-"""Refusals that are reported in a minute."""
+"""Most refusals that are reported in a minute."""
 _SAME_SECONDS = 0.25
-"""A signal so soon after another is the same: the parent of several workers passes on what a terminal sends to all."""
+"""Seconds within which a second signal counts as the same: the parent of several workers passes on what a terminal
+sends to all."""
 
 
 def load_everything() -> None:
-    """What PyTorch loads at an optimiser's first step, and to work out the shapes of a graph that is sent: it takes two
-    seconds, in which nobody is to wait."""
+    """Load what PyTorch otherwise loads at an optimiser's first step, and to work out the shapes of a sent graph.
+
+    It takes two seconds, in which no device is to wait.
+    """
     importlib.import_module("torch._dynamo")
 
 
 @contextlib.contextmanager
 def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `leave`, which says whether anything is to be done first; if not, and the second time,
-    the process ends at once. Where Ctrl-C is ignored, as in a shell's background, it stays so."""
+    """Call `leave` on Ctrl-C and SIGTERM; it returns whether anything is to be done first.
+
+    If not, and at the second signal, the process ends at once. Where Ctrl-C is ignored, as in a shell's background, it
+    stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -83,7 +89,7 @@ def asked_to_leave_by_signal(leave: Callable[[], bool]) -> Iterator[None]:
 
 
 def ask_to_leave(worker: Worker, name: str, report: Callable[[str], None]) -> None:
-    """As `Worker.ask_to_leave`; whoever waits for it is told why it takes a moment."""
+    """Call `Worker.ask_to_leave`, and report why leaving takes a moment where it does."""
     if worker.is_needed:
         report(f"{name} leaves as soon as others have what it holds. Ctrl-C again leaves at once.")
     worker.ask_to_leave()
@@ -100,9 +106,10 @@ def listen(
 ) -> None:
     """Listen at joining's host and port, and work for whichever coordinator comes with the token, one at a time.
 
-    When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new
-    one. Beyond this machine everything is encrypted. `on_listening` is told the address and the token when others can
-    come. Ends when `stopping` is set, and by Ctrl-C or SIGTERM: the worker hands over first. A second one: at once.
+    When one has gone the next is waited for, unless `once`: then a loss is WorkerLost. An empty token: a new one is
+    made. Beyond this machine everything is encrypted. `on_listening` is called with the address and the token when
+    others can come. Ends when `stopping` is set, and by Ctrl-C or SIGTERM: the worker hands over first. A second
+    one: at once.
     """
     ending = stopping or threading.Event()
 
@@ -111,7 +118,7 @@ def listen(
         return True
 
     if joining.compute != "cpu":
-        prepare_gpu(joining.compute)  # else every coordinator would be disappointed
+        prepare_gpu(joining.compute)  # fails now rather than with every coordinator
     with (
         asked_to_leave_by_signal(leave),
         contextlib.closing(_Reception(joining, report, transport or TcpTransport(), ending)) as reception,
@@ -131,7 +138,7 @@ def listen(
 
 
 def _work(reached: ControlConnection, joining: Joining, reception: _Reception) -> ManyhandsError | None:
-    """Work for one coordinator until it is gone; returns why, where it did not end as it should."""
+    """Work for one coordinator until it is gone; return why, where it did not end as it should."""
     origin = reached.channel.peer_host
     limit_seconds = min(joining.limit_seconds, _ANSWER_SECONDS * joining.timeout_factor)
     invited = dataclasses.replace(joining, name=reception.name, host=origin, limit_seconds=limit_seconds)
@@ -150,21 +157,21 @@ def _work(reached: ControlConnection, joining: Joining, reception: _Reception) -
 
 
 class _Reception:
-    """A listening port, and a thread at it: lets one coordinator in at a time and tells others why they must wait."""
+    """A listening port and its thread: lets one coordinator in at a time and tells others why they must wait."""
 
     def __init__(
         self, joining: Joining, report: Callable[[str], None] | None, transport: Transport, ending: threading.Event
     ) -> None:
         self.transport, self._report = transport, report
         self.worker: Worker | None = None
-        """At work; it is asked to leave when `ending` is set."""
+        """The worker that is at work; it is asked to leave when `ending` is set."""
         self._ending = ending
         self.name = joining.name or socket.gethostname()
         self._parent = joining.parent
         encrypted = joining.encrypted if joining.encrypted is not None else not is_loopback(joining.host)
         self._change = threading.Condition()
         self._reported_at: dict[str, float] = {}
-        """What was reported of peers that were turned away -> when."""
+        """Report about a peer that was turned away -> when it was made."""
         token = joining.token or new_token()
         credentials = joining.credentials() if encrypted and not is_secret(token) else None
         self.security: Security = DeviceSecurity(
@@ -175,9 +182,9 @@ class _Reception:
         self.listener = transport.listen(self.name, joining.host, joining.port, self.security)
         self.listener.tell_of_failures(self._turned_away)
         self._present: _PendingPeer | None = None
-        """For whom this worker works."""
+        """The coordinator that this worker works for."""
         self._next: _PendingPeer | None = None
-        """Who is next, as soon as the one who is present has been left."""
+        """The next coordinator, as soon as the worker has left the present one."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._receive, name="reception", daemon=True)
         self._thread.start()
@@ -194,14 +201,14 @@ class _Reception:
         self._audit.record("joined", name="a coordinator", origin=channel.peer_host, key=key)
 
     def report(self, text: str) -> None:
-        """Whoever started this may have stopped reading: it goes on without a word."""
+        """Report; where the reader has stopped reading, go on without."""
         if self._report is not None:
             with contextlib.suppress(OSError):
                 self._report(text)
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether the process is gone without which this one ends too."""
+        """Whether the parent process with which this one ends is gone."""
         return bool(self._parent) and os.getppid() != self._parent
 
     def next_peer(self, limit_seconds: float) -> ControlConnection | None:
@@ -215,7 +222,7 @@ class _Reception:
         return ControlConnection(peer, self.security, self.listener)
 
     def leave(self) -> None:
-        """The coordinator that was present has gone."""
+        """Leave the coordinator that was present and has gone."""
         self.worker = None
         with self._change:
             peer, self._present = self._present, None
@@ -223,19 +230,19 @@ class _Reception:
             peer.close()
 
     def _receive(self) -> None:
-        asked: Worker | None = None
+        leaving_worker: Worker | None = None
         while not self._closing.is_set():
             channel = self.listener.accept(_LOOK_SECONDS)
             self._failed_proofs.report()
-            if self._ending.is_set() and (worker := self.worker) is not None and worker is not asked:
-                asked = worker
+            if self._ending.is_set() and (worker := self.worker) is not None and worker is not leaving_worker:
+                leaving_worker = worker
                 ask_to_leave(worker, self.name, self.report)
             if channel is not None:
                 with contextlib.suppress(ManyhandsError):
                     self._judge(_PendingPeer(channel))
 
     def _judge(self, peer: _PendingPeer) -> None:
-        """Whoever comes to a free worker has it. One who is present and silent makes way."""
+        """Give a free worker to the coordinator that comes. A present one that is silent makes way."""
         with self._change:
             present, older = self._present, self._next
             if present is None:
@@ -272,7 +279,7 @@ class _Reception:
         with self._change:
             is_news = now - self._reported_at.get(words, -REPORT_SECONDS) >= REPORT_SECONDS
             if is_news:
-                self._reported_at = {one: at for one, at in self._reported_at.items() if now - at < REPORT_SECONDS}
+                self._reported_at = {text: at for text, at in self._reported_at.items() if now - at < REPORT_SECONDS}
                 is_news = len(self._reported_at) < _MOST_TURNED_AWAY
             if is_news:
                 self._reported_at[words] = now
@@ -280,7 +287,7 @@ class _Reception:
             self.report(f"Turned away: {words}")
 
     def close(self) -> None:
-        """No thread and no descriptor is left."""
+        """Close the port and all connections; no thread and no descriptor is left."""
         self._closing.set()
         self._thread.join(2.0)
         self.listener.close()
@@ -291,7 +298,7 @@ class _Reception:
 
 
 class _PendingPeer:
-    """A coordinator's channel that knows since when nothing has come; one amid a long message is not silent.
+    """A coordinator's channel that records since when nothing has come; during a long message it is not silent.
 
     See `transport.ControlChannel`.
     """
@@ -317,7 +324,7 @@ class _PendingPeer:
         unfinished = self._channel.unfinished_bytes
         is_speaking, self._unfinished = unfinished != self._unfinished, unfinished
         if data is None and is_speaking:
-            data = encode(Heartbeat())  # which is what it means
+            data = encode(Heartbeat())  # part of a message proves as much as a heartbeat
         if data is not None:
             self.received_at = time.monotonic()
         return data

@@ -1,4 +1,4 @@
-"""Weights, buffers and optimiser state: as a message (a list of what is in it, then the bytes), and where they lie."""
+"""Weights, buffers and optimiser state: as a message (a list of the tensors, then the bytes), and where they lie."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def entries(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def byte_count(listed: Iterable[TensorEntry]) -> int:
-    """Bytes of everything listed; checked before memory is taken for it."""
+    """Return the bytes of everything listed; checked before memory is allocated for it."""
     total = 0
     for entry in listed:
         is_sensible = len(entry.shape) <= MOST_AXES and all(0 <= extent <= LARGEST_BYTES for extent in entry.shape)
@@ -41,27 +41,27 @@ def byte_count(listed: Iterable[TensorEntry]) -> int:
 
 
 def empty(listed: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-    """Memory to receive into."""
+    """Return memory to receive the listed tensors into."""
     return {entry.name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for entry in listed}
 
 
 def plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Own copies, contiguous, on the CPU."""
+    """Return copies of the tensors, contiguous, on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def named(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under names that say what they are of."""
+    """Return the tensors under names that say what they are: `prefix` comes first."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def of(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those under a prefix, without it."""
+    """Return the tensors under a prefix, by names without it."""
     return {n.removeprefix(prefix): tensor for n, tensor in tensors.items() if n.startswith(prefix)}
 
 
 def weight_of(name: str) -> str:
-    """The weight that a tensor of a run's state is, or belongs to; empty: it is the loss'."""
+    """Return the weight that a tensor of a run's state is, or belongs to; empty: it belongs to the loss."""
     if name.startswith(WEIGHT):
         return name.removeprefix(WEIGHT)
     return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
@@ -69,7 +69,7 @@ def weight_of(name: str) -> str:
 
 @dataclass
 class Located:
-    """A run's state after some step, wherever it lies: what there is of it, and who has each part."""
+    """A run's state after some step, wherever it lies: the tensors there are, and the holders of each."""
 
     steps_done: int
     scalars: dict[str, Any]
@@ -77,18 +77,18 @@ class Located:
     holders: dict[str, tuple[str, ...]]
     """Tensor -> the workers, or the coordinator, that have it."""
     here: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the coordinator has."""
+    """The tensors that the coordinator has."""
     checksums: dict[str, dict[str, int]] = field(default_factory=dict)
     """Worker -> tensor -> checksum, from when its copy was made."""
 
     @classmethod
-    def at_coordinator(cls, found: RunState) -> Located:
-        here = named(WEIGHT, found.weights) | named(OPTIMIZER, found.optimizer)
-        listed = {entry.name: entry for entry in entries(here)}
-        return cls(found.steps_done, found.scalars, listed, dict.fromkeys(here, (COORDINATOR,)), here)
+    def at_coordinator(cls, saved: RunState) -> Located:
+        tensors = named(WEIGHT, saved.weights) | named(OPTIMIZER, saved.optimizer)
+        listed = {entry.name: entry for entry in entries(tensors)}
+        return cls(saved.steps_done, saved.scalars, listed, dict.fromkeys(tensors, (COORDINATOR,)), tensors)
 
     def with_here(self, more: Mapping[str, torch.Tensor]) -> Located:
-        """The same, and these too, which the coordinator has."""
+        """Return the same state with these tensors added, which the coordinator has."""
         listed = {entry.name: entry for entry in entries(more)}
         return Located(
             self.steps_done, self.scalars, self.entries | listed, self.holders | dict.fromkeys(more, (COORDINATOR,)),
@@ -96,25 +96,31 @@ class Located:
         )  # fmt: skip
 
     def wanted_by(self, weights: Collection[str]) -> list[str]:
-        """The tensors that a device with these weights starts with: with them their part of the optimiser's state."""
-        own = set(weights)
-        return [name for name in self.entries if (weight_of(name) or None) in own]
+        """Return the tensors that a device with these weights starts with, optimiser state included."""
+        held = set(weights)
+        return [name for name in self.entries if (weight_of(name) or None) in held]
 
-    def assigned(self, wanted: Mapping[str, Iterable[str]]) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Device -> source -> tensors: its own where it has them, else from whoever has the least to send so far."""
+    def assigned(self, needs: Mapping[str, Iterable[str]]) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Return device -> source -> tensors.
+
+        The source is the device itself where it has a tensor, else the holder with the least to send so far.
+        """
         sent: Counter[str] = Counter()
-        found: dict[str, dict[str, list[str]]] = {}
-        for device, names in wanted.items():
-            own = found.setdefault(device, {})
+        assignment: dict[str, dict[str, list[str]]] = {}
+        for device, names in needs.items():
+            sources = assignment.setdefault(device, {})
             for name in names:
-                having = self.holders[name]
-                if device in having:
+                holders = self.holders[name]
+                if device in holders:
                     source = device
                 else:
-                    source = min(having, key=lambda one: (sent[one], having.index(one)))
+                    source = min(holders, key=lambda holder: (sent[holder], holders.index(holder)))
                     sent[source] += byte_count([self.entries[name]])
-                own.setdefault(source, []).append(name)
-        return {device: {source: tuple(names) for source, names in own.items()} for device, own in found.items()}
+                sources.setdefault(source, []).append(name)
+        return {
+            device: {source: tuple(names) for source, names in sources.items()}
+            for device, sources in assignment.items()
+        }
 
 
 def located(
@@ -125,15 +131,15 @@ def located(
     saved: RunState | None = None,
     checksums: Mapping[str, Mapping[int, dict[str, int]]] | None = None,
 ) -> Located | None:
-    """The latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
+    """Return the latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
 
-    `most_steps`: those whose loss is known. A worker may have ended one more, which another has taken with it.
+    `most_steps`: the steps whose loss is known. A worker may have ended one more, which was lost with another worker.
     """
     steps = {step for holding in holdings.values() for step in holding if step <= most_steps}
     if saved is not None:
         steps.add(saved.steps_done)
     for step in sorted(steps, reverse=True):
-        found = (
+        state = (
             Located.at_coordinator(saved)
             if saved is not None and saved.steps_done == step
             else Located(step, {}, {}, {})
@@ -141,11 +147,11 @@ def located(
         for worker, holding in holdings.items():
             if step not in holding:
                 continue
-            found.checksums[worker] = (checksums or {}).get(worker, {}).get(step, {})
-            found.scalars = {**scalars[worker].get(step, {}), **found.scalars}
+            state.checksums[worker] = (checksums or {}).get(worker, {}).get(step, {})
+            state.scalars = {**scalars[worker].get(step, {}), **state.scalars}
             for entry in holding[step]:
-                found.entries.setdefault(entry.name, entry)
-                found.holders[entry.name] = (*found.holders.get(entry.name, ()), worker)
-        if all(WEIGHT + name in found.entries for name in weights):
-            return found
+                state.entries.setdefault(entry.name, entry)
+                state.holders[entry.name] = (*state.holders.get(entry.name, ()), worker)
+        if all(WEIGHT + name in state.entries for name in weights):
+            return state
     return None

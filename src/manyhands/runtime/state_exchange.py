@@ -1,4 +1,5 @@
-"""Weights and optimiser state between workers: given away and loaded at the start, copied against losses meanwhile."""
+"""The exchange of weights and optimiser state between workers: sent and loaded at the start, copied against losses
+meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from manyhands.transport.endpoint import Endpoint
 
 
 class StateExchange:
-    """One worker's state, as others get it and as it gets others'. The control thread calls it too."""
+    """One worker's sending and receiving of state. The control thread calls it too."""
 
     def __init__(self, endpoint: Endpoint, keeping: Keeping, send: Callable[[Message], None]) -> None:
         """`send`: sends the coordinator a message."""
@@ -32,14 +33,14 @@ class StateExchange:
     # At the start of a generation
 
     def give(self, assignment: Assignment, step: int) -> None:
-        """Send others what they start with and this worker has."""
-        kept = self._keeping.at(step)
+        """Send others the tensors that they start with and this worker has."""
+        copy = self._keeping.at(step)
         for peer, names in assignment.command.gives.items():
-            self._check_kept(kept, names, step)
-            self._send_tensors(assignment, peer, step, STATE, [kept[name] for name in names])
+            self._check_kept(copy, names, step)
+            self._send_tensors(assignment, peer, step, STATE, [copy[name] for name in names])
 
     def load(self, assignment: Assignment, executor: Executor, command: Start) -> None:
-        """Load weights and the optimiser's state, from here and from others. They are a copy to come back to, too."""
+        """Load weights and the optimiser's state, from here and from others; they are a copy to come back to, too."""
         job, step = assignment.command.job, command.first_step
         assert job is not None
         tensors = self._received(job, step)
@@ -58,35 +59,37 @@ class StateExchange:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
         executor.settled_step = step
         if command.backup_every or step in command.snapshots:
-            own = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
-            self.keep(assignment, step, own, job.scalars)
+            copy = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
+            self.keep(assignment, step, copy, job.scalars)
 
     def _received(self, job: DeviceJob, step: int) -> dict[str, torch.Tensor]:
-        """All tensors that a job starts with, those that others send too."""
-        kept = self._keeping.at(step)
+        """Return all tensors that a job starts with, including those that others send."""
+        copy = self._keeping.at(step)
         tensors: dict[str, torch.Tensor] = {}
         for source, names in job.sources.items():
             if source == self.endpoint.name:
-                self._check_kept(kept, names, step)
-                tensors |= {name: kept[name] for name in names}
+                self._check_kept(copy, names, step)
+                tensors |= {name: copy[name] for name in names}
                 continue
-            own = state.empty(listed(job, names))
-            self.endpoint.mailbox.receive(source, step, STATE, list(own.values()))
-            tensors |= own
+            received = state.empty(listed(job, names))
+            self.endpoint.mailbox.receive(source, step, STATE, list(received.values()))
+            tensors |= received
         return tensors
 
-    def _check_kept(self, kept: dict[str, torch.Tensor], names: Iterable[str], step: int) -> None:
-        """Raise WorkerLost where a tensor is missing: another worker of this one's name had it. That one is lost, and
-        everybody is asked again."""
+    def _check_kept(self, copy: dict[str, torch.Tensor], names: Iterable[str], step: int) -> None:
+        """Raise WorkerLost where a tensor is missing because another worker of this one's name had it.
+
+        That worker is lost, and the coordinator asks all workers again.
+        """
         for name in names:
-            if name not in kept:
+            if name not in copy:
                 raise WorkerLost(f"{self.endpoint.name} was to have {name:.80} after step {step}; it has not.")
 
     def _check_sums(self, generation: int, job: DeviceJob, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse to start with state that is not what it was when it was kept, here or at another worker."""
+        """Refuse to start with state that has changed since it was kept, here or at another worker."""
         for source, sums in job.checksums.items():
-            for name, wanted in sums.items():
-                if name in tensors and checksum(tensors[name]) != wanted:
+            for name, expected in sums.items():
+                if name in tensors and checksum(tensors[name]) != expected:
                     self._send(Corrupt(generation, source, name))
                     raise Stopped("the coordinator looks for another copy")
 
@@ -95,7 +98,7 @@ class StateExchange:
     def keep(
         self, assignment: Assignment, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]
     ) -> None:
-        """Keep a copy and report that it is at hand; it travels when asked for, while training goes on."""
+        """Keep a copy and report that it is available; it is sent when asked for, while training goes on."""
         sums = checksums(tensors.values())
         self._keeping.keep(step, tensors, scalars, sums)
         entries = state.entries(tensors)
@@ -108,16 +111,16 @@ class StateExchange:
         """Send a copy that was offered to the worker that is to hold it, or to the coordinator."""
         if assignment is None or assignment.generation != message.generation:
             return
-        kept, names = self._keeping.at(message.step), assignment.offered.get(message.step)
-        if names is None or not all(name in kept for name in names):  # of a device without weights: an empty message
+        copy, names = self._keeping.at(message.step), assignment.offered.get(message.step)
+        if names is None or not all(name in copy for name in names):  # a device without weights sends an empty message
             return
-        if message.attempt:  # what came was not what was sent: is it still what was offered?
-            known, sums = self._keeping.checksums_at(message.step), checksums(kept[name] for name in names)
-            if sums != tuple(known.get(name, 0) for name in names):
+        if message.attempt:  # the copy did not arrive intact: has it changed here?
+            offered_sums, sums = self._keeping.checksums_at(message.step), checksums(copy[name] for name in names)
+            if sums != tuple(offered_sums.get(name, 0) for name in names):
                 self._send(State(assignment.generation, message.step, None, {}, sums, has_changed=True))
                 return
         name = topic(message.step, message.attempt)
-        self._send_tensors(assignment, message.to, message.step, name, [kept[one] for one in names])
+        self._send_tensors(assignment, message.to, message.step, name, [copy[tensor_name] for tensor_name in names])
 
     def make_room(self, assignment: Assignment | None, message: Hold) -> None:
         """Make room for a copy of another worker's state."""
@@ -139,7 +142,7 @@ class StateExchange:
 
 
 def state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights, buffers and the optimiser's state of a device, by full name, and what is no tensor of it."""
+    """Return a device's weights, buffers and optimiser state by full name, and the scalars of its optimiser."""
     tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
     named = state.named(state.WEIGHT, executor.weights.tensors) | state.named(state.OPTIMIZER, tensors)
     return (state.plain(named) if copy else {name: tensor.detach() for name, tensor in named.items()}), scalars

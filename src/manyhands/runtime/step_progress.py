@@ -1,4 +1,4 @@
-"""How far the devices of a run are, in steps and in rounds of several steps."""
+"""The progress of a run's devices, in steps and in rounds of several steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StepProgress:
         """Device -> the last step that it is done with, in the middle of a round too."""
 
     def round_of(self, step: int) -> int:
-        """The first step of the round that a step is in."""
+        """Return the first step of the round that a step is in."""
         return self.first + (step - self.first) // self.stride * self.stride
 
     def round_end(self, step: int) -> int:
-        """Steps done when that round is."""
+        """Return the steps done when a step's round has ended."""
         return min(self.round_of(step) + self.stride, self.last_step)
 
     @property
@@ -35,6 +35,6 @@ class StepProgress:
         return min(self.updated.values()) + 1
 
     def last_ones(self) -> set[str]:
-        """The devices that have done the fewest steps."""
+        """Return the devices that have done the fewest steps."""
         least = min(self.done.values())
         return {name for name, step in self.done.items() if step == least}

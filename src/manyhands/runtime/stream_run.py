@@ -1,7 +1,7 @@
-"""One generation of a stream: batches in as they come, answers out in order, for as long as anybody asks.
+"""One generation of a stream: batches in as they come, answers out in order, for as long as there are requests.
 
-Nobody knows how many batches there will be, and none may come for hours: while nothing is under way no timeout
-runs. Workers wait as long as the coordinator is there; that what is under way gets on is the coordinator's to watch.
+The number of batches is not known, and none may come for hours: while nothing is under way no timeout runs. Workers
+wait as long as the coordinator is there; the coordinator watches that what is under way makes progress.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from manyhands.runtime.reports import Reports
 from manyhands.runtime.run import STEPS_FED_AHEAD, Run
 
 IDLE_SECONDS = 10 * 365 * 24 * 3600.0
-"""How long a worker waits for its feed: a coordinator that is gone is noticed otherwise."""
+"""Seconds that a worker waits for its feed: a coordinator that is gone is noticed by other means."""
 MOST_FED_AHEAD = 6
-"""Less than the rounds before its time that a message is taken in (mailbox.STEPS_AHEAD)."""
+"""Most batches fed ahead: fewer than the rounds by which a message may come early (mailbox.STEPS_AHEAD)."""
 _LOG_SECONDS = 10.0
 
 
 class Flow(Protocol):
-    """Where a stream's batches come from, and where its answers go. Asked from the coordinator's loop: never waits."""
+    """A stream's source of batches and target of answers. Called from the coordinator's loop: never waits."""
 
     @property
     def is_over(self) -> bool:
         """Whether no batch will come any more."""
 
     def ready_in(self, size: int) -> float:
-        """Seconds until a batch of so many samples is to be taken, as far as is known now; inf: nothing waits."""
+        """Return the seconds until a batch of `size` samples is to be taken, as far as is known; inf: none waits."""
 
     def take(self, step: int, size: int) -> Mapping[str, torch.Tensor] | None:
-        """The batch of a step, by the names of the network's inputs; None: there is none after all."""
+        """Return the batch of a step, by the names of the network's inputs; None: there is none after all."""
 
     def answered(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
-        """What the network returns for it. Steps come in order."""
+        """Take the network's outputs for a step's batch. Steps come in order."""
 
     def check(self) -> None:
-        """Raise where nobody wants the answers any more."""
+        """Raise where the answers are no longer wanted."""
 
 
 class _StreamReports(Reports):
-    """A stream has no losses: a round counts for the device that has ended it."""
+    """The reports of a stream, which has no losses: a round counts for the device that has ended it."""
 
     def progressed(self, name: str, message: Progress) -> None:
         self.ended_round(name, message)
 
 
 class StreamRun(Run):
-    """Feeds what comes until the flow is over or it is to pause; then everything that was fed has been answered."""
+    """A run that feeds what comes until the flow is over or it is to pause; then everything fed has been answered."""
 
     reports_class = _StreamReports
 
@@ -67,7 +67,7 @@ class StreamRun(Run):
         self.flow = flow
         self.answered = self.first
         self.began_at = 0.0
-        """When everybody was ready."""
+        """When all devices were ready."""
         self.ahead = fed_ahead(order.plan)
 
     def _aligned(self, order: Order) -> Order:
@@ -85,7 +85,7 @@ class StreamRun(Run):
         return IDLE_SECONDS
 
     def stream(self, *, with_logs: bool = False) -> Outcome:
-        """Returns when the flow is over, or when it is to pause and nothing is under way.
+        """Stream until the flow is over, or until it is to pause and nothing is under way.
 
         `with_logs`: every device reports what it did.
         """
@@ -131,7 +131,7 @@ class StreamRun(Run):
         return not self.is_paused and self.feed.sent < self._taken() + self.ahead
 
     def _taken(self) -> int:
-        """Batches that no longer count as fed ahead."""
+        """Return the number of batches that no longer count as fed ahead."""
         return self.steps.steps_updated if self.stride == 1 else self._answerable()
 
     def _may_feed(self) -> bool:
@@ -148,7 +148,7 @@ class StreamRun(Run):
     # Answers
 
     def _answerable(self) -> int:
-        """Batches of which everybody who returns something has done so."""
+        """Return the number of batches for which every device that returns outputs has done so."""
         return min(self.steps.updated[name] for name in self.feed.feeder.returning) + 1
 
     def _answer(self) -> None:
@@ -163,7 +163,7 @@ class StreamRun(Run):
     # The end
 
     def _end_round(self) -> None:
-        """A round of several batches that not all came of is shorter: everybody ends it."""
+        """End a round of several batches of which not all came: it is shorter on every device."""
         if self.stride > 1:
             self._end_early(self.feed.sent)
         self.follow(
@@ -174,7 +174,7 @@ class StreamRun(Run):
         )
 
     def _ask_for_logs(self) -> None:
-        """A device that does not answer has none: everything that was asked has been answered."""
+        """Ask all devices for their logs. One that does not answer has none: every batch has been answered already."""
         for name in self.names:
             self.coordinator.send(name, Stop(self.generation, with_log=True))
 
@@ -186,7 +186,7 @@ class StreamRun(Run):
 
 
 def fed_ahead(plan: Plan) -> int:
-    """As many batches as keep everybody busy: what is under way when a device is lost is run again."""
+    """Return how many batches keep all devices busy: what is under way when a device is lost is run again."""
     if plan.steps_per_round > 1:
         return STEPS_FED_AHEAD
     return min(max(STEPS_FED_AHEAD, len(plan.stages) + 1), MOST_FED_AHEAD)

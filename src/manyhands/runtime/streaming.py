@@ -1,9 +1,9 @@
 """A stream of samples over members that come and go: every sample that was taken in is answered once, in order.
 
-a worker is lost      what is not answered is run again, by a plan for those who are left: each sample once more for
+a worker is lost      what is not answered is run again, by a plan for the remaining ones: each sample once more for
                       each loss at most; weights come from the coordinator, which has them all
 one joins or leaves   what is under way is answered first: nothing is run again
-nobody asks           everybody waits, for as long as it takes
+no request            all devices wait, for as long as it takes
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from manyhands.runtime.stream_run import StreamRun
 MOST_WAITING = 64
 SUBMIT_SECONDS = 600.0
 FILL_SECONDS = 0.005
-"""How long a sample waits for others to share its batch."""
+"""Seconds that a sample waits for others to share its batch."""
 OPEN_END = 2**53
-"""In place of a last step: there is none."""
+"""Used in place of a last step, as there is none."""
 
 Kernels = Mapping[str, Mapping[str, Kernel]]
 
 
 class ReplanStream(Protocol):
-    """Asked for a plan for those who are there, and their kernels."""
+    """A function that returns a plan for the devices that are there, and their kernels."""
 
     def __call__(self, plan: Plan, names: tuple[str, ...]) -> tuple[Plan, Kernels]: ...
 
 
 @dataclass(eq=False)
 class _Sample:
-    """One that waits or is under way."""
+    """A sample that waits or is under way."""
 
     values: Mapping[str, torch.Tensor]
     future: Future[Any]
@@ -90,21 +90,21 @@ class Streaming:
         self.most_waiting = most_waiting
         self.log_event: LogEvent = log_event or (lambda event, /, **facts: None)
         self.plan = order.plan
-        """That of now."""
+        """The current plan."""
         self.pace = Pace()
         self.answered_samples = 0
         self.reruns = 0
-        """How often a sample was run again."""
+        """Number of times that samples were run again."""
         self.most_runs = 0
-        """Of any one sample."""
+        """The most runs of any sample."""
         self.generations = 0
         self.recoveries: list[dict[str, Any]] = []
-        """Each as it was logged."""
+        """Each recovery as it was logged."""
         self.logs: dict[str, DeviceLog] = {}
-        """What the devices of the last generation did, once it is over."""
+        """Logs of the devices of the last generation, once it is over."""
         self.bytes_between: Counter[tuple[str, str]] = Counter()
         self.error: BaseException | None = None
-        """Why it has ended, if not because it was closed."""
+        """The reason why the stream has ended, if it was not closed."""
         self._membership = JobMembership(coordinator, self.retry_policy, self.log_event)
         self._change = threading.Condition()
         self._waiting: deque[_Sample] = deque()
@@ -117,36 +117,39 @@ class Streaming:
         self._failures = 0
         self._thread = threading.Thread(target=self._work, name="stream", daemon=True)
 
-    # Whoever asks; from any thread
+    # The callers' side; from any thread
 
     def start(self) -> None:
-        """Returns when everybody has got ready, or raises why not."""
+        """Start the stream, and return when all devices are ready; raises why they are not."""
         self._thread.start()
         self._is_ready.wait()  # preparing has its own limits
         if self.error is not None:
             raise self.error
 
     def submit(self, values: Mapping[str, torch.Tensor], limit_seconds: float = SUBMIT_SECONDS) -> Future[Any]:
-        """One sample's inputs by name (batching.named_sample). Waits while too many do already."""
+        """Submit one sample's inputs by name (batching.named_sample), and return the future of its answer.
+
+        Waits while too many samples wait already.
+        """
         end = time.monotonic() + limit_seconds
-        found: Future[Any] = Future()
-        may_wait = threading.current_thread() is not self._thread  # an answer's callback asks again
+        future: Future[Any] = Future()
+        may_wait = threading.current_thread() is not self._thread  # an answer's callback may submit again
         with self._change:
             while may_wait and len(self._waiting) >= self.most_waiting and not self._is_over_for_good:
-                left = end - time.monotonic()
-                if left <= 0:
+                seconds_left = end - time.monotonic()
+                if seconds_left <= 0:
                     raise TimedOut(
                         f"{len(self._waiting)} samples wait, and for {limit_seconds:g} s there was no room for more.",
                         hint="Ask more slowly, or take a cluster of more devices (--devices).",
                     )
-                self._change.wait(left)
+                self._change.wait(seconds_left)
             if self._is_over_for_good:
                 raise self._refusal()
-            self._waiting.append(_Sample(values, found, time.monotonic()))
+            self._waiting.append(_Sample(values, future, time.monotonic()))
             is_first = len(self._waiting) == 1 or len(self._waiting) % self.plan.step_size == 0
         if is_first:
             self.coordinator.wake()
-        return found
+        return future
 
     @property
     def _is_over_for_good(self) -> bool:
@@ -160,7 +163,7 @@ class Streaming:
         return len(self._waiting)
 
     def close(self, *, cancel: bool = False) -> None:
-        """No more samples are taken. What was taken is answered first; with `cancel` it is dropped."""
+        """Take no more samples. Those that were taken are answered first; with `cancel` they are dropped."""
         with self._change:
             self._is_closing = True
             self._is_cancelled = self._is_cancelled or cancel
@@ -169,7 +172,7 @@ class Streaming:
         if self._thread.ident is None:
             self._drop()
         elif threading.current_thread() is not self._thread:
-            self._thread.join()  # whatever it waits for has a limit
+            self._thread.join()  # each of its waits has a limit
 
     # The stream's side: a Flow
 
@@ -233,25 +236,25 @@ class Streaming:
             self._drop()
 
     def _drop(self) -> None:
-        """Nobody waits for an answer that will not come."""
+        """End all samples that will not be answered: no caller waits on."""
         with self._change:
-            left = [*(one for batch in self._under_way.values() for one in batch), *self._waiting]
+            unanswered = [*(sample for batch in self._under_way.values() for sample in batch), *self._waiting]
             self._under_way.clear()
             self._waiting.clear()
             self._is_closing = True
             self._change.notify_all()
         error = self.error or ManyhandsError("The stream was closed before this sample was answered.")
-        for sample in left:
+        for sample in unanswered:
             if self.error is None and sample.future.cancel():
                 continue
             if sample.runs or sample.future.set_running_or_notify_cancel():
                 sample.future.set_exception(error)
 
     def _travel(self, order: Order) -> None:
-        """Generation after generation, each beginning with what is not answered."""
-        done = order.start.steps_done
+        """Run generation after generation, each beginning with what is not answered."""
+        steps_done = order.start.steps_done
         while True:
-            start = RunState(order.start.weights, steps_done=done)
+            start = RunState(order.start.weights, steps_done=steps_done)
             bounded = dataclasses.replace(order, start=start, last_step=OPEN_END, snapshots=(), backup_every=0)
             run: StreamRun | None = None
             try:
@@ -282,7 +285,7 @@ class Streaming:
                 order = self._next(order, time.monotonic(), WorkerLost("Nobody is left."))
             finally:
                 if run is not None:
-                    done = run.answered
+                    steps_done = run.answered
                     self.bytes_between += run.outcome.bytes_between
 
     def _should_pause(self) -> bool:
@@ -303,7 +306,7 @@ class Streaming:
         return self._next(order, since, error, lost)
 
     def _next(self, order: Order, since: float, error: ManyhandsError, lost: list[str] | None = None) -> Order:
-        """The order of the next generation; what was under way waits again, before everything else."""
+        """Return the order of the next generation; what was under way waits again, before everything else."""
         with self._change:
             again = [sample for step in sorted(self._under_way) for sample in self._under_way[step]]
             self._under_way.clear()
@@ -321,8 +324,8 @@ class Streaming:
             try:
                 plan, kernels = self.replan(order.plan, tuple(member.name for member in available))
                 break
-            except (WorkerLost, TimedOut) as found:
-                error = found
+            except (WorkerLost, TimedOut) as failure:
+                error = failure
                 self._failures += 1
                 if self._failures > self.retry_policy.attempts:
                     raise
@@ -330,12 +333,12 @@ class Streaming:
         return dataclasses.replace(order, plan=plan, kernels=kernels, trace_steps=range(0), memory_step=-1)
 
     def _log_recovered(self) -> None:
-        """Once the first answer is out, or everybody is ready while nobody asks."""
-        found, self._recovery = self._recovery, None
-        if found is None:
+        """Log a recovery once the first answer is out, or once all devices are ready while there is no request."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
             return
         facts = {
-            "seconds": time.monotonic() - found.since, "samples": found.again, "lost": found.lost,
+            "seconds": time.monotonic() - recovery.since, "samples": recovery.again, "lost": recovery.lost,
             "answered": self.answered_samples, "generation": self.coordinator.generation,
             "devices": list(self.plan.devices),
         }  # fmt: skip
@@ -344,4 +347,4 @@ class Streaming:
 
 
 class _Cancelled(ManyhandsError):
-    """Whoever asked no longer wants the answers."""
+    """Raised where the caller no longer wants the answers."""

@@ -1,4 +1,4 @@
-"""A network timed on this worker's device, for whoever plans."""
+"""The timing of a network on this worker's device, for the planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from manyhands.runtime.memory_kills import free_bytes
 
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
-    """Time the layers of a network here, with made-up weights."""
+    """Return the times of a network's layers on this device, measured with made-up weights."""
     graph = graph_of(command.graph, command.network)
     graph.state.update(random_state(graph))
     free = _free_bytes(joining.compute)
@@ -49,9 +49,10 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
 
 
 def graph_of(document: dict[str, Any], network: Network | None) -> Graph:
-    """A graph from the wire, checked like one from a file, with the description that came along in place of a new one.
+    """Return a graph from the wire, checked like one from a file, with the description that came with it.
 
-    A worker trusts nobody's word that it has been checked: a wrong argument can end a process in native code.
+    No new description is made. A worker does not trust a sender to have checked the graph: a wrong argument can end a
+    process in native code.
     """
     graph = read_document(document)
     check_graph(graph)
@@ -70,5 +71,5 @@ def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
 
 
 def _free_bytes(compute: str) -> int:
-    """What this process may still take where it computes."""
+    """Return the bytes that this process may still take on the device where it computes."""
     return int(torch.cuda.mem_get_info(torch.device(compute))[0]) if compute.startswith("cuda") else free_bytes()

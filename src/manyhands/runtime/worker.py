@@ -1,7 +1,7 @@
-"""A worker: joins a coordinator, takes part in its runs, and goes when told or when the coordinator is gone.
+"""A worker: joins a coordinator, takes part in its runs, and leaves when told or when the coordinator is gone.
 
 Three threads: one listens to the coordinator and can interrupt the others at any moment, the main one works, the
-engine's moves bytes.
+transport's moves bytes.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ from manyhands.transport.security import LaterSecurity
 from manyhands.transport.transport import ControlConnection, TcpTransport, Transport
 
 GRACE_SECONDS = 10.0
-"""How long the main thread may go on in one torch call after the coordinator has gone."""
+"""Seconds that the main thread may go on in one torch call after the coordinator has gone."""
 SWITCH_SECONDS = 2e-4
-"""How long the engine's thread waits for Python: its default, 5 ms, is many times a message's own time."""
+"""Seconds that the transport's thread waits for Python: the default, 5 ms, is many times a message's own time."""
 
 
 class Worker:
@@ -83,10 +83,10 @@ class Worker:
     def __init__(
         self, joining: Joining, transport: Transport | None = None, reached: ControlConnection | None = None
     ) -> None:
-        """`reached`: a coordinator that has come here (see `inviting`), in place of one to go to."""
+        """`reached`: the connection of a coordinator that has come here (see `inviting`); None: this worker dials."""
         self.joining = joining
         self.owns_process = transport is None
-        """Else other workers are in it too: it is never ended."""
+        """Whether the process is this worker's alone; else other workers are in it too, and it is never ended."""
         self.transport = transport or TcpTransport()
         self.silo = Silo.read(joining.silo) if joining.silo else None
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -100,7 +100,7 @@ class Worker:
         self.channel = reached.channel
         self._credentials = reached.security.credentials
         self._peers = LaterSecurity("", reached.security.encrypted, reached.security.patience)
-        """By which other workers are met: the coordinator tells the secret when it welcomes this one."""
+        """The security of connections to other workers: the coordinator sends the secret when it welcomes this one."""
         self.endpoint = self.transport.endpoint(
             name, self._peers, host=self.channel.local_host, listener=reached.listener
         )
@@ -112,22 +112,22 @@ class Worker:
         self.exchange = StateExchange(self.endpoint, self.keeping, lambda message: self._send(message))
         self.probing: ProbeLinks | None = None
         self.is_under_way = False
-        """A job that this worker took part in has not ended: between two generations, too, others need what is here."""
+        """Whether a job of this worker has not ended: between two generations, too, others need the state it holds."""
         self.stopped = -1
         """The last generation that was stopped."""
         self.leaving = False
         self._main_thread = threading.get_ident()
         self._at_work: int | None = None
-        """The generation that the main thread works for now."""
+        """The generation that the main thread works for now; None: none."""
         self._ended = threading.Event()
         self.gone: ManyhandsError | None = None
         self.heartbeat_timeout_seconds = 0.0
-        """A coordinator that sends nothing for so long, not even a heartbeat, is gone."""
+        """A coordinator that sends nothing for this long, not even a heartbeat, is gone."""
         self.heartbeat_seconds = 0.0
         self.shaping = LinkShaping(self.endpoint)
         self.on_joined: Callable[[], None] = lambda: None
         self.is_new_to_each_other = False
-        """The coordinator's key was not known before."""
+        """Whether the coordinator's key was not known before."""
 
     def run(self) -> None:
         """Join, then work until told to leave. Raises where the coordinator refuses or is lost."""
@@ -139,7 +139,7 @@ class Worker:
                 self._obey(command)
             if self.gone is not None and not self.leaving:
                 raise self.gone
-            with contextlib.suppress(ManyhandsError):  # it may have gone first
+            with contextlib.suppress(ManyhandsError):  # the coordinator may have gone first
                 self._send(Leaving())  # so that it is not taken for lost
         finally:
             self._drop()
@@ -149,16 +149,19 @@ class Worker:
 
     @property
     def is_needed(self) -> bool:
-        """Whether others may need what is here."""
+        """Whether others may need the state that this worker holds."""
         return self.prepared is not None or self.is_under_way
 
     def ask_to_leave(self) -> None:
-        """Go as soon as others have what is here; at once where nothing is under way. Not for a signal's handler."""
+        """Leave as soon as others have the state held here; at once where nothing is under way.
+
+        Not to be called by a signal's handler.
+        """
         if not self.is_needed:
             self.leaving = True
             self.commands.put(Leave())
         else:
-            with contextlib.suppress(ManyhandsError):  # the control thread finds out itself
+            with contextlib.suppress(ManyhandsError):  # the control thread notices by itself
                 self._send(Leaving())
 
     # Talking
@@ -185,7 +188,7 @@ class Worker:
         return standing_of(self.endpoint, generation, executor, self._main_thread)
 
     def _listen(self) -> None:
-        """The control thread: passes commands on, stops at once what must stop, and sends heartbeats."""
+        """Pass commands on, stop at once what must stop, and send heartbeats: the control thread."""
         received_at = time.monotonic()
         try:
             while True:
@@ -269,11 +272,11 @@ class Worker:
         except Stopped:
             pass
         except Exception as error:
-            found = as_error(error, self.endpoint.name)
-            if found is not error:
+            mishap = as_error(error, self.endpoint.name)
+            if mishap is not error:
                 with contextlib.suppress(OSError):  # its log may be on a full disk
                     print("".join(traceback.format_exception(error)), file=sys.stderr)
-            self._report(generation, type(found).__name__, found.message, found.hint)
+            self._report(generation, type(mishap).__name__, mishap.message, mishap.hint)
         finally:
             self._at_work = None
 
@@ -283,7 +286,7 @@ class Worker:
             self._send(Failed(generation, kind, message, hint, executor.step if executor is not None else -1))
 
     def _drop(self) -> None:
-        """End a generation. What state it has come to is kept, unless it is in the middle of a step."""
+        """End a generation. The state it has reached is kept, unless it is in the middle of a step."""
         self.probing = None
         if self.prepared is None:
             return
@@ -333,23 +336,23 @@ class Worker:
         if stride > 1:
             executor.on_update = lambda step: self._send(Stepped(command.generation, step))
         for step in range(command.first_step, command.last_step, stride):
-            done = min(step + stride, command.last_step)
+            steps_done = min(step + stride, command.last_step)
             if executor.last_step is not None and executor.last_step <= step:
                 return  # to be stopped
-            result = executor.round(step, done - step)
+            result = executor.round(step, steps_done - step)
             assert executor.settled_step is not None, "a round has ended"
-            done = executor.settled_step
-            if done == step:
+            steps_done = executor.settled_step
+            if steps_done == step:
                 return  # nothing was fed: to be stopped
-            self._send(  # before there is a copy of it
+            self._send(  # before a copy of the state is offered
                 Progress(
-                    command.generation, done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
+                    command.generation, steps_done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
                     arrivals_at(self.endpoint), prepared.sent_bytes(self.endpoint.sent_bytes), seen_round(executor),
                     tuple(result.sums), result.not_finite_from,
                 )
             )  # fmt: skip
-            if done in command.snapshots or is_due(step, done, command.backup_every):
-                self.exchange.keep(prepared, done, *state_of(executor, copy=True))
+            if steps_done in command.snapshots or is_due(step, steps_done, command.backup_every):
+                self.exchange.keep(prepared, steps_done, *state_of(executor, copy=True))
             self.exchange.report_copies()
         if executor.last_step is not None and executor.last_step < command.last_step:
             return
@@ -357,7 +360,7 @@ class Worker:
         self.is_under_way = False
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
-        """Connect to those who take part; it begins when everybody is ready."""
+        """Connect to the devices that take part; the probe begins when all are ready."""
         self._drop()
         self.endpoint.mailbox.open(command.generation, link_probe.expected(command, self.endpoint.name))
         self._connect(command)

@@ -1,4 +1,4 @@
-"""What a worker's heartbeats report: how far it is, what it waits for, and how fast messages came."""
+"""The contents of a worker's heartbeats: how far it is, what it waits for, and how fast messages came."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from manyhands.transport.transport import ConnectedEndpoint
 
 
 def arrivals_at(endpoint: ConnectedEndpoint) -> tuple[Arrival, ...]:
-    """How fast messages of other devices came, since this was last asked; from any thread."""
+    """Return how fast messages from other devices came since the last call; from any thread."""
     timed, now = endpoint.mailbox.take_timed(), time.monotonic()
     return tuple(
-        Arrival(one.source, one.bytes, one.seconds, now - one.ended_at) for one in timed if one.source != COORDINATOR
+        Arrival(message.source, message.bytes, message.seconds, now - message.ended_at)
+        for message in timed
+        if message.source != COORDINATOR
     )
 
 
 def standing_of(
     endpoint: ConnectedEndpoint, generation: int | None, executor: Executor | None, main_thread: int
 ) -> Standing | None:
-    """How far a worker is in the generation it takes part in; None where it takes part in none."""
+    """Return how far a worker is in the generation it takes part in; None where it takes part in none."""
     if generation is None:
         return None
     box, missing = endpoint.mailbox, endpoint.missing_peers()
