@@ -1,4 +1,4 @@
-"""What a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
+"""Checks what a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
 finding."""
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def worker_check(name: str, described: str, torch: str, own_torch: str, memory_b
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
     """Yield checks of the clocks: whether they run alike, measured twice, and whether they show the same time of
     day."""
-    wanted = list(names)
-    first = coordinator.clock_sync.synchronize(wanted)
+    worker_names = list(names)
+    first = coordinator.clock_sync.synchronize(worker_names)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
     time.sleep(_DRIFT_LOOK_SECONDS)
     second = coordinator.clock_sync.synchronize(list(first))
-    for name in wanted:
+    for name in worker_names:
         if name not in second:
             yield no_answer(coordinator, name, "clock")
             continue
@@ -130,12 +130,14 @@ def pair_checks(
     }
     for source, target in sorted(shut):
         yield unreached(coordinator, source, target, reached[source][target])
-    there = [name for name in names if name not in lost]
-    pairs = [pair for pair in itertools.combinations(there, 2) if pair not in shut and pair[::-1] not in shut]
+    answering = [name for name in names if name not in lost]
+    pairs = [pair for pair in itertools.combinations(answering, 2) if pair not in shut and pair[::-1] not in shut]
     for number, (first, second) in enumerate(pairs):
         if time.monotonic() > end:
-            left = len(pairs) - number
-            yield Check("link", WARNING, f"{left} of {len(pairs)} pairs were not measured", "time", "Run it again.")
+            unmeasured = len(pairs) - number
+            yield Check(
+                "link", WARNING, f"{unmeasured} of {len(pairs)} pairs were not measured", "time", "Run it again."
+            )
             return
         say(f"the link between {first} and {second} ({number + 1} of {len(pairs)})")
         try:
@@ -157,14 +159,14 @@ def _probe_reachability(
     """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:
-        there = [name for name in names if name not in lost]
+        answering = [name for name in names if name not in lost]
         try:
-            return probe_reachability(coordinator, there) if there else {}, lost
+            return probe_reachability(coordinator, answering) if answering else {}, lost
         except ManyhandsError as error:
-            gone = {name: error.message for name in there if coordinator.members[name].is_lost}
-            if not gone:  # no worker is lost, but one does not answer: all get the error
-                return {}, lost | dict.fromkeys(there, error.message)
-            lost |= gone
+            failed = {name: error.message for name in answering if coordinator.members[name].is_lost}
+            if not failed:  # no worker is lost, but one does not answer: all get the error
+                return {}, lost | dict.fromkeys(answering, error.message)
+            lost |= failed
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeAnswer) -> Check:

@@ -123,7 +123,7 @@ class Tally:
 
 
 class Output:
-    """A file of answers: .jsonl, written line by line as they come, or .npy, one array of all outputs, written whole."""
+    """A file of answers: .jsonl, written line by line as they come, or .npy, one array of outputs, written whole."""
 
     def __init__(self, path: Path, count: int, labels: Labels, *, top: int, raw: bool) -> None:
         check_output(path)

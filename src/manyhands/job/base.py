@@ -195,7 +195,7 @@ class Job:
         return self._result(planned, outcome), planned
 
     def _laying(self, planned: PlannedRun) -> Preload:
-        """Return all samples for the devices to hold; raise OutOfMemory if one has no room beside what the plan needs."""
+        """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
         preload = Preload.of(self.workload.data)
         lowering = Schedule(planned.plan, planned.network).lowering
@@ -293,7 +293,7 @@ class Job:
                     and _was_finite(self.graph.state[name])
                 ):
                     raise NotFinite(
-                        f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
+                        f"The weight {name} of layer {layer.name} is not finite after step {state.steps_done - 1}.",
                         hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
@@ -339,7 +339,7 @@ class Job:
             self.record.event("finished", steps=result.steps)
 
     def _report_accuracy(self, planned: PlannedRun, result: TrainResult, accuracy: PredictionAccuracy) -> None:
-        """Write how accurate the prediction was to the folder, correct stored profiles, and report where it was wrong."""
+        """Write the prediction's accuracy to the folder, correct stored profiles, and report where it was wrong."""
         steps = 0
         if not result.recoveries:
             steps = correct_profiles(self.session, self.graph, planned, self.workload.optimizer, accuracy)
@@ -351,7 +351,7 @@ class Job:
                 self.say(text)
 
     def evaluated(self, planned: PlannedRun, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
-        """Evaluate held-out data on the devices that trained; if one of them is lost now, on one of the others alone."""
+        """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
         trained = self.trained.weights
         try:
             return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)

@@ -165,7 +165,7 @@ def varied(section: type[Config], name: str, default: Any, **traits: Any) -> Any
 def fields_of(config: type[Config]) -> dict[str, Field]:
     """Return the fields of a configuration by name, in the order of its sections."""
     return {
-        one.name: Field(one.name, str(one.type), one.default, one.metadata[_KEY])
+        field.name: Field(field.name, str(field.type), field.default, field.metadata[_KEY])
         for field in dataclasses.fields(config)
         if _KEY in field.metadata
     }
@@ -219,9 +219,9 @@ class Config:
     def from_command(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the configuration of a command line; arguments that are None were left out."""
         fields = fields_of(cls)
-        arguments_given = {name: value for name, value in arguments.items() if value is not None}
+        explicit = {name: value for name, value in arguments.items() if value is not None}
         defaults = {name: field.command_default for name, field in fields.items()}
-        return cls(**{**defaults, **arguments_given}, is_command=True)
+        return cls(**{**defaults, **explicit}, is_command=True)
 
     @property
     def decisive(self) -> dict[str, Any]:

@@ -65,10 +65,10 @@ def write_pictures(folder: Path, plots: Path, planned: PlannedRun, result: Train
 def _write_stages(accuracy: PredictionAccuracy, path: Path, title: str) -> None:
     """Draw each stage's predicted and measured seconds, beside the rest of its device's step."""
     rows = []
-    for stage in accuracy.stages:
-        others = accuracy.rest(stage.device)
-        bars = ((stage.predicted_seconds, others[0]), (stage.measured_seconds, others[1]))
-        rows.append((f"stage {stage.stage}, {stage.device}", *bars))
+    for times in accuracy.stages:
+        others = accuracy.rest(times.device)
+        bars = ((times.predicted_seconds, others[0]), (times.measured_seconds, others[1]))
+        rows.append((f"stage {times.stage}, {times.device}", *bars))
     draw_stages(rows, path, title=title)
 
 
