@@ -296,7 +296,7 @@ class Now(NamedTuple):
     follows: str
     """The trace file that the port follows."""
     state: tuple[str, ...]
-    """What is unusual about it; empty: nothing."""
+    """Everything unusual about the device; empty: nothing."""
 
 
 def _now(lab: Lab, device: DeviceStatus) -> Now:

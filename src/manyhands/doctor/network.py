@@ -22,15 +22,15 @@ from manyhands.runtime.member import Member
 from manyhands.runtime.reachability import ProbeAnswer
 
 MOST_WALL_SECONDS = 2.0
-"""How much the time of day may differ. It only orders what is written about a run."""
+"""Largest allowed difference in the time of day. It only orders what is written about a run."""
 MOST_DRIFT_SECONDS = 5e-3
-"""How much clocks may drift between two measurements: timelines of several machines are drawn by these clocks."""
+"""Largest allowed drift of clocks between two measurements: timelines of several machines are drawn by these clocks."""
 _DRIFT_LOOK_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 125_000.0
 LONG_DELAY_SECONDS = 0.5
 _FIRST_BYTES, _MOST_BYTES = 32_000, 4_000_000
 _LOOK_SECONDS = 0.25
-"""How long a link is kept busy while its rate is measured."""
+"""Time for which a link is kept busy while its rate is measured."""
 PAIRS_SECONDS = 120.0
 """No further pair is measured after this many seconds."""
 

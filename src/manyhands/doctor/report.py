@@ -37,7 +37,7 @@ class DoctorOptions:
     cluster: str = ""
     listen: str = ""
     devices: int = 1
-    """How many workers join."""
+    """The number of workers that join."""
     token: str = ""
     lab: str = ""
     join: str = ""

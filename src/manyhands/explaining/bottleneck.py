@@ -46,10 +46,10 @@ class Limit:
     seconds: float = 0.0
     stage: int | None = None
     use: str = ""
-    """What a transfer is for."""
+    """The use of a transfer."""
     bytes: float = 0.0
     relaxed: str = ""
-    """What was changed to check it: 'laptop twice as fast'."""
+    """The change by which it was checked: 'laptop twice as fast'."""
     relaxed_seconds: float | None = None
     """Seconds of a step after that change, simulated; None: not checked."""
     speed_up: float | None = None

@@ -17,7 +17,7 @@ class RunnerUp:
     seconds: float | None
     """Simulated seconds of a step (of a sample, for inference); None: it cannot run."""
     times: float | None
-    """How many times as long as the chosen plan; with another objective, how many times as much."""
+    """Ratio to the chosen plan: of seconds, or with another objective, of its score."""
     reason: str
     limits: tuple[Limit, ...] = ()
 
@@ -35,7 +35,7 @@ class WhatIf:
     score: float
     """The quantity by which plans are compared: these seconds, or bytes, or joules a sample."""
     gain: float
-    """How many times smaller the score is than now."""
+    """The factor by which the score is smaller than now."""
     plan: Plan
     is_device: bool
     """Whether the change is one more device, rather than a faster network."""

@@ -60,7 +60,7 @@ class StageTimes(msgspec.Struct, frozen=True):
     factor: float
     """Measured over predicted, without what moving bytes can explain."""
     steps: int
-    """How many rounds the measured median is taken over."""
+    """The number of rounds over which the measured median is taken."""
 
     @property
     def ratio(self) -> float:

@@ -1,4 +1,4 @@
-"""One connection of the HTTP endpoint: requests are checked before their bodies are read, and refused in JSON."""
+"""Handles a connection of the HTTP endpoint: checks requests before it reads their bodies, and refuses them in JSON."""
 
 from __future__ import annotations
 

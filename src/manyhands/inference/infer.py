@@ -260,7 +260,7 @@ class Inference:
 
     @property
     def bytes_between(self) -> Counter[tuple[str, str]]:
-        """(from, to) -> bytes, once this is closed; without what the coordinator sent to itself."""
+        """(from, to) -> bytes, once this is closed; without the bytes that the coordinator sent."""
         return self.streaming.bytes_between
 
 

@@ -26,8 +26,8 @@ from typing import Any, Literal, Self, TypeVar
 from manyhands.facts.errors import BadValue, unknown
 
 OnResume = Literal["free", "same", "stored"]
-"""How a resumed run treats an option: "free": it may have another value; "same": it may not, since it decides what is
-computed; "stored": the command line does not take it, and the run folder's value is used."""
+"""The treatment of an option when a run is resumed: "free": it may have another value; "same": it may not, since it
+decides what is computed; "stored": the command line does not take it, and the run folder's value is used."""
 AS_IN_PYTHON: Any = object()
 _KEY = "option"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

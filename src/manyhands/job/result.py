@@ -35,7 +35,7 @@ class TrainResult:
     checkpoint: Path
     steps: int
     scale: float | None = None
-    """How many times slower than real time everything ran; None: in real time, not in a lab."""
+    """Time scale of a lab: how many times slower than real time everything ran; None: in real time, not in a lab."""
     stands_in: bool = False
     """Whether plain processes stood in for a lab: with shaped links, at this machine's own speed."""
     test: EvaluateResult | None = None

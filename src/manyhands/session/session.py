@@ -27,7 +27,7 @@ class Session:
     has_links: bool = False
     """Whether the links are known from a file; else they are measured."""
     scale: float | None = None
-    """How many times slower than real time everything runs; None: this is no lab."""
+    """Time scale of a lab: how many times slower than real time everything runs; None: this is no lab."""
     stands_in: bool = False
     """Whether plain processes behind shaped links stand in for a lab, which is impossible here."""
     kind: str = ""
