@@ -56,7 +56,7 @@ def test_a_loss_that_is_none_ends_the_run(
     assert newest is not None
     assert str(newest) in found.value.hint
     assert isinstance(found.value, DataNotFinite) is (said == "the input ")
-    assert "Once the data is mended, go on with: " in found.value.hint
+    assert "Once the data is fixed, go on with: " in found.value.hint
     assert ("lower learning rate" in found.value.hint) is (said != "the input ")
     loaded = checkpoint.load(newest)
     assert 1 <= loaded.step <= 3

@@ -60,12 +60,12 @@ def test_a_run_that_was_interrupted_goes_on() -> None:
 def test_numbers_that_are_not_finite_come_again(command: str, by_name: bool, new: str) -> None:
     lines = hint(NotFinite("nan", hint="Lower it."), command=command, by_name=by_name).splitlines()
     assert lines[:3] == ["Lower it.", SAME, f"With a lower learning rate it is a new run: {new}"]
-    assert lines[3].startswith("Once the data is mended, go on with: ")
+    assert lines[3].startswith("Once the data is fixed, go on with: ")
     assert len(lines) == 4
 
 
 def test_data_that_is_not_finite_is_mended_first() -> None:
-    mended = "Once the data is mended, go on with: manyhands train --resume runs/one"
+    mended = "Once the data is fixed, go on with: manyhands train --resume runs/one"
     assert hint(DataNotFinite("nan")) == f"{SAME}\n{mended}"
 
 

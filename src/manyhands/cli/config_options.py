@@ -23,7 +23,7 @@ def takes_options_of(config: type[Config]) -> Callable[[Command], Command]:
     def decorated(command: Command) -> Command:
         parameters = list(_parameters(config))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorated
@@ -48,9 +48,9 @@ def with_token(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with the token that --token, --token-file or the environment gives."""
     from manyhands.job.resuming import is_needed_again
 
-    given = arguments.get("token") or ""
-    token = token_given(given, arguments.get("token_file") or "")
-    return {**arguments, "token": token, "token_file": None, "needs_token": is_needed_again(given) or None}
+    typed_token = arguments.get("token") or ""
+    token = token_given(typed_token, arguments.get("token_file") or "")
+    return {**arguments, "token": token, "token_file": None, "needs_token": is_needed_again(typed_token) or None}
 
 
 def is_unchanged(config: type[Config], arguments: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`manyhands decouple`: what decoupling does to a network."""
+"""`manyhands decouple`: shows the effect of decoupling on a network."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def decouple(
         return
     before, after = report.before, report.after
     rows = [
-        [what, show(old), show(new), f"{new / old:.2f}"]
-        for what, show, old, new in (
+        [quantity, show(old), show(new), f"{new / old:.2f}"]
+        for quantity, show, old, new in (
             ("parameters", format_count, before.parameters, after.parameters),
             ("weights", format_bytes, before.weight_bytes, after.weight_bytes),
             ("activations", format_bytes, before.activation_bytes, after.activation_bytes),
@@ -68,9 +68,9 @@ def decouple(
     headings = ["shuffle", "before layer", "convolutions before", "tensor", "size"]
     if placed:
         print_table("", headings, placed, numbers=["convolutions before", "size"])
-    wanted = report.shuffles_wanted
-    if isinstance(wanted, int) and len(placed) < wanted:
-        typer.echo(f"There is room for {len(placed)} shuffle(s), not {wanted}.")
+    requested = report.shuffles_wanted
+    if isinstance(requested, int) and len(placed) < requested:
+        typer.echo(f"There is room for {len(placed)} shuffle(s), not {requested}.")
     typer.echo(f"{report.grouped} of {report.convolutions} convolutions are grouped. What stays dense:")
     for why, count in Counter(layer.why for layer in report.dense).items():
         names = [layer.name for layer in report.dense if layer.why == why]

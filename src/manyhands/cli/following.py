@@ -1,6 +1,6 @@
-"""What a person sees of a job: a spinner, the plan, a bar, the outcome. Without a terminal, plain lines.
+"""Shows a job to the user: a spinner, the plan, a bar, the outcome. Without a terminal, plain lines.
 
-Ctrl-C and SIGTERM are heard for as long as this lasts: see job/stopping.py.
+It handles Ctrl-C and SIGTERM while it is shown: see job/stopping.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from manyhands.job.result import TrainResult
 
 PLAIN_LINES = 10
-"""How often progress is said where there is no terminal."""
+"""Number of progress lines of a job without a terminal."""
 CHECKPOINT_SECONDS = 30.0
-"""No more than one checkpoint in so long is told of."""
+"""Shortest time between two checkpoints that are reported."""
 
 
 class Show:
-    """Follows one job. `command`: how it is typed, to go on with it."""
+    """Shows the progress of one job. `command`: the command that the user typed."""
 
     what = "training"
     is_bursty = False
@@ -66,7 +66,7 @@ class Show:
         self._ending.close()
 
     def stop(self) -> None:
-        """Nothing moves any more."""
+        """End the live display."""
         live, self._live = self._live, None
         if self._moving is not None:
             self._moving.is_over = True
@@ -74,7 +74,7 @@ class Show:
             live.stop()
 
     def say(self, text: str) -> None:
-        """One line on standard error, above whatever moves there."""
+        """Print a line on standard error, above the live display."""
         text = plain(text)
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -82,7 +82,7 @@ class Show:
             typer.echo(text, err=True)
 
     def planned(self, planned: PlannedRun) -> None:
-        """The plan as a table, then the bar."""
+        """Print the plan as a table, then show the bar."""
         self._steps, self._batch = planned.steps, planned.plan.step_size
         if self.quiet:
             return
@@ -97,11 +97,11 @@ class Show:
         self.begin(planned.steps, planned.plan.step_size, planned.folder)
 
     def note(self, planned: PlannedRun) -> str:
-        """What is to be said of a plan beside its table."""
+        """Return a note to print after a plan's table; empty: none."""
         return ""
 
     def begin(self, steps: int, samples: int, folder: Path | None = None) -> None:
-        """From now on steps are counted; on a terminal a bar shows them."""
+        """Start to count steps; on a terminal, show them with a bar."""
         from manyhands.cli.moving import Moving
 
         self._steps = steps
@@ -130,12 +130,12 @@ class Show:
             self.say(text)
 
     def _is_due(self) -> bool:
-        """Whether a plain line is to be said now."""
-        done, steps = self._done, self._steps
-        return done == steps or done * PLAIN_LINES // steps > (done - 1) * PLAIN_LINES // steps
+        """Return whether it is time to print a plain line."""
+        step, steps = self._done, self._steps
+        return step == steps or step * PLAIN_LINES // steps > (step - 1) * PLAIN_LINES // steps
 
     def _say_news(self, moving: Moving) -> None:
-        """Of checkpoints one now and then: quick runs have one every second."""
+        """Report checkpoints, but only now and then: quick runs write one every second."""
         now = time.monotonic()
         while moving.news:
             event = moving.news.popleft()
@@ -144,7 +144,7 @@ class Show:
                 self.say(f"{event_time(event)} {event_text(event)}")
 
     def line(self, moving: Moving, seconds: float) -> str:
-        """Progress in one line; empty where none is worth saying."""
+        """Return the progress in one line; empty if it is not worth a line."""
         parts = [f"step {self._done} of {self._steps}"]
         if moving.loss is not None:
             parts.append(f"loss {number(moving.loss)}")
@@ -156,7 +156,7 @@ class Show:
 
 
 def print_outcome(result: TrainResult) -> None:
-    """Losses, and what held-out data say."""
+    """Print the losses, and the accuracy or loss on held-out data."""
     first = len(result.losses) - result.steps
     typer.echo(f"{result.steps} steps, loss {number(result.losses[first])} -> {number(result.losses[-1])}")
     if result.test is not None and result.accuracy is not None:

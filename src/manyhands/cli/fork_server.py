@@ -1,4 +1,4 @@
-"""`manyhands nursery`, the fork server of this machine's workers. A coordinator starts it; nobody types it."""
+"""`manyhands nursery`, the fork server of this machine's workers. A coordinator starts it; users never type it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def _serve(door: int, main: Callable[[], None]) -> None:
         importlib.import_module(name)
     load_everything()
     gc.collect()
-    gc.freeze()  # nothing of this is looked at again, so its memory stays shared
+    gc.freeze()  # the collector does not touch these objects again, so their memory stays shared
     words = tend(asking)
     if words is not None:
-        os._exit(_run(words, main))  # tidying up would look at all of it
+        os._exit(_run(words, main))  # a normal exit would touch all of that memory
 
 
 def _run(words: list[str], main: Callable[[], None]) -> int:

@@ -1,4 +1,4 @@
-"""`manyhands infer`: a network over several devices, on pictures or arrays, or as a service."""
+"""`manyhands infer`: runs a network on several devices, on pictures or arrays, or as a service."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def infer(**arguments: Any) -> None:
 
             check_output(Path(config.output))
         name = decoupled_name(config.model or MODEL, config.decouple) if config.decouple else config.model
-        known = load_known(name, config.weights, config.shape, source=config.input, resize=config.resize)
-        samples = _samples(known, config.input) if config.input else None
-        _check_served(known, config.serve)
-        with devices_for(config, show.say) as devices, open_by_name(config, known, devices) as running:
+        loaded = load_known(name, config.weights, config.shape, source=config.input, resize=config.resize)
+        samples = _samples(loaded, config.input) if config.input else None
+        _check_served(loaded, config.serve)
+        with devices_for(config, show.say) as devices, open_by_name(config, loaded, devices) as running:
             predicted = running.predicted_of(len(samples)) if samples else running.predicted_seconds
-            show.ready(running, known, predicted, len(samples) if samples else None)
+            show.ready(running, loaded, predicted, len(samples) if samples else None)
             if samples is None:
-                _serve(running, known, config, show)
+                _serve(running, loaded, config, show)
             else:
-                answers = _answer_all(running, known, samples, predicted, config, show)
+                answers = _answer_all(running, loaded, samples, predicted, config, show)
     if samples is None:
         return
     if config.json:
@@ -60,27 +60,28 @@ def infer(**arguments: Any) -> None:
         show.finished(answers, config.output)
 
 
-def _samples(known: Known, source: str) -> SampleSource:
-    """What is to be answered; the first of it is looked at, before anybody is started for it."""
+def _samples(loaded: Known, source: str) -> SampleSource:
+    """Return the samples to answer; the first one is read now, before any worker is started."""
     from manyhands.data.samples import read_samples
 
-    samples = read_samples(source, known.wanted)
+    samples = read_samples(source, loaded.wanted)
     next(iter(samples), None)
     return samples
 
 
-def _check_served(known: Known, port: int | None) -> None:
+def _check_served(loaded: Known, port: int | None) -> None:
     from manyhands.facts.errors import BadValue
 
-    if port is not None and isinstance(known.wanted, dict):
+    if port is not None and isinstance(loaded.wanted, dict):
         raise BadValue(
-            f"{known.name} takes several arrays for a sample, which no request here holds: {', '.join(known.wanted)}.",
+            f"{loaded.name} takes several arrays for a sample, which no request here holds: "
+            f"{', '.join(loaded.wanted)}.",
             hint="Give them in a file: --input samples.npz",
         )
 
 
 def _answer_all(
-    running: Inference, known: Known, samples: SampleSource, predicted: float, config: InferConfig, show: InferShow
+    running: Inference, loaded: Known, samples: SampleSource, predicted: float, config: InferConfig, show: InferShow
 ) -> dict[str, Any]:
     """Answer all samples in order, and return what --json prints."""
     output, top, raw = config.output, config.top, config.raw
@@ -91,24 +92,24 @@ def _answer_all(
     with contextlib.ExitStack() as stack:
         if samples.note:
             show.say(samples.note)
-        file = Output(Path(output), len(samples), known.labels, top=top, raw=raw) if output else None
+        file = Output(Path(output), len(samples), loaded.labels, top=top, raw=raw) if output else None
         if file is not None:
             stack.enter_context(file)
         show.begin_with(running, len(samples))
         at_once = 1 if running.objective == "latency" else UNDER_WAY
         stop = stack.enter_context(stopping())
-        found = stack.enter_context(contextlib.closing(in_order(running, samples, at_once)))
-        for answer in found:
+        stream = stack.enter_context(contextlib.closing(in_order(running, samples, at_once)))
+        for answer in stream:
             stop.is_patient = True
-            tally.add(answer, known.labels, samples)
+            tally.add(answer, loaded.labels, samples)
             if file is not None:
                 file.add(answer)
             if show.quiet or len(lines) < SHOWN:
-                lines.append(known.labels.told(answer, top=top, raw=raw))
+                lines.append(loaded.labels.told(answer, top=top, raw=raw))
             show.answered(answer.seconds)
             if stop.is_asked:
-                left = f"; {output} has them" if output.endswith(".jsonl") else ""
-                raise KeyboardInterrupt(f"{tally.samples:,} of {len(samples):,} samples were answered{left}.")
+                note = f"; {output} has them" if output.endswith(".jsonl") else ""
+                raise KeyboardInterrupt(f"{tally.samples:,} of {len(samples):,} samples were answered{note}.")
         stop.is_patient = False
     return {
         "answers": lines,
@@ -118,12 +119,12 @@ def _answer_all(
         "predicted_seconds": predicted,
         "reruns": running.reruns,
         "recoveries": list(running.recoveries),
-        "weights": known.note,
+        "weights": loaded.note,
         "plan": running.plan.to_dict(),
     }
 
 
-def _serve(running: Inference, known: Known, config: InferConfig, show: InferShow) -> None:
+def _serve(running: Inference, loaded: Known, config: InferConfig, show: InferShow) -> None:
     """Answer requests until Ctrl-C or SIGTERM, and those under way after it. A stream that ended by itself is an
     error."""
     from manyhands.cli.show import print_json
@@ -133,10 +134,10 @@ def _serve(running: Inference, known: Known, config: InferConfig, show: InferSho
     from manyhands.inference.server import Answering
     from manyhands.inference.stream import failed
 
-    assert isinstance(known.wanted, SampleForm)
+    assert isinstance(loaded.wanted, SampleForm)
     limits = Limits() if config.time_limit is None else replace(Limits(), request_seconds=config.time_limit)
     with Answering(
-        running, known.wanted, known.labels, host=config.host, port=config.serve or 0, bearer=config.bearer,
+        running, loaded.wanted, loaded.labels, host=config.host, port=config.serve or 0, bearer=config.bearer,
         limits=limits,
         health=lambda: health(running),
     ) as served:  # fmt: skip
@@ -163,4 +164,4 @@ def _serve(running: Inference, known: Known, config: InferConfig, show: InferSho
             raise error
     if not config.json:
         typer.echo(f"Answered {running.answered:,} samples; devices came or went {len(running.recoveries)} time(s).")
-    raise typer.Exit(STOPPED)  # the one way in which it ends, unless by itself
+    raise typer.Exit(STOPPED)  # the only way in which it ends, except for an error

@@ -1,4 +1,4 @@
-"""What a person sees of an inference job: a spinner, the plan in short, a bar, a table of answers."""
+"""Shows an inference job to the user: a spinner, the plan in short, a bar, a table of answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = 20
 
 
 class InferShow(Show):
-    """A spinner, the plan in short, a bar with a line for each stage, a table."""
+    """Shows a spinner, the plan in short, a bar with a line for each stage, and a table of answers."""
 
     what = "answering"
     is_bursty = True
@@ -28,8 +28,9 @@ class InferShow(Show):
     def __init__(self, *, quiet: bool) -> None:
         super().__init__("manyhands infer", quiet=quiet)
 
-    def ready(self, running: Inference, known: Known, predicted: float, count: int | None) -> None:
-        """What will be done, and by whom. `predicted`: seconds a sample, of `count`; None: nobody knows how many."""
+    def ready(self, running: Inference, loaded: Known, predicted: float, count: int | None) -> None:
+        """Print the plan and its prediction. `predicted`: seconds per sample, of `count`; None: their number is
+        unknown."""
         if self.quiet:
             return
         from manyhands.cli.tables import share_text
@@ -45,7 +46,7 @@ class InferShow(Show):
             typer.echo(f"  layers {first}-{last - 1}: {', '.join(shares)}")
         many = " of a long stream" if count is None else f" of {count:,} in a row"
         of = "" if running.objective == "latency" else many
-        typer.echo(f"Predicted: {format_seconds(predicted)} a sample{of}. {known.note}")
+        typer.echo(f"Predicted: {format_seconds(predicted)} a sample{of}. {loaded.note}")
         sys.stdout.flush()
 
     def begin_with(self, running: Inference, count: int) -> None:
@@ -55,7 +56,7 @@ class InferShow(Show):
         self._answered_at = time.monotonic()
 
     def answered(self, seconds: float) -> None:
-        """`seconds`: from a sample to its answer; the bar goes by those from one answer to the next."""
+        """Advance the bar by the time since the last answer. `seconds`, from a sample to its answer, is not shown."""
         now = time.monotonic()
         took, self._answered_at = now - self._answered_at, now
         self.advance(took)
@@ -63,45 +64,46 @@ class InferShow(Show):
     def line(self, moving: Moving, seconds: float) -> str:
         return f"{self._done} of {self._steps} answered" if self._steps >= SHOWN else ""
 
-    def finished(self, told: dict[str, Any], output: str) -> None:
+    def finished(self, summary: dict[str, Any], output: str) -> None:
         from manyhands.cli.show import print_table
         from manyhands.facts.units import format_seconds
         from manyhands.inference.lines import short_text
 
         rows = [
             [line["name"], short_text(line) or _numbers(line), format_seconds(line["seconds"])]
-            for line in told["answers"][:SHOWN]
+            for line in summary["answers"][:SHOWN]
         ]
-        print_table(told["network"], ["input", "answer", "after"], rows, numbers=["after"])
-        if told["samples"] > SHOWN:
+        print_table(summary["network"], ["input", "answer", "after"], rows, numbers=["after"])
+        if summary["samples"] > SHOWN:
             where = output or "--output answers.jsonl has all"
-            typer.echo(f"... and {told['samples'] - SHOWN:,} more: {where}.")
+            typer.echo(f"... and {summary['samples'] - SHOWN:,} more: {where}.")
         elif output:
             typer.echo(f"Answers: {output}")
-        if told["accuracy"] is not None:
-            typer.echo(f"Accuracy: {told['accuracy']:.1%} of {told['samples']:,} samples")
-        predicted, median = told["predicted_seconds"], told["median_latency_seconds"]
-        if told["objective"] == "latency":
+        if summary["accuracy"] is not None:
+            typer.echo(f"Accuracy: {summary['accuracy']:.1%} of {summary['samples']:,} samples")
+        predicted, median = summary["predicted_seconds"], summary["median_latency_seconds"]
+        if summary["objective"] == "latency":
             typer.echo(
                 f"A sample took {format_seconds(median)} (median), predicted {format_seconds(predicted)}: "
                 f"{median / predicted if predicted else 0:.2f} times the prediction"
             )
         else:
-            rate = told["samples_per_second"]
+            rate = summary["samples_per_second"]
             typer.echo(
                 f"{rate:,.1f} samples/s, predicted {1 / predicted if predicted else 0:,.1f}; an answer came "
-                f"{format_seconds(median)} after its sample (median, {told['samples']:,} samples)"
+                f"{format_seconds(median)} after its sample (median, {summary['samples']:,} samples)"
             )
-        if told["recoveries"]:
+        if summary["recoveries"]:
             typer.echo(
-                f"Devices came or went {len(told['recoveries'])} time(s); {told['reruns']} sample(s) were run again."
+                f"Devices came or went {len(summary['recoveries'])} time(s); {summary['reruns']} sample(s) were run "
+                "again."
             )
-        if told["weights"].startswith("The weights are random"):
-            typer.echo(told["weights"])
+        if summary["weights"].startswith("The weights are random"):
+            typer.echo(summary["weights"])
 
 
 def _stages(running: Inference) -> Live:
-    """A stream as a run is seen."""
+    """Return the state of a stream in the form of a run's."""
     from manyhands.facts.plan_check import layer_range
     from manyhands.observe.live import Live, LiveStage
 
@@ -114,6 +116,6 @@ def _stages(running: Inference) -> Live:
 
 
 def _numbers(line: dict[str, Any]) -> str:
-    """The start of an output that is no choice among classes."""
+    """Return the start of an output that is no choice among classes."""
     text = str(line.get("output", ""))
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -23,7 +23,7 @@ class TaskInputs:
     profile: Profile | None
     """None: estimated from the device catalogue."""
     times: str = ""
-    """Where the times of this machine's workers come from; empty: the cluster is another one."""
+    """The origin of the times of this machine's workers, in a sentence; empty: the cluster is another one."""
 
 
 def load_task(

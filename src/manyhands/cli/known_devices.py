@@ -50,7 +50,7 @@ def allow(
     name: Name,
     role: Annotated[str, typer.Argument(metavar="ROLE", help="coordinator or worker.")],
 ) -> None:
-    """Let a device act in another role, too: a key is stored for the role in which it first joined."""
+    """Allow a device to act in another role, too: a key is stored for the role in which it first joined."""
     from manyhands.facts.errors import BadValue
     from manyhands.transport.keys import Role
 

@@ -74,19 +74,19 @@ def down(
 
     if why := missing():
         raise LabError(f"There can be no lab here: {why}")
-    there = labs()
-    wanted = there if everything else [lab_name(name)] if name else there
-    if len(wanted) > 1 and not everything:
-        raise LabError(f"Several labs are up: {', '.join(there)}.", hint=f"Write: manyhands lab down {there[0]}")
-    for lab_up in wanted:
-        if lab_up not in there:
+    labs_up = labs()
+    chosen = labs_up if everything else [lab_name(name)] if name else labs_up
+    if len(chosen) > 1 and not everything:
+        raise LabError(f"Several labs are up: {', '.join(labs_up)}.", hint=f"Write: manyhands lab down {labs_up[0]}")
+    for lab_up in chosen:
+        if lab_up not in labs_up:
             raise LabError(
                 f"There is no lab called '{lab_up}'.",
-                hint=f"There are: {', '.join(there)}." if there else "None is up.",
+                hint=f"There are: {', '.join(labs_up)}." if labs_up else "None is up.",
             )
         take_down(lab_up)
         typer.echo(f"{lab_up} is down.")
-    if not wanted:
+    if not chosen:
         typer.echo("No lab is up.")
 
 
@@ -296,7 +296,7 @@ class Now(NamedTuple):
     follows: str
     """The trace file that the port follows."""
     state: tuple[str, ...]
-    """What is unusual about it; empty: nothing."""
+    """Everything unusual about the device; empty: nothing."""
 
 
 def _now(lab: Lab, device: DeviceStatus) -> Now:

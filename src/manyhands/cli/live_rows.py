@@ -29,9 +29,9 @@ def number(loss: float) -> str:
 def clock(seconds: float) -> str:
     """Return a duration like 1:02:03, as progress bars show it."""
     whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
+    minutes, remainder = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"
 
 
 def rate_text(samples_per_second: float | None) -> str:
@@ -163,7 +163,7 @@ def link_row(link: LiveLink, flows: Flows) -> list[str]:
 
 def event_text(event: Mapping[str, Any]) -> str:
     """Return an event in words; empty for events that are not shown. A file may contain anything."""
-    what = str(event.get("event", ""))
+    kind = str(event.get("event", ""))
     device, step = str(event.get("device", "")), event.get("step")
     devices = ", ".join(map(str, event["devices"])) if isinstance(event.get("devices"), list) else ""
     seconds = event.get("seconds")
@@ -187,7 +187,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         "note": str(event.get("text", "")),
         "broken checkpoint": str(event.get("message", "")),
     }
-    return plain(words.get(what, ""))
+    return plain(words.get(kind, ""))
 
 
 def _evaluated(event: Mapping[str, Any]) -> str:

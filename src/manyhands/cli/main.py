@@ -1,4 +1,4 @@
-"""The `manyhands` command. Each subcommand has its file; this one gathers them and turns errors into exit codes."""
+"""The `manyhands` command. Each subcommand has its own file; this one collects them and maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"manyhands {__version__}")
         raise typer.Exit()
 

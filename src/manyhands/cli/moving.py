@@ -45,10 +45,10 @@ LAST_STEPS = 20
 class Moving:
     """A job's progress, as rich draws it."""
 
-    def __init__(self, what: str, steps: int, samples: int, *, is_bursty: bool = False) -> None:
+    def __init__(self, activity: str, steps: int, samples: int, *, is_bursty: bool = False) -> None:
         """Set up the progress. `samples` is per step. `is_bursty`: several steps end at once, so that only their mean
         is meaningful."""
-        self.what, self.steps, self.samples = what, max(1, steps), samples
+        self.what, self.steps, self.samples = activity, max(1, steps), samples
         self.done = 0
         self.loss: float | None = None
         self.is_over = False

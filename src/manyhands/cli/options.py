@@ -15,7 +15,7 @@ Confine = Annotated[
     ),
 ]
 MODEL, CLUSTER, BATCH_SIZE = "yolov2-16", "pi3x6", 8
-"""What `plan` and `simulate` take where nothing is said."""
+"""Defaults of `plan` and `simulate`."""
 Model = Annotated[
     str,
     typer.Option(

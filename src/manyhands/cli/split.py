@@ -116,7 +116,7 @@ def train(**arguments: Any) -> None:
 
 
 def to_dict(result: SplitResult) -> dict[str, Any]:
-    """What --json prints."""
+    """Return what --json prints."""
     from manyhands.split.job import change_facts
 
     return {
@@ -124,8 +124,8 @@ def to_dict(result: SplitResult) -> dict[str, Any]:
         "test_loss": result.test.loss if result.test is not None else None,
         "losses": result.losses,
         "staleness": result.staleness,
-        "cuts": [list(one) for one in result.cuts],
-        "changes": [change_facts(one) for one in result.changes],
+        "cuts": [list(cut) for cut in result.cuts],
+        "changes": [change_facts(change) for change in result.changes],
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
         "bytes_moved": result.bytes_moved,
@@ -142,7 +142,7 @@ def to_dict(result: SplitResult) -> dict[str, Any]:
 
 
 class _Show(Show):
-    """The outcome tells what was deployed when."""
+    """Shows a split job; its outcome lists what was deployed when."""
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__("manyhands split train", quiet=quiet)
@@ -153,7 +153,7 @@ class _Show(Show):
         super().planned(planned)
 
     def finished(self, result: SplitResult) -> None:
-        """What was deployed when, what travelled, how it went."""
+        """Print what was deployed when, the bytes sent, and the outcome."""
         from collections import Counter
 
         from manyhands.cli.show import print_table

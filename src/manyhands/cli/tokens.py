@@ -1,4 +1,4 @@
-"""How a command gets the token: typed, from a file, from the environment, or by asking; never echoed."""
+"""Gets the token for a command: as typed, from a file, from the environment, or from a prompt that does not echo."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def ask_for_token(whose: str) -> str:
     """Ask for the token at the terminal without echoing it; empty if there is no terminal."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()):
         return ""
-    from getpass import getpass  # which asks only once the terminal shows nothing: what is typed sooner is not lost
+    from getpass import getpass  # it prompts only once echo is off, and keeps earlier input
 
     return getpass(f"Token of {whose} (it is not shown): ", stream=sys.stderr).strip()

@@ -116,17 +116,17 @@ class Screen:
 
         view, live = self.view, self.view.live
         width = options.max_width
-        left = 10_000 if self.is_whole else max(LEAST_HEIGHT, options.size.height) - 1
+        lines_left = 10_000 if self.is_whole else max(LEAST_HEIGHT, options.size.height) - 1
 
         def line(text: str, style: str = "") -> Text:
-            nonlocal left
-            left -= 1
+            nonlocal lines_left
+            lines_left -= 1
             return Text(plain(text), style=style, no_wrap=True, overflow="ellipsis")
 
         yield line(f"{live.model} in {view.folder}: {rows.state_text(view)}", "bold")
         yield line(rows.step_text(live))
         if live.steps:
-            left -= 1
+            lines_left -= 1
             bar = Table.grid()
             bar.add_row(ProgressBar(total=live.steps, completed=live.step, width=width))
             yield bar
@@ -146,18 +146,18 @@ class Screen:
             ("stages", rows.STAGE_HEADINGS, stages, rows.STAGE_NUMBERS, wanted_below),
             ("links", rows.LINK_HEADINGS, links, rows.LINK_NUMBERS, wanted_below),
         ):  # fmt: skip
-            room = left - 3 - below
+            room = lines_left - 3 - below
             if not content or room < 1:
                 continue
             shown = content if len(content) <= room else content[: max(1, room - 1)]
-            left -= 3 + len(shown)
+            lines_left -= 3 + len(shown)
             yield Text("")
             yield _table(headings, shown, numbers, skipped)
             if len(shown) < len(content):
                 yield line(f"... and {len(content) - len(shown)} more {title}", "dim")
-        if events and left > 2:
+        if events and lines_left > 2:
             yield line("")
-            for event in events[-min(MOST_EVENTS, left - 1) :]:
+            for event in events[-min(MOST_EVENTS, lines_left - 1) :]:
                 yield line(f"{rows.event_time(event)}  {rows.event_text(event)}")
 
 

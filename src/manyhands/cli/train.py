@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.job.result import TrainResult
 
 MOST_ROWS = 16
-"""Of the table of predicted beside measured; of more devices, each stage's that is farthest off is shown."""
+"""Most rows of the table of predicted and measured times; with more devices, each stage shows the one farthest off."""
 
 
 @takes_options_of(TrainConfig)
@@ -45,7 +45,7 @@ def train(**arguments: Any) -> None:
 
 
 def to_dict(result: TrainResult) -> dict[str, Any]:
-    """What --json prints."""
+    """Return what --json prints."""
     return {
         "accuracy": result.accuracy,
         "test_loss": result.test.loss if result.test is not None else None,
@@ -68,7 +68,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
 
 
 class _Show(Show):
-    """The demonstration says what it is; the outcome stands beside what was predicted."""
+    """Shows a training job; a demonstration says that it is one, and the outcome is compared with the prediction."""
 
     def __init__(self, *, quiet: bool, is_demo: bool) -> None:
         super().__init__("manyhands train", quiet=quiet)
@@ -78,7 +78,7 @@ class _Show(Show):
         return _demo_note(planned) if self.is_demo else ""
 
     def finished(self, result: TrainResult) -> None:
-        """How it went, beside what was predicted."""
+        """Print the outcome beside the prediction."""
         from manyhands.cli.tables import print_peaks
         from manyhands.explaining.tile_report import is_tiled, traffic_text
         from manyhands.facts.lab import scale_text
@@ -103,29 +103,32 @@ class _Show(Show):
             )
         elif result.scale is not None:
             typer.echo(f"In the lab, {scale_text(result.scale)}; all times here are the lab's.")
-        there = {"plots/*.png": "pictures in plots/", "trace.json": "trace.json opens in Perfetto"}
-        found = [f"checkpoint: {result.checkpoint.name}"]
-        found += [text for pattern, text in there.items() if any(result.folder.glob(pattern))]
-        typer.echo(f"Run folder: {result.folder} ({'; '.join(found)})")
+        links = {"plots/*.png": "pictures in plots/", "trace.json": "trace.json opens in Perfetto"}
+        parts = [f"checkpoint: {result.checkpoint.name}"]
+        parts += [text for pattern, text in links.items() if any(result.folder.glob(pattern))]
+        typer.echo(f"Run folder: {result.folder} ({'; '.join(parts)})")
 
 
-def print_prediction_accuracy(found: PredictionAccuracy) -> None:
-    """Predicted beside measured, of every stage and device."""
+def print_prediction_accuracy(accuracy: PredictionAccuracy) -> None:
+    """Print predicted beside measured seconds of every stage and device."""
     from manyhands.cli.show import print_table
     from manyhands.facts.units import format_seconds
 
-    shown = list(found.stages)
+    shown = list(accuracy.stages)
     if len(shown) > MOST_ROWS:
-        numbers = sorted({one.stage for one in shown})
-        shown = [max((one for one in shown if one.stage == n), key=lambda one: abs(one.ratio - 1)) for n in numbers]
+        numbers = sorted({times.stage for times in shown})
+        shown = [
+            max((times for times in shown if times.stage == n), key=lambda times: abs(times.ratio - 1)) for n in numbers
+        ]
     rows = []
-    for place, one in enumerate(shown):
-        is_first = place == 0 or shown[place - 1].stage != one.stage
-        rest = found.rest(one.device)
+    for place, times in enumerate(shown):
+        is_first = place == 0 or shown[place - 1].stage != times.stage
+        others = accuracy.rest(times.device)
         rows.append(
-            [str(one.stage) if is_first else "", f"{one.layers[0]}-{one.layers[1] - 1}" if is_first else "", one.device,
-             format_seconds(one.predicted_seconds), format_seconds(one.measured_seconds), f"{one.ratio:.2f}",
-             *map(format_seconds, rest)]
+            [str(times.stage) if is_first else "", f"{times.layers[0]}-{times.layers[1] - 1}" if is_first else "",
+             times.device, format_seconds(times.predicted_seconds), format_seconds(times.measured_seconds),
+             f"{times.ratio:.2f}",
+             *map(format_seconds, others)]
         )  # fmt: skip
     headings = [
         "stage",
@@ -137,9 +140,9 @@ def print_prediction_accuracy(found: PredictionAccuracy) -> None:
         "rest: predicted",
         "measured ",
     ]
-    title = f"A step, predicted and measured (medians of {found.steps}; the rest: waits, exchanges, updates)"
-    if len(shown) < len(found.stages):
-        title += f"; of {len(found.stages)} shares of stages those farthest off"
+    title = f"A step, predicted and measured (medians of {accuracy.steps}; the rest: waits, exchanges, updates)"
+    if len(shown) < len(accuracy.stages):
+        title += f"; of {len(accuracy.stages)} shares of stages those farthest off"
     print_table(title, headings, rows, numbers=headings[3:])
 
 

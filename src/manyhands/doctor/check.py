@@ -12,7 +12,7 @@ HERE = "this machine"
 
 @dataclass(frozen=True)
 class Check:
-    """What was found, what is needed, and what to type where the two differ."""
+    """One finding: the state found, the state needed, and what to type where the two differ."""
 
     subject: str
     state: str

@@ -1,4 +1,4 @@
-"""What a run needs from this machine. Torch is not loaded here: it is tried in a process of its own."""
+"""Checks what a run needs from this machine. Torch is not loaded here: it is tried in a separate process."""
 
 from __future__ import annotations
 
@@ -153,25 +153,25 @@ def package_check(name: str, version: str, limits: list[tuple[str, str]]) -> Che
 
 
 def try_torch(code: str = _TRY_TORCH, limit_seconds: float = TORCH_SECONDS) -> dict[str, Any] | str:
-    """Return what torch reports in a process of its own, or how that process failed.
+    """Return what torch reports in a separate process, or how that process failed.
 
-    On a processor it was not built for it takes the process with it, without a word.
+    On a processor that it was not built for, torch kills its process without a message.
     """
     if importlib.util.find_spec("torch") is None:
         return "it is not installed"
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit_seconds)
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         return f"it was not loaded within {limit_seconds:g} s"
     except OSError as error:
         return f"no process could be started: {error.strerror}"
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        why = ": it was built for another processor" if done.returncode == -signal.SIGILL else ""
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        why = ": it was built for another processor" if process.returncode == -signal.SIGILL else ""
         return f"its process was killed by {name}{why}"
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return f"it cannot be used: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:200]}"
+    lines = process.stdout.strip().splitlines()
+    if process.returncode or not lines:
+        return f"it cannot be used: {(process.stderr.strip().splitlines() or ['no reason given'])[-1][:200]}"
     reported: dict[str, Any] = json.loads(lines[-1])
     return reported
 
@@ -181,8 +181,8 @@ def _torch_limits() -> list[tuple[str, str]]:
 
 
 def torch_check(tried: dict[str, Any] | str, limits: list[tuple[str, str]]) -> Check:
-    wanted = "torch" + ",".join(sign + limit for sign, limit in limits)
-    needed, fix = limits_text(limits), f"pip install '{wanted}'"
+    requirement_text = "torch" + ",".join(sign + limit for sign, limit in limits)
+    needed, fix = limits_text(limits), f"pip install '{requirement_text}'"
     if isinstance(tried, str):
         if "SIGILL" in tried:
             fix = "Install an older torch, or one built for this board: pip install 'torch==2.6.*'"
@@ -324,7 +324,7 @@ def open_files_check(soft: int, hard: int, workers: int) -> Check:
     return Check("open files", BROKEN, allowed, needed, fix)
 
 
-# How fast the processor may go
+# Clock rate and heat
 
 
 def speed_checks(system: Path) -> Iterator[Check]:
@@ -388,9 +388,9 @@ def lab_verdict(why: str) -> Check:
 
 
 def extra_checks() -> Iterator[Check]:
-    here = [extra.name for extra in EXTRAS if is_extra_here(extra.name)]
+    installed = [extra.name for extra in EXTRAS if is_extra_here(extra.name)]
     for extra in EXTRAS:
-        if extra.name not in here:
+        if extra.name not in installed:
             yield Check("extra", OK, f"{extra.name} is not installed", f"only for {extra.purpose}", extra.command)
-    if here:
-        yield Check("extra", OK, f"installed: {', '.join(here)}")
+    if installed:
+        yield Check("extra", OK, f"installed: {', '.join(installed)}")

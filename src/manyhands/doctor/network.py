@@ -1,4 +1,4 @@
-"""What a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
+"""Checks what a run needs from its workers and from the network between them. Every wait has a timeout: no answer is a
 finding."""
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from manyhands.runtime.member import Member
 from manyhands.runtime.reachability import ProbeAnswer
 
 MOST_WALL_SECONDS = 2.0
-"""How much the time of day may differ. It only orders what is written about a run."""
+"""Largest allowed difference in the time of day. It only orders what is written about a run."""
 MOST_DRIFT_SECONDS = 5e-3
-"""How much clocks may drift between two measurements: timelines of several machines are drawn by these clocks."""
+"""Largest allowed drift of clocks between two measurements: timelines of several machines are drawn by these clocks."""
 _DRIFT_LOOK_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 125_000.0
 LONG_DELAY_SECONDS = 0.5
 _FIRST_BYTES, _MOST_BYTES = 32_000, 4_000_000
 _LOOK_SECONDS = 0.25
-"""How long a link is kept busy while its rate is measured."""
+"""Time for which a link is kept busy while its rate is measured."""
 PAIRS_SECONDS = 120.0
 """No further pair is measured after this many seconds."""
 
@@ -65,12 +65,12 @@ def worker_check(name: str, described: str, torch: str, own_torch: str, memory_b
 def clock_checks(coordinator: Coordinator, names: Iterable[str]) -> Iterator[Check]:
     """Yield checks of the clocks: whether they run alike, measured twice, and whether they show the same time of
     day."""
-    wanted = list(names)
-    first = coordinator.clock_sync.synchronize(wanted)
+    worker_names = list(names)
+    first = coordinator.clock_sync.synchronize(worker_names)
     before = {name: coordinator.members[name].clock_offset_seconds for name in first}
     time.sleep(_DRIFT_LOOK_SECONDS)
     second = coordinator.clock_sync.synchronize(list(first))
-    for name in wanted:
+    for name in worker_names:
         if name not in second:
             yield no_answer(coordinator, name, "clock")
             continue
@@ -130,12 +130,14 @@ def pair_checks(
     }
     for source, target in sorted(shut):
         yield unreached(coordinator, source, target, reached[source][target])
-    there = [name for name in names if name not in lost]
-    pairs = [pair for pair in itertools.combinations(there, 2) if pair not in shut and pair[::-1] not in shut]
+    answering = [name for name in names if name not in lost]
+    pairs = [pair for pair in itertools.combinations(answering, 2) if pair not in shut and pair[::-1] not in shut]
     for number, (first, second) in enumerate(pairs):
         if time.monotonic() > end:
-            left = len(pairs) - number
-            yield Check("link", WARNING, f"{left} of {len(pairs)} pairs were not measured", "time", "Run it again.")
+            unmeasured = len(pairs) - number
+            yield Check(
+                "link", WARNING, f"{unmeasured} of {len(pairs)} pairs were not measured", "time", "Run it again."
+            )
             return
         say(f"the link between {first} and {second} ({number + 1} of {len(pairs)})")
         try:
@@ -157,14 +159,14 @@ def _probe_reachability(
     """Return the results of the reachability probes between the workers that answer, and why the others do not."""
     lost: dict[str, str] = {}
     while True:
-        there = [name for name in names if name not in lost]
+        answering = [name for name in names if name not in lost]
         try:
-            return probe_reachability(coordinator, there) if there else {}, lost
+            return probe_reachability(coordinator, answering) if answering else {}, lost
         except ManyhandsError as error:
-            gone = {name: error.message for name in there if coordinator.members[name].is_lost}
-            if not gone:  # no worker is lost, but one does not answer: all get the error
-                return {}, lost | dict.fromkeys(there, error.message)
-            lost |= gone
+            failed = {name: error.message for name in answering if coordinator.members[name].is_lost}
+            if not failed:  # no worker is lost, but one does not answer: all get the error
+                return {}, lost | dict.fromkeys(answering, error.message)
+            lost |= failed
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeAnswer) -> Check:

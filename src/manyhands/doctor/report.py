@@ -1,4 +1,4 @@
-"""`manyhands doctor`: whether a run would work on these machines, and if not, what to do."""
+"""`manyhands doctor`: checks whether a run would work on these machines, and if not, how to fix it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ OnCheck = Callable[[Check], None]
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the doctor examines: this machine and workers started on it, workers that join, or a lab."""
+    """The subject of the examination: this machine and workers started on it, workers that join, or a lab."""
 
     workers: int | None = None
     """Workers to start on this machine; None: two, unless other workers are named."""
     cluster: str = ""
     listen: str = ""
     devices: int = 1
-    """How many workers join."""
+    """The number of workers that join."""
     token: str = ""
     lab: str = ""
     join: str = ""
@@ -45,11 +45,13 @@ class DoctorOptions:
     wait_seconds: float = JOIN_SECONDS
 
     def check(self) -> None:
-        given = {"--workers": self.workers is not None, "--listen": bool(self.listen or self.cluster),
+        options = {"--workers": self.workers is not None, "--listen": bool(self.listen or self.cluster),
                  "--lab": bool(self.lab), "--join": bool(self.join)}  # fmt: skip
-        both = [name for name, is_given in given.items() if is_given]
-        if len(both) > 1:
-            raise BadValue(f"{both[0]} and {both[1]} ask for different workers.", hint="Give one of them.")
+        conflicting = [name for name, is_given in options.items() if is_given]
+        if len(conflicting) > 1:
+            raise BadValue(
+                f"{conflicting[0]} and {conflicting[1]} ask for different workers.", hint="Give one of them."
+            )
         if self.workers is not None and not 0 <= self.workers <= MOST_WORKERS:
             raise BadValue(f"--workers is {self.workers}; it must be 0 to {MOST_WORKERS}.")
         if self.devices < 1:
@@ -153,14 +155,14 @@ def _listening(options: DoctorOptions, cluster: Cluster | None, say: Say, events
     host, port = parse_address(options.listen or "0.0.0.0", DEFAULT_PORT)
     token = options.token or shared_token(events.append)
     with Coordinator(host, port, token, on_event=events.append) as coordinator:
-        wanted = list(cluster.names) if cluster is not None else options.devices
+        awaited = list(cluster.names) if cluster is not None else options.devices
         named = " --name NAME" if cluster is not None else ""
-        who = ", ".join(wanted) if isinstance(wanted, list) else f"{wanted} worker(s)"
-        say(f"Waiting {options.wait_seconds:g} s for {who}. On each device:\n{join_text(coordinator, named)}")
-        if isinstance(wanted, list):
-            coordinator.wanted = set(wanted)
+        description = ", ".join(awaited) if isinstance(awaited, list) else f"{awaited} worker(s)"
+        say(f"Waiting {options.wait_seconds:g} s for {description}. On each device:\n{join_text(coordinator, named)}")
+        if isinstance(awaited, list):
+            coordinator.wanted = set(awaited)
         with contextlib.suppress(TimedOut):  # which is a finding
-            coordinator.wait_for(wanted, options.wait_seconds)
+            coordinator.wait_for(awaited, options.wait_seconds)
         yield coordinator
 
 
@@ -175,27 +177,27 @@ def _not_there(options: DoctorOptions, error: ManyhandsError) -> Check:
 
 def _joined(options: DoctorOptions, coordinator: Coordinator, events: list[str]) -> Iterator[Check]:
     """Yield checks of whether all expected workers joined, and which were refused."""
-    there = sorted(member.name for member in coordinator.alive())
-    wanted = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(options.devices)]
+    present = sorted(member.name for member in coordinator.alive())
+    expected = sorted(coordinator.wanted or ()) or [f"worker {number + 1}" for number in range(options.devices)]
     if not (options.listen or options.cluster):
-        yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(there)} that join")
+        yield Check("workers", OK, f"{', '.join(present)} joined", f"{len(present)} that join")
         return
     for text in events:
         if text.startswith("refused") or "turned away" in text:
             yield Check("workers", WARNING, text, "workers that may join", "See the message at that worker.")
-    missing = [name for name in wanted if name not in there] if coordinator.wanted else wanted[len(there) :]
+    missing = [name for name in expected if name not in present] if coordinator.wanted else expected[len(present) :]
     if not missing:
-        yield Check("workers", OK, f"{', '.join(there)} joined", f"{len(wanted)} that join")
+        yield Check("workers", OK, f"{', '.join(present)} joined", f"{len(expected)} that join")
         return
-    yield missing_check(coordinator, there, missing, len(wanted), options.wait_seconds)
+    yield missing_check(coordinator, present, missing, len(expected), options.wait_seconds)
 
 
-def missing_check(coordinator: Coordinator, there: list[str], missing: list[str], count: int, waited: float) -> Check:
+def missing_check(coordinator: Coordinator, present: list[str], missing: list[str], count: int, waited: float) -> Check:
     from manyhands.doctor.firewall import firewall_here, opening
     from manyhands.transport.security import is_loopback
 
     host, port = coordinator.address[:2]
-    joined = f"{len(there)} of {count} joined within {waited:g} s"
+    joined = f"{len(present)} of {count} joined within {waited:g} s"
     if coordinator.wanted:
         joined += f"; {', '.join(missing)} did not"
     fix = f"On each device: {coordinator.join_command()}\nWhat stands in its way: manyhands doctor --join HOST:{port}"
@@ -276,10 +278,10 @@ def _discovery_problem(interface: str) -> str:
     try:
         announced = Announcer((host, 9), new_token(), "doctor", problems.append, interface, PROBE)
         with Lookout(PROBE) as lookout, announced as announcer:
-            while (left := end - time.monotonic()) > 0:
+            while (remaining_seconds := end - time.monotonic()) > 0:
                 if any(announcement.salt == announcer.salt for announcement in lookout.seen()):
                     return ""
-                lookout.wait(min(left, 0.2))
+                lookout.wait(min(remaining_seconds, 0.2))
     except (OSError, ManyhandsError) as error:
         return str(error)
     return problems[0] if problems else f"nothing was heard of an announcement within {DISCOVERY_SECONDS:g} s"

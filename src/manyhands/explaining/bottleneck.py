@@ -1,7 +1,7 @@
-"""What limits a simulated step, in words: the largest parts of its critical path, each with its device and its share.
+"""The limits of a simulated step, in words: the largest parts of its critical path, each with its device and its share.
 
-The parts add up to the whole step, so the first is what to make faster. That it does help is checked by simulating the
-same plan with just that twice as fast (`checked`); memory is another matter, see explain.py.
+The parts add up to the whole step, so the first is the one to make faster. Whether that helps is checked by simulating
+the same plan with only that part twice as fast (`checked`); for memory, see explain.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELPS = 1.01
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that a step waits for."""
+    """A resource or an event that a step waits for."""
 
     kind: Literal["compute", "transfer", "delay", "memory", "energy"]
     part: float
@@ -46,10 +46,10 @@ class Limit:
     seconds: float = 0.0
     stage: int | None = None
     use: str = ""
-    """What a transfer is for."""
+    """The use of a transfer."""
     bytes: float = 0.0
     relaxed: str = ""
-    """What was changed to check it: 'laptop twice as fast'."""
+    """The change by which it was checked: 'laptop twice as fast'."""
     relaxed_seconds: float | None = None
     """Seconds of a step after that change, simulated; None: not checked."""
     speed_up: float | None = None
@@ -69,12 +69,12 @@ class _Sum:
     count: int = 0
 
 
-def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str = "step") -> list[Limit]:
-    """Return what a simulation with spans spent its time on, the largest part first. `what` names what took that time.
+def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster, unit: str = "step") -> list[Limit]:
+    """Return what a simulation with spans spent its time on, the largest part first. `unit` names what took that time.
 
     Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
     """
-    describer = _Describer(result, plan, network, cluster, what)
+    describer = _Describer(result, plan, network, cluster, unit)
     if len(result.spans) >= MOST_SPANS:
         return [describer.busiest()]
     sums: defaultdict[tuple[str, str | int], _Sum] = defaultdict(_Sum)
@@ -97,8 +97,8 @@ def _sort(leg: Leg) -> str | int:
 
 
 class _Describer:
-    def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, what: str) -> None:
-        self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, what
+    def __init__(self, result: Simulation, plan: Plan, network: Network, cluster: Cluster, unit: str) -> None:
+        self.result, self.plan, self.network, self.cluster, self.what = result, plan, network, cluster, unit
 
     def limit(self, kind: str, sort: str | int, legs: _Sum) -> Limit:
         part = legs.seconds / self.result.seconds
@@ -216,8 +216,8 @@ def checked(
         if limit.part >= WORTH_SAYING
     ]
     helps = [limit for limit in tried if (limit.speed_up or 0.0) >= HELPS]
-    rest = [limit for limit in tried if limit not in helps]
-    return [*helps, *rest, *limits[len(tried) :]]
+    others = [limit for limit in tried if limit not in helps]
+    return [*helps, *others, *limits[len(tried) :]]
 
 
 def _check(limit: Limit, result: Simulation, plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> Limit:

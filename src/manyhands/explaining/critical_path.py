@@ -57,11 +57,11 @@ class _Transfer:
     what: object
 
 
-def use_of(what: object) -> str:
+def use_of(cause: object) -> str:
     """Return what a transfer is for."""
-    if isinstance(what, Reduce):
-        return GRADIENT_SUMS if what.what == "gradients" else STATISTICS
-    return USES.get(what.kind, what.kind) if isinstance(what, Message) else ""
+    if isinstance(cause, Reduce):
+        return GRADIENT_SUMS if cause.what == "gradients" else STATISTICS
+    return USES.get(cause.kind, cause.kind) if isinstance(cause, Message) else ""
 
 
 def critical_path(result: Simulation, cluster: Cluster) -> list[Leg]:

@@ -1,7 +1,8 @@
 """Explains a plan: what limits it, why other plans lost, and what more hardware would give.
 
-All seconds are simulated. Where a claim is "this is what limits it" it was tried: the same plan is simulated with that
-twice as fast; for memory, the task is planned again with twice of it where it is full. What-ifs are planned again too.
+All seconds are simulated. A claim that something limits the plan has been tried: the same plan is simulated with that
+part twice as fast; for memory, the task is planned again with twice the memory where it is full. What-ifs are planned
+again too.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _Explainer:
 
     @property
     def _what(self) -> str:
-        """What the seconds measure."""
+        """The name of what the seconds measure: a step, a stream or an answer."""
         return "step" if self.planned.objective is None else "stream" if self._is_stream else "answer"
 
     @property
@@ -191,22 +192,22 @@ class _Explainer:
         )
 
     def _where_it_loses(self, limits: list[Limit], chosen: list[Limit], timed: Plan) -> str:
-        here, there = _by_use(limits), _by_use(chosen)
-        lost = sorted(((sum(m.seconds for m in limits_here) - sum(m.seconds for m in there.get(use, ())), use)
-                       for use, limits_here in here.items()), reverse=True)  # fmt: skip
+        own_limits, chosen_limits = _by_use(limits), _by_use(chosen)
+        lost = sorted(((sum(m.seconds for m in limits_of_use) - sum(m.seconds for m in chosen_limits.get(use, ())), use)
+                       for use, limits_of_use in own_limits.items()), reverse=True)  # fmt: skip
         losses = []
         for more, use in lost[:2]:
             if more <= 0 or more < ALSO * lost[0][0]:
                 break
-            limits_here, old = here[use], sum(limit.seconds for limit in there.get(use, ()))
-            subject = f"{timed.devices[0]} computes alone" if len(timed.devices) == 1 else limits_here[0].subject
+            limits_of_use, old = own_limits[use], sum(limit.seconds for limit in chosen_limits.get(use, ()))
+            subject = f"{timed.devices[0]} computes alone" if len(timed.devices) == 1 else limits_of_use[0].subject
             losses.append(
-                f"{subject}: {format_seconds(sum(limit.seconds for limit in limits_here))}"
+                f"{subject}: {format_seconds(sum(limit.seconds for limit in limits_of_use))}"
                 + (f" in place of {format_seconds(old)}" if old else "")
             )  # fmt: skip
         return "; ".join(losses) or limits[0].text
 
-    # ---- What else would give
+    # ---- Other clusters
 
     def _what_ifs(self, seconds: float, score: float) -> list[WhatIf]:
         network_changes: list[WhatIf] = []

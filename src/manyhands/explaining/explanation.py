@@ -17,7 +17,7 @@ class RunnerUp:
     seconds: float | None
     """Simulated seconds of a step (of a sample, for inference); None: it cannot run."""
     times: float | None
-    """How many times as long as the chosen plan; with another objective, how many times as much."""
+    """Ratio to the chosen plan: of seconds, or with another objective, of its score."""
     reason: str
     limits: tuple[Limit, ...] = ()
 
@@ -27,15 +27,15 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What another cluster would give, planned again."""
+    """The outcome of planning again for a changed cluster."""
 
     change: str
     seconds: float
     speed_up: float
     score: float
-    """What plans are compared by: these seconds, or bytes, or joules a sample."""
+    """The quantity by which plans are compared: these seconds, or bytes, or joules a sample."""
     gain: float
-    """How many times less that is than now."""
+    """The factor by which the score is smaller than now."""
     plan: Plan
     is_device: bool
     """Whether the change is one more device, rather than a faster network."""
@@ -46,7 +46,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why this plan was chosen. `limits` add up to the step; `binding` is the one that matters most."""
+    """The reasons for the chosen plan. `limits` add up to the step; `binding` is the one that matters most."""
 
     seconds: float
     binding: Limit | None

@@ -34,11 +34,11 @@ def write_plan_picture(
         for name, totals in result.devices.items()
     }
     size = f"batch {plan.batch_size} in {plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
-    what = f"{size}: {format_seconds(result.seconds)} a step"
+    summary = f"{size}: {format_seconds(result.seconds)} a step"
     if not plan.is_training:
-        what = f"inference: {format_seconds(explained.seconds)} a sample"
+        summary = f"inference: {format_seconds(explained.seconds)} a sample"
     travels = f"{format_bytes(result.total_bytes)} between devices"
-    title = f"{network.name} ({network.input_text}) on {cluster.name}, {what}, {travels}, simulated"
+    title = f"{network.name} ({network.input_text}) on {cluster.name}, {summary}, {travels}, simulated"
     notes = [f"What limits it: {explained.binding.text}."] if explained.binding else []
     notes += [
         f"With {change.change}: {format_seconds(change.seconds)}, {faster_text(change.speed_up)}."

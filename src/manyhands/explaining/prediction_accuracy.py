@@ -1,11 +1,11 @@
 """Prediction accuracy: every stage as planned beside as measured, reported where they differ, and used to correct
 profiles.
 
-What a stage took on a device is the median of its forward and backward seconds over the rounds of the last plan,
-without the first ones. Stored profiles are corrected by it (planner/correction.py), so that the next plan knows better.
-Never from a run with fewer than LEAST_STEPS such rounds, or one in which workers came, went or were slowed down on
-purpose; and a profile belongs to a machine, a number of workers and a lab's time scale (session/measuring.py), so that
-no run corrects another's.
+The time of a stage on a device is the median of its forward and backward seconds over the rounds of the last plan,
+without the first ones. Stored profiles are corrected by it (planner/correction.py), so that the next plan is better
+informed. No profile is corrected by a run with fewer than LEAST_STEPS such rounds, or by one in which workers came,
+went or were slowed down on purpose; and a profile belongs to a machine, a number of workers and a lab's time scale
+(session/measuring.py), so that no run corrects another's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StageTimes(msgspec.Struct, frozen=True):
     factor: float
     """Measured over predicted, without what moving bytes can explain."""
     steps: int
-    """How many rounds the measured median is taken over."""
+    """The number of rounds over which the measured median is taken."""
 
     @property
     def ratio(self) -> float:
@@ -129,12 +129,12 @@ def compared(
     stages: list[StageTimes] = []
     for number, stage in enumerate(plan.stages):
         for device in stage.devices:
-            taken = logs[device].stage_seconds.get(number) if device in logs else None
-            if taken is None or len(taken) < FEWEST_ROUNDS:
+            round_seconds = logs[device].stage_seconds.get(number) if device in logs else None
+            if round_seconds is None or len(round_seconds) < FEWEST_ROUNDS:
                 return None
-            measured, promise = statistics.median(taken), promised[number, device]
+            measured, promise = statistics.median(round_seconds), promised[number, device]
             seconds = promise.compute_seconds, measured, promise.factor(measured)
-            stages.append(StageTimes(number, device, layer_range(stage), *seconds, len(taken)))
+            stages.append(StageTimes(number, device, layer_range(stage), *seconds, len(round_seconds)))
     rounds = max(logs[times.device].rounds for times in stages)
     steady = step_seconds[-rounds:][WARM_UP_ROUNDS:] or step_seconds
     return PredictionAccuracy(planned.step_seconds, statistics.median(steady), tuple(stages))
@@ -169,24 +169,24 @@ def sentence(accuracy: PredictionAccuracy, folder: Path, learnt: str = "") -> st
     return " ".join([*texts, *([learnt] if learnt else []), again])
 
 
-def _gap(rest: tuple[float, float]) -> float:
-    return rest[1] - rest[0]
+def _gap(seconds: tuple[float, float]) -> float:
+    return seconds[1] - seconds[0]
 
 
-# What is learnt
+# Corrections
 
 
 def correct_profiles(
     session: Session, graph: Graph, planned: PlannedRun, optimizer: Optimizer, accuracy: PredictionAccuracy
 ) -> int:
-    """Correct the stored profiles of a run's devices by what they took. Returns the number of steps used; 0: nothing
-    was corrected.
+    """Correct the stored profiles of a run's devices by their measured seconds. Return the number of steps used; 0:
+    nothing was corrected.
 
-    A stored profile is judged by what itself would have promised, which need not be what the run was planned with.
+    A stored profile is judged by its own prediction, which may differ from the one that the run was planned with.
     """
     members, plan, profile = session.coordinator.members, planned.plan, planned.profile
-    taken = {(times.stage, times.device): times for times in accuracy.stages if times.steps >= LEAST_STEPS}
-    if not taken or any(members[name].facts.slowdown != 1 for name in plan.devices):
+    times_by_stage = {(times.stage, times.device): times for times in accuracy.stages if times.steps >= LEAST_STEPS}
+    if not times_by_stage or any(members[name].facts.slowdown != 1 for name in plan.devices):
         return 0
     files: dict[Path, list[str]] = {}
     for name in plan.devices:
@@ -202,18 +202,18 @@ def correct_profiles(
     promised = promises(schedule, CostModel(network, planned.cluster, Profile({**profile.devices, **usable})))
     used, when = 0, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     for path, profile_stored in stored.items():
-        seen: list[TimingEvidence] = []
+        all_evidence: list[TimingEvidence] = []
         steps: list[int] = []
         for name in files[path]:
             for geometry in schedule.lowering.work[name].geometries if name in usable else ():
-                times = taken.get((geometry.index, name))
+                times = times_by_stage.get((geometry.index, name))
                 if times is not None:
                     factor = promised[geometry.index, name].factor(times.measured_seconds)
-                    seen.append(evidence(geometry, network, name, factor))
+                    all_evidence.append(evidence(geometry, network, name, factor))
                     steps.append(times.steps)
-        if profile_stored is None or not seen:
+        if profile_stored is None or not all_evidence:
             continue
-        better = corrected(profile_stored, seen, steps=min(steps), when=when)
+        better = corrected(profile_stored, all_evidence, steps=min(steps), when=when)
         with contextlib.suppress(BadFile):  # a cache that cannot be written only costs accuracy
             if better is not profile_stored:
                 save_profile(better, path)
@@ -230,8 +230,7 @@ def _stored(path: Path, graph: Graph, machine: str) -> DeviceProfile | None:
 
 
 def forget_run(folder: str | Path) -> tuple[str, int]:
-    """Delete what is stored about a run's network on its workers. Returns its name, and how many profiles there
-    were."""
+    """Delete what is stored about a run's network on its workers. Return its name, and how many profiles there were."""
     path = Path(folder) / "profile.json"
     if not path.exists():
         raise BadFile(f"{folder}: is no run folder: it has no profile.json.", hint="List them: ls runs")

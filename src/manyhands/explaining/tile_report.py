@@ -1,4 +1,4 @@
-"""What travels in a step and what for, and how the tiles of a plan are drawn.
+"""Reports the bytes sent in a step, by use, and draws the tiles of a plan.
 
     input_output   samples and targets to the devices, tensors between stages, outputs, and their gradients
     boundary       halos among the tiles of a stage, their gradients, and sums over a whole map or batch (batch norm)
@@ -73,9 +73,9 @@ class Traffic:
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
             pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
             differences += [
-                f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {wanted} a round."
-                for how, wanted, measured in pairs
-                if measured != wanted * rounds
+                f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {expected} a round."
+                for how, expected, measured in pairs
+                if measured != expected * rounds
             ]
         return differences
 
@@ -195,8 +195,8 @@ class _Maps:
                 }
                 sums = self._sums(group.first, group.last, backward=True)
                 size = self._bytes(back)
-                both = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
-                notes += [f"back: {' and '.join(both)}"] if both else []
+                returned = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
+                notes += [f"back: {' and '.join(returned)}"] if returned else []
             halos = self._fetched(group.fetches.get(tensor, ()))
             if not geometry.is_made_here(tensor):
                 halos = self._handed(tensor, geometry.entering(tensor))
@@ -213,10 +213,10 @@ class _Maps:
             if group.values:
                 notes.insert(0, f"{format_bytes(self._bytes(group.values))} of it forward values")
             halos = self._fetched(group.deltas.get(tensor, ()))
-            both: dict[str, tuple[Move, ...]] = dict(group.deltas)
+            moves_back: dict[str, tuple[Move, ...]] = dict(group.deltas)
             for name, moves in group.values.items():
-                both[name] = both.get(name, ()) + moves
-            maps.append(self._map("backward", group.first, group.last, tensor, halos, both, notes))
+                moves_back[name] = moves_back.get(name, ()) + moves
+            maps.append(self._map("backward", group.first, group.last, tensor, halos, moves_back, notes))
         return maps
 
     def _is_made(self, tensor: str, first: int, last: int) -> bool:

@@ -15,28 +15,28 @@ from manyhands.job.arguments import check_devices, given_arguments, local_count,
 def infer_config(arguments: Mapping[str, Any]) -> InferConfig:
     """Return the configuration of a command; arguments that are None were left out.
 
-    Where no devices are named there are as many workers here as a plan file names, or there are cores for.
+    If no devices are named, this machine starts as many workers as a plan file names, or as it has cores for.
     """
-    given = given_arguments(arguments)
-    take_share(given, STRATEGIES)
-    take_devices(given)
-    plan = str(given.get("plan", "auto"))
+    options = given_arguments(arguments)
+    take_share(options, STRATEGIES)
+    take_devices(options)
+    plan = str(options.get("plan", "auto"))
     is_file = plan not in STRATEGIES
     if is_file and not Path(plan).is_file():
         raise unknown("plan file or strategy", plan, STRATEGIES)
-    if not any(given.get(name) for name in ("devices", "cluster", "lab", "listen")):
+    if not any(options.get(name) for name in ("devices", "cluster", "lab", "listen")):
         from manyhands.session.opening import MOST_DEFAULT_WORKERS
         from manyhands.session.session import usable_cores
 
         count = local_count(plan_in(plan).devices) if is_file else 0
-        given["devices"] = count or max(min(MOST_DEFAULT_WORKERS, usable_cores()), given.get("gpus") or 1)
-    config = InferConfig.from_command(given)
+        options["devices"] = count or max(min(MOST_DEFAULT_WORKERS, usable_cores()), options.get("gpus") or 1)
+    config = InferConfig.from_command(options)
     check_devices(config)
     return config
 
 
 def decoupled_name(model: str, text: str) -> str:
-    """'4,3,1.5' of resnet50 -> 'decoupled,groups=4,shuffles=3,widen=1.5:resnet50'."""
+    """Return a decoupled model's name: '4,3,1.5' of resnet50 -> 'decoupled,groups=4,shuffles=3,widen=1.5:resnet50'."""
     match = re.fullmatch(r"(\d{1,4})(?:,(\d{1,4}|all)(?:,(\d{1,3}(?:\.\d{1,4})?))?)?", text.strip())
     if match is None:
         raise BadValue(

@@ -90,7 +90,7 @@ class AnswersConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(JobConfig, DevicesConfig, AnswersConfig):
-    """Everything that `mh.infer` and `manyhands infer` can be told."""
+    """Every option of `mh.infer` and `manyhands infer`."""
 
     devices: int | None = varied(DevicesConfig, "devices", None, default_text="one a core, up to 4")
 
@@ -106,11 +106,11 @@ class InferConfig(JobConfig, DevicesConfig, AnswersConfig):
 
     @property
     def plan_file(self) -> str:
-        """The plan file, where one is given."""
+        """The plan file, if one is given; else empty."""
         is_file = isinstance(self.plan, (str, Path)) and str(self.plan) not in STRATEGIES
         return str(self.plan) if is_file else ""
 
     @property
     def title(self) -> str:
-        """What workers that join are told they work for."""
+        """The title of the job, which workers that join are shown."""
         return self.model or MODEL

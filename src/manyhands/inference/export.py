@@ -1,4 +1,4 @@
-"""A trained network as an ONNX file, for whoever runs it without PyTorch: `manyhands export`, `mh.export_onnx`."""
+"""Exports a trained network as an ONNX file, to run it without PyTorch: `manyhands export`, `mh.export_onnx`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 SUFFIX = ".onnx"
 MOST_BYTES = 1_900_000_000
-"""Of weights inside of the file, which holds 2 GB; beyond it they lie in a second one."""
+"""Most bytes of weights inside the file, which holds 2 GB; beyond that they are stored in a second file."""
 
 
 def need_onnx() -> None:
-    """Before anything long is done."""
+    """Check that the ONNX packages are installed, before anything that takes long."""
     for module in ("onnx", "onnxscript"):
         load(module, "Exporting to ONNX")
 
 
 def check_path(path: str | Path) -> Path:
-    """Where it can be written."""
+    """Return the path, if an ONNX file can be written there; else raise."""
     path = Path(path).expanduser()
     if path.suffix.lower() != SUFFIX:
         raise BadValue(f"{path}: an ONNX file's name ends in {SUFFIX}.", hint=f"Write {path.stem or 'model'}{SUFFIX}.")
@@ -46,7 +46,7 @@ def export_onnx(model: nn.Module, example: Any, path: str | Path) -> Path:
     example     inputs as the model takes them, a batch of 2 or more: a tensor, a tuple of tensors, or a dict by
                 argument name. Their first axis is the batch; all other sizes are fixed.
 
-    The model is unchanged. Weights beyond 1.9 GB lie in a second file beside it.
+    The model is unchanged. Weights beyond 1.9 GB are stored in a second file beside it.
     """
     need_onnx()
     path = check_path(path)
@@ -54,10 +54,10 @@ def export_onnx(model: nn.Module, example: Any, path: str | Path) -> Path:
 
     positional = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
     named = dict(example) if isinstance(example, dict) else {}
-    for one in (*positional, *named.values()):
-        if not isinstance(one, torch.Tensor) or one.dim() < 1 or len(one) < 2:
-            what = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
-            raise BadValue(f"example holds {what}; every input is a tensor with a batch of 2 or more first.")
+    for entry in (*positional, *named.values()):
+        if not isinstance(entry, torch.Tensor) or entry.dim() < 1 or len(entry) < 2:
+            description = tuple(entry.shape) if isinstance(entry, torch.Tensor) else type(entry).__name__
+            raise BadValue(f"example holds {description}; every input is a tensor with a batch of 2 or more first.")
     batch = torch.export.Dim("batch")
     axes: Any = {name: {0: batch} for name in named} if named else tuple({0: batch} for _ in positional)
     with _evaluating(model), tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
@@ -75,8 +75,8 @@ def export_onnx(model: nn.Module, example: Any, path: str | Path) -> Path:
                 hint="Run again with --debug for all that PyTorch says of it.",
             ) from error
         try:
-            for one in sorted(Path(folder).iterdir(), key=lambda one: one == made):  # the weights first
-                os.replace(one, path.with_name(one.name))
+            for entry in sorted(Path(folder).iterdir(), key=lambda entry: entry == made):  # the weights first
+                os.replace(entry, path.with_name(entry.name))
         except OSError as error:
             raise write_failed(path, error) from error
     return path
@@ -88,7 +88,7 @@ def _weight_bytes(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; each of its modules goes back to its own afterwards."""
+    """Put the model into evaluation mode; afterwards each of its modules returns to its own mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -100,7 +100,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells how far it is and warns of its own insides."""
+    """Silence the exporter, which prints its progress and warns about its own internals."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -113,17 +113,18 @@ def _quiet() -> Iterator[None]:
 
 
 def export_run(source: str, path: str, *, model: str = "", shape: str = "") -> tuple[Path, str]:
-    """A run's newest checkpoint, a checkpoint or a file of weights, by names; where it was written, and of what."""
+    """Export a run's newest checkpoint, a checkpoint or a file of weights, by names; return the file that was written
+    and a note on the origin of its weights."""
     need_onnx()
     target = check_path(path)
     from manyhands.inference.model import load_known
 
-    known = load_known(model, source, shape)
-    return export_onnx(known.model, _two(known.example), target), known.note
+    network = load_known(model, source, shape)
+    return export_onnx(network.model, _two(network.example), target), network.note
 
 
 def _two(example: Any) -> Any:
-    """One sample, as `mh.infer` takes it, as a batch of two."""
+    """Return a batch of two copies of one sample, as `mh.infer` takes it."""
     import torch
 
     if isinstance(example, dict):

@@ -1,4 +1,4 @@
-"""One connection of the HTTP endpoint: requests are checked before their bodies are read, and refused in JSON."""
+"""Handles a connection of the HTTP endpoint: checks requests before it reads their bodies, and refuses them in JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from manyhands.inference.server import Answering
 
 PARAMETERS = ("top", "raw", "resize", "name")
-"""What may stand behind /infer?"""
+"""Query parameters of /infer."""
 _YES, _NO = ("1", "true", "yes", ""), ("0", "false", "no")
 
 
 class Handler(DeadlineHandler):
-    """One connection, one request after another."""
+    """Handles the requests of one connection, one after another."""
 
     def __init__(self, answering: Answering, *connected: Any) -> None:
         self.answering, self.limits = answering, answering.limits
@@ -43,7 +43,7 @@ class Handler(DeadlineHandler):
             raise HttpRefusal(404, f"There is nothing at {path:.100}.", "POST /infer, GET /infer (help) or GET /health")
 
     def handle_expect_100(self) -> bool:
-        """The body is asked for only if it will be taken."""
+        """Request the body only if it will be accepted."""
         try:
             self.authorize()
             announced(self.headers, self.limits)
@@ -54,10 +54,10 @@ class Handler(DeadlineHandler):
         return super().handle_expect_100()
 
     def check(self) -> None:
-        """Refuse a client that may not ask."""
+        """Refuse a client that may not send requests."""
         if self.answering.bearer:
-            given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, f"Bearer {self.answering.bearer}".encode()):
+            authorization = self.headers.get("Authorization", "").encode("utf-8", "replace")
+            if not hmac.compare_digest(authorization, f"Bearer {self.answering.bearer}".encode()):
                 raise HttpRefusal(401, "The token is missing, or another.", "Send: Authorization: Bearer TOKEN")
         elif not self.is_from_here():
             raise HttpRefusal(
@@ -70,7 +70,7 @@ class Handler(DeadlineHandler):
             raise HttpRefusal(404, f"There is nothing at {where.path:.100}.", "POST /infer")
         query = _query(where.query)
         top, raw = _number(query, "top", TOP), _flag(query, "raw", False)
-        wanted = self.answering.wanted_by(resize=_flag(query, "resize", self.answering.wanted.resize))
+        sample_form = self.answering.wanted_by(resize=_flag(query, "resize", self.answering.wanted.resize))
         self.patience.allow(self.limits.body_seconds)
         with Body(self.rfile, self.headers, self.limits, self.answering.room) as body:
             try:
@@ -81,14 +81,14 @@ class Handler(DeadlineHandler):
             name = plain_name(query.get("name", "")) or "sample"
             content_type = self.headers.get("Content-Type", "")
             with self.answering.decoding:
-                samples = samples_in(content, content_type, name, wanted, self.limits)
+                samples = samples_in(content, content_type, name, sample_form, self.limits)
             writer = Document() if kind_of(content_type) == JSON else Lines()
-            with contextlib.closing(self.answering.answers(samples)) as found:
-                self._stream(found, writer, top, raw)
+            with contextlib.closing(self.answering.answers(samples)) as answers:
+                self._stream(answers, writer, top, raw)
 
-    def _stream(self, found: Iterator[Answer], writer: Lines | Document, top: int, raw: bool) -> None:
-        """The status waits for the first answer, so that it tells the truth."""
-        first = next(found)
+    def _stream(self, answers: Iterator[Answer], writer: Lines | Document, top: int, raw: bool) -> None:
+        """Send the answers as they come. The status waits for the first answer, so that it is true."""
+        first = next(answers)
         is_chunked = self.request_version != "HTTP/1.0"
         self.send_response(200)
         self.send_header("Content-Type", writer.content_type)
@@ -103,7 +103,7 @@ class Handler(DeadlineHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part)
 
         try:
-            for answer in itertools.chain([first], found):
+            for answer in itertools.chain([first], answers):
                 write(writer.one(self.answering.labels.told(answer, top=top, raw=raw)))
             write(writer.end())
         except HttpRefusal as refusal:  # too late for another status
@@ -115,23 +115,23 @@ class Handler(DeadlineHandler):
     # Words
 
     def refuse(self, refusal: HttpRefusal) -> None:
-        asked = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-        self.send(refusal.status, json_line(refusal.document()), JSON, asked)
+        headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+        self.send(refusal.status, json_line(refusal.document()), JSON, headers)
 
 
 def _query(text: str) -> dict[str, str]:
-    """What stands behind the question mark. What is misspelt is refused, not left out."""
-    found = {key: values[-1] for key, values in parse_qs(text, keep_blank_values=True).items()}
-    for key in found:
+    """Return the parameters after the question mark. A misspelt one is refused, not ignored."""
+    query = {key: values[-1] for key, values in parse_qs(text, keep_blank_values=True).items()}
+    for key in query:
         if key not in PARAMETERS:
             raise HttpRefusal(
                 400, f"There is no parameter '{plain_name(key):.40}'.", f"There are: {', '.join(PARAMETERS)}."
             )
-    return found
+    return query
 
 
 def _flag(query: dict[str, str], key: str, usual: bool) -> bool:
-    """?raw=1, or ?raw alone."""
+    """Return the value of a flag, given as ?raw=1 or ?raw alone."""
     if key not in query:
         return usual
     text = query[key].lower()

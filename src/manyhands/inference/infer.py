@@ -1,4 +1,4 @@
-"""`mh.infer`: a network over a cluster, a stream of samples in and answers out in order."""
+"""`mh.infer`: runs a network on a cluster; a stream of samples goes in, and answers come out in order."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from manyhands.session.session import Say, Session
 THROUGHPUT_LADDER = (1, 4)
 """Numbers of samples that are measured where several may share a batch."""
 MANY_ROUNDS = 10**6
-"""Nobody knows how many there will be."""
+"""Stands for the number of rounds of a stream, which is unknown."""
 MOST_OF_A_SAMPLE = 2**28
-"""Bytes of inputs that may be one sample, whose batch axis was forgotten."""
+"""Most bytes of inputs that are tried as a single sample whose batch axis was forgotten."""
 
 
 @takes(InferConfig)
@@ -59,8 +59,8 @@ def infer(
 ) -> Any:
     """Return what `model` returns for `inputs`, in evaluation mode, computed by the cluster. The model is unchanged.
 
-    Returns a tensor with samples on its first axis, or what else the model returns, as it returns it. Which options
-    there are is written in `InferConfig`.
+    Returns a tensor with samples on its first axis, or whatever else the model returns, as it returns it. `InferConfig`
+    describes the options.
 
     inputs          a tensor with samples on its first axis, a data set (its inputs), or samples one after another
     """
@@ -77,7 +77,7 @@ def infer(
 
 
 def samples_of(inputs: torch.Tensor | Dataset[Any] | Iterable[Any]) -> Iterator[Any]:
-    """Samples one after another."""
+    """Return an iterator over the samples."""
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
         rows = torch.as_tensor(inputs)
         if not rows.dim():
@@ -94,12 +94,12 @@ def samples_of(inputs: torch.Tensor | Dataset[Any] | Iterable[Any]) -> Iterator[
 
 
 def _input(sample: Any) -> Any:
-    """Of a data set's (input, target)."""
+    """Return the input of a data set's (input, target)."""
     return sample[0] if isinstance(sample, (tuple, list)) else sample
 
 
 def _graph_of(model: nn.Module | Graph, inputs: Any, first: Any, *, granularity: str, name: str) -> Graph:
-    """The graph of a model that takes such samples."""
+    """Return the graph of a model that takes such samples."""
 
     def taking(sample: Any) -> Graph:
         graph = model
@@ -122,7 +122,7 @@ def _graph_of(model: nn.Module | Graph, inputs: Any, first: Any, *, granularity:
 
 
 def _fits(taking: Callable[[Any], Graph], sample: torch.Tensor) -> bool:
-    """Whether all of what was given is one sample; too much for one is not tried."""
+    """Return whether all inputs together are one sample; more than fits one is not tried."""
     if sample.nbytes > MOST_OF_A_SAMPLE:
         return False
     try:
@@ -133,13 +133,13 @@ def _fits(taking: Callable[[Any], Graph], sample: torch.Tensor) -> bool:
 
 
 def captured_at_rest(model: nn.Module, example: Any, *, granularity: str, name: str) -> Graph:
-    """The graph of a model for samples like this one; floats are taken in the model's own type."""
+    """Return the graph of a model for samples like this one; floats are cast to the model's own type."""
     floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     return capture(model, _repeated(cast(example, floats)), granularity=granularity, name=name)
 
 
 def _repeated(sample: Any) -> Any:
-    """A batch of one sample over and over."""
+    """Return a batch that repeats one sample."""
     if isinstance(sample, dict):
         return {key: _repeated(part) for key, part in sample.items()}
     if isinstance(sample, (tuple, list)):
@@ -152,13 +152,13 @@ def _repeated(sample: Any) -> Any:
 
 
 class Inference:
-    """A network that answers: samples from any thread, answers in order, each once, whatever becomes of devices.
+    """A network that answers: samples from any thread, answers in order, each once, whatever happens to devices.
 
         with Inference.open(model, example, cluster=mh.Cluster.local(4)) as running:
             future = running.submit(sample)
             for answer in running.map(samples): ...
 
-    What a sample is: see graph/batching.py.
+    graph/batching.py describes what a sample is.
     """
 
     def __init__(
@@ -168,15 +168,15 @@ class Inference:
         self.session, self.graph, self.cluster, self.profile = session, graph, cluster, profile
         self.objective = objective
         self.predicted_seconds = predicted_seconds
-        """Of a sample alone, or from one answer to the next of a stream, whichever was the objective; by the first
-        plan."""
+        """Predicted seconds by the first plan: of a sample alone, or from one answer of a stream to the next, according
+        to the objective."""
         self.streaming = streaming
         self._ending = ending
 
     @classmethod
     @takes(InferConfig)
     def open(cls, model: nn.Module | Graph, example: Any = None, **options: Unpack[InferOptions]) -> Inference:
-        """Capture, measure, plan and hand out the parts: it answers when this returns.
+        """Capture, measure, plan and distribute the parts; return an inference that is ready to answer.
 
         example         one sample; a Graph needs none
         """
@@ -191,9 +191,9 @@ class Inference:
         self.close(cancel=error is not None)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Everything that was asked is answered first, or with `cancel` dropped. Workers started here have ended then.
+        """Answer every submitted sample first, or drop them all with `cancel`; then end the workers started here.
 
-        What is asked by others meanwhile is refused.
+        Samples that other threads submit meanwhile are refused.
         """
         try:
             self.streaming.close(cancel=cancel)
@@ -201,14 +201,14 @@ class Inference:
             self._ending.close()
 
     def submit(self, sample: Any, limit_seconds: float = SUBMIT_SECONDS) -> Future[Any]:
-        """The answer to one sample, when it is there. From any thread; waits while too many samples do.
+        """Return a future of the answer to one sample. Callable from any thread; blocks while too many samples wait.
 
-        A sample that does not fit is refused here: BadData.
+        A sample that does not fit raises BadData here.
         """
         return self.streaming.submit(named_sample(self.graph, sample), limit_seconds)
 
     def map(self, samples: Iterable[Any]) -> Iterator[Any]:
-        """Answers in the order of the samples, each as soon as it is there. Samples may take their time to come."""
+        """Yield answers in the order of the samples, each as soon as it is ready. Samples may arrive slowly."""
         pulled = Pulled(self.submit, samples, 2 * self.streaming.most_waiting, lambda: self.streaming.error)
         try:
             yield from pulled.answers()
@@ -216,7 +216,8 @@ class Inference:
             pulled.stop()
 
     def predicted_of(self, samples: int) -> float:
-        """Simulated seconds a sample by the first plan: of so many in a row, where throughput is the objective."""
+        """Return the simulated seconds per sample by the first plan: of `samples` in a row, if the objective is
+        throughput."""
         if self.objective == "latency":
             return self.predicted_seconds
         first = self.streaming.order.plan
@@ -224,47 +225,47 @@ class Inference:
 
     @property
     def plan(self) -> Plan:
-        """That of now."""
+        """The current plan."""
         return self.streaming.plan
 
     @property
     def answered(self) -> int:
-        """Samples."""
+        """Number of samples answered."""
         return self.streaming.answered_samples
 
     @property
     def waiting(self) -> int:
-        """Samples that nobody works on yet."""
+        """Number of samples that no device works on yet."""
         return self.streaming.waiting
 
     @property
     def stage_rates(self) -> list[float | None]:
-        """Of each stage of the plan: samples per second that it could do; None: not known yet."""
+        """Samples per second that each stage of the plan could do; None: not known yet."""
         return self.streaming.pace.rates(self.plan)
 
     @property
     def reruns(self) -> int:
-        """How often a sample was run again, because a device was lost."""
+        """Number of times that a sample was run again because a device was lost."""
         return self.streaming.reruns
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        """Of each change of devices: seconds, devices, who was lost, how many samples were run again."""
+        """For each change of devices: seconds, devices, which were lost, how many samples were run again."""
         return self.streaming.recoveries
 
     @property
     def logs(self) -> Mapping[str, DeviceLog]:
-        """What each device has done by the last plan, once this is closed."""
+        """Each device's log of its work by the last plan, once this is closed."""
         return self.streaming.logs
 
     @property
     def bytes_between(self) -> Counter[tuple[str, str]]:
-        """(from, to) -> bytes, once this is closed; the coordinator's apart from what it sent itself."""
+        """(from, to) -> bytes, once this is closed; without the bytes that the coordinator sent."""
         return self.streaming.bytes_between
 
 
 def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None) -> Inference:
-    """Open an inference as a configuration says: capture, measure, plan and hand out the parts."""
+    """Open an inference as configured: capture, measure, plan and distribute the parts."""
     plan, objective, say = config.plan, config.objective, config.say
     if isinstance(model, Graph):
         graph = model
@@ -272,7 +273,7 @@ def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None
         expect_session(config.cluster)
         graph = captured_at_rest(model, example, granularity=config.granularity, name=config.name)
     strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
-    if strategy:  # a plan of one's own is for the network as it was captured
+    if strategy:  # a plan from the caller is for the network as it was captured
         graph = at_rest(graph)
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(open_session(config.cluster, say=say, rendezvous=config.rendezvous))
@@ -321,7 +322,7 @@ def _plan_file(name: str) -> Path:
 
 
 def told(event: str, facts: Mapping[str, Any]) -> str:
-    """What happened to the workers of a stream, in words; empty for what nobody needs to hear."""
+    """Return what happened to the workers of a stream, in words; empty if it is not worth reporting."""
     if event == "lost":
         return str(facts["reason"])
     if event == "recovered":

@@ -1,4 +1,4 @@
-"""How an inference job is opened by names, and how it goes."""
+"""Opens an inference job by names, and reports its state."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
 
 
-def open_by_name(config: InferConfig, known: Known, devices: Cluster | LabCluster | Coordinator) -> Inference:
-    """Hand out the network, and return the inference, which answers from now on."""
+def open_by_name(config: InferConfig, network: Known, devices: Cluster | LabCluster | Coordinator) -> Inference:
+    """Distribute the network, and return the inference, which answers from now on."""
     from manyhands.inference.infer import open_with
 
-    return open_with(replace(config.on(devices), name=known.name), known.model, known.example)
+    return open_with(replace(config.on(devices), name=network.name), network.model, network.example)
 
 
 def health(running: Inference) -> dict[str, Any]:
-    """How it goes, for whoever looks after it."""
+    """Return the state of an inference, for monitoring."""
     plan = running.plan
     return {
         "network": running.graph.name,

@@ -1,6 +1,6 @@
-"""A network to be run, by names: the model, its weights, what it takes for a sample, what its classes are called.
+"""Loads a network to run, by names: the model, its weights, the form of its samples, and the names of its classes.
 
-A run's folder knows all of it. Weights alone say how many classes and channels the model was built with.
+A run's folder records all of these. Weights alone tell how many classes and channels the model was built with.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class RunNames:
-    """What a run's folder names: its model, its data, and the shape of a sample."""
+    """The names in a run's folder: its model, its data, and the shape of a sample."""
 
     model: str = MODEL
     data: str = DATA
@@ -50,39 +50,41 @@ class Known:
     wanted: SampleForm | dict[str, SampleForm]
     labels: Labels
     note: str
-    """Where the weights are from."""
+    """The origin of the weights, in a sentence."""
 
 
 def load_known(model: str = "", weights: str = "", shape: str = "", *, source: str = "", resize: bool = False) -> Known:
-    """Return the network that a command names, with its weights. `source`: the inputs, whose shape is taken where
-    nothing else says it; `resize`: pictures of another height and width are made to fit."""
+    """Return the network that a command names, with its weights. `source`: the inputs, whose shape is used if nothing
+    else gives it; `resize`: pictures of another height and width are resized to fit."""
     from manyhands.models import registry
 
     run, state, note = _weights(Path(weights).expanduser()) if weights else (None, {}, "")
     name = _same_model(model, run, weights)
     entry = entry_of(name)
-    given = parse_input(shape) or (parse_input(run.input) if run is not None else None)
+    input_shape = parse_input(shape) or (parse_input(run.input) if run is not None else None)
     data = _loaded(run) if run is not None and name not in ZOO else None
-    is_guessed = given is None and data is None and entry is None
-    if given is None and (data is not None or entry is None):
-        given = data.input_shape if data is not None else _shape_of(name, source)
+    is_guessed = input_shape is None and data is None and entry is None
+    if input_shape is None and (data is not None or entry is None):
+        input_shape = data.input_shape if data is not None else _shape_of(name, source)
     module = _built(name, state, run, data, weights)
     module.eval()
     try:
-        batch = registry.example_batch(name, 2, input_shape=given)
+        batch = registry.example_batch(name, 2, input_shape=input_shape)
     except (ValueError, RuntimeError) as error:
         raise BadValue(
-            f"{name} does not take samples of {'x'.join(map(str, given or ()))}: {error}.", hint="Give --shape."
+            f"{name} does not take samples of {'x'.join(map(str, input_shape or ()))}: {error}.", hint="Give --shape."
         ) from error
-    example, wanted = _of_one(module, batch, run.data if run is not None else "")
-    if is_guessed and given is not None and not isinstance(example, dict):
+    example, sample_forms = _of_one(module, batch, run.data if run is not None else "")
+    if is_guessed and input_shape is not None and not isinstance(example, dict):
         _check_guess(module, example, name, source)
     are_classes = entry is None or entry.loss == "cross_entropy"
     named = run.data if run is not None else source if source in (*NAMES, *STAND_INS) else ""
     names = data.classes if data is not None else _class_names(named) if named else ()
     if not weights:
         note = "The weights are random: the answers mean nothing. Give trained ones with --weights."
-    return Known(name, module, example, _resizing(wanted) if resize else wanted, Labels(names, are_classes), note)
+    return Known(
+        name, module, example, _resizing(sample_forms) if resize else sample_forms, Labels(names, are_classes), note
+    )
 
 
 def _same_model(model: str, run: RunNames | None, weights: str) -> str:
@@ -94,7 +96,7 @@ def _same_model(model: str, run: RunNames | None, weights: str) -> str:
 
 
 def _shape_of(name: str, source: str) -> tuple[int, ...] | None:
-    """What the inputs are, unless the model's module says itself what it takes."""
+    """Return the shape of the inputs, unless the model's module defines itself what it takes."""
     from manyhands.data.sample_arrays import shape_in
     from manyhands.data.sets import load
     from manyhands.models.registry import factory, original_name
@@ -106,7 +108,7 @@ def _shape_of(name: str, source: str) -> tuple[int, ...] | None:
 
 
 def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> None:
-    """Where the file alone says what a sample is: that the model runs on samples on its first axis."""
+    """Check that the model runs on samples along the file's first axis, if only the file tells what a sample is."""
     import torch
 
     from manyhands.data.wanted import shape_text
@@ -126,7 +128,10 @@ def _check_guess(module: nn.Module, example: Tensor, name: str, source: str) -> 
 
 
 def _weights(path: Path) -> tuple[RunNames | None, dict[str, Tensor], str]:
-    """Of a run's newest checkpoint, of one checkpoint's folder, or of a file; and the run, where it is known."""
+    """Return run, weights and a note on their origin: from a run's newest checkpoint, a checkpoint's folder or a file.
+
+    The run is None where it is not known.
+    """
     from manyhands.executor import checkpoint, checkpoint_files
 
     if not path.exists():
@@ -149,7 +154,7 @@ def _weights(path: Path) -> tuple[RunNames | None, dict[str, Tensor], str]:
 
 
 def _run(folder: Path) -> RunNames | None:
-    """Return what a run names, if it was started by names."""
+    """Return the names of a run, if it was started by names."""
     stored = read_config(folder).get("wish")
     if not isinstance(stored, dict):
         return None
@@ -171,8 +176,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _loaded(run: RunNames) -> DataSets | None:
-    """The data of a run: for a model from elsewhere it says what shapes and sizes there are."""
-    with contextlib.suppress(BadFile, UnknownName):  # it may be gone since
+    """Return the data of a run, if it still exists: it gives the shapes and sizes of a model from elsewhere."""
+    with contextlib.suppress(BadFile, UnknownName):  # it may have been removed since
         return load_data(run.model, run.data, run.input)
     return None
 
@@ -183,7 +188,7 @@ def _loaded(run: RunNames) -> DataSets | None:
 def _built(
     name: str, state: Mapping[str, Tensor], run: RunNames | None, data: DataSets | None, weights: str
 ) -> nn.Module:
-    """The model with the weights in it."""
+    """Return the model with the weights loaded."""
     import torch
 
     from manyhands.job.named import build_model
@@ -196,8 +201,8 @@ def _built(
     options = _options(name, module, state)
     if options:
         module = registry.build(name, **options)
-    if _misfits(module, state) and data is None and run is not None and (found := _loaded(run)) is not None:
-        module = build_model(name, found)
+    if _misfits(module, state) and data is None and run is not None and (run_data := _loaded(run)) is not None:
+        module = build_model(name, run_data)
     if misfits := _misfits(module, state):
         more = f" and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
         raise BadFile(
@@ -209,15 +214,15 @@ def _built(
 
 
 def _misfits(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    own = module.state_dict()
-    found = [f"'{key}' is missing" for key in own if key not in state]
-    found += [f"'{key}' is not in it" for key in state if key not in own]
-    found += [
-        f"'{key}' is {_by(given)}, not {_by(own[key])}"
-        for key, given in state.items()
-        if key in own and given.shape != own[key].shape
+    parameters = module.state_dict()
+    misfits = [f"'{key}' is missing" for key in parameters if key not in state]
+    misfits += [f"'{key}' is not in it" for key in state if key not in parameters]
+    misfits += [
+        f"'{key}' is {_by(tensor)}, not {_by(parameters[key])}"
+        for key, tensor in state.items()
+        if key in parameters and tensor.shape != parameters[key].shape
     ]
-    return found
+    return misfits
 
 
 def _by(tensor: Tensor) -> str:
@@ -225,27 +230,27 @@ def _by(tensor: Tensor) -> str:
 
 
 def _options(name: str, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many classes and channels the weights were made for, where the model can be told."""
+    """Return how many classes and channels the weights were made for, as options that the model accepts."""
     from manyhands.models import registry
 
-    found: dict[str, set[int]] = {"num_classes": set(), "channels": set()}
-    for key, own in module.state_dict().items():
-        given = state.get(key)
-        if given is None or given.dim() != own.dim() or given.shape == own.shape:
+    sizes_by_option: dict[str, set[int]] = {"num_classes": set(), "channels": set()}
+    for key, tensor in module.state_dict().items():
+        stored = state.get(key)
+        if stored is None or stored.dim() != tensor.dim() or stored.shape == tensor.shape:
             continue
-        differs = [axis for axis in range(own.dim()) if given.shape[axis] != own.shape[axis]]
+        differs = [axis for axis in range(tensor.dim()) if stored.shape[axis] != tensor.shape[axis]]
         if differs in ([0], [1]):
-            found["num_classes" if differs == [0] else "channels"].add(given.shape[differs[0]])
-    taken: Mapping[str, Any] = {}
-    with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
-        taken = inspect.signature(registry.factory(name)).parameters
+            sizes_by_option["num_classes" if differs == [0] else "channels"].add(stored.shape[differs[0]])
+    accepted: Mapping[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # a callable without a signature accepts no options
+        accepted = inspect.signature(registry.factory(name)).parameters
     if name.partition(":")[0] in ("torchvision", "timm"):
-        taken = {"num_classes": None}
-    return {key: sizes.pop() for key, sizes in found.items() if len(sizes) == 1 and key in taken}
+        accepted = {"num_classes": None}
+    return {key: sizes.pop() for key, sizes in sizes_by_option.items() if len(sizes) == 1 and key in accepted}
 
 
 def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, SampleForm | dict[str, SampleForm]]:
-    """One sample of an example batch, and what samples must be; floats are of the model's own type."""
+    """Return one sample of an example batch, and the form of samples; floats are of the model's own type."""
     import torch
 
     from manyhands.data import digits, pictures
@@ -271,21 +276,21 @@ def _of_one(module: nn.Module, batch: Any, data: str) -> tuple[Sample, SampleFor
     return one(batch)
 
 
-def _resizing(wanted: SampleForm | dict[str, SampleForm]) -> SampleForm | dict[str, SampleForm]:
-    """The same, with pictures resized; of several arrays those that are pictures."""
-    if not isinstance(wanted, dict):
-        return wanted.resizing()
-    pictures = {key: own.resizing() for key, own in wanted.items() if own.can_resize}
+def _resizing(sample_forms: SampleForm | dict[str, SampleForm]) -> SampleForm | dict[str, SampleForm]:
+    """Return the same forms with pictures resized; of several arrays, only those that are pictures."""
+    if not isinstance(sample_forms, dict):
+        return sample_forms.resizing()
+    pictures = {key: sample_form.resizing() for key, sample_form in sample_forms.items() if sample_form.can_resize}
     if not pictures:
-        raise BadValue(f"--resize: the network takes no pictures, but {', '.join(wanted)}.", hint="Leave it out.")
-    return wanted | pictures
+        raise BadValue(f"--resize: the network takes no pictures, but {', '.join(sample_forms)}.", hint="Leave it out.")
+    return sample_forms | pictures
 
 
 # Classes
 
 
 def _class_names(data: str) -> tuple[str, ...]:
-    """Of a run's data, without looking at a picture; nothing where it is gone, or has none."""
+    """Return the class names of a run's data, without reading a picture; empty if the data is gone or has none."""
     path = Path(data).expanduser()
     if data not in (*NAMES, *STAND_INS) and path.is_dir() and (names := _folders(path)):
         return names
@@ -297,10 +302,12 @@ def _class_names(data: str) -> tuple[str, ...]:
 
 
 def _folders(path: Path) -> tuple[str, ...]:
-    """One for each class: those in train/, or those here."""
+    """Return the names of the folders, one for each class: those in train/, else those in `path`."""
     for folder in (path / "train", path):
         with contextlib.suppress(OSError):
-            names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+            names = sorted(
+                entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+            )
             if names:
                 return tuple(names)
     return ()

@@ -1,4 +1,4 @@
-"""Samples that come when they come, and their answers in the same order."""
+"""Pulls samples that arrive at any time from an iterator, and yields their answers in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POLL_SECONDS = 0.2
 
 
 class Pulled:
-    """Takes samples from whoever has them on a thread of its own, so that answers need not wait for the next one."""
+    """Takes samples from an iterable on its own thread, so that answers need not wait for the next sample."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Pulled:
         most: int,
         failure: Callable[[], BaseException | None],
     ) -> None:
-        """At most so many answers are kept for who takes them; `failure`: why there will be none, if that is so."""
+        """Hold at most `most` answers for the consumer; `failure` returns why no more will come, if that is so."""
         self._submit, self._samples, self._failure = submit, samples, failure
         self._found: queue.Queue[Future[Any] | BaseException | None] = queue.Queue(most)
         self._stopping = threading.Event()
@@ -39,22 +39,22 @@ class Pulled:
         else:
             self._put(None)
 
-    def _put(self, one: Future[Any] | BaseException | None) -> None:
+    def _put(self, reply: Future[Any] | BaseException | None) -> None:
         while not self._stopping.is_set():
             with contextlib.suppress(queue.Full):
-                self._found.put(one, timeout=_POLL_SECONDS)
+                self._found.put(reply, timeout=_POLL_SECONDS)
                 return
-        if isinstance(one, Future):
-            one.cancel()
+        if isinstance(reply, Future):
+            reply.cancel()
 
     def answers(self) -> Iterator[Any]:
-        while (one := self._next()) is not None:
-            if isinstance(one, BaseException):
-                raise one
-            yield one.result()
+        while (reply := self._next()) is not None:
+            if isinstance(reply, BaseException):
+                raise reply
+            yield reply.result()
 
     def _next(self) -> Future[Any] | BaseException | None:
-        """Of samples there may be none for hours; a stream that has failed is said at once."""
+        """Return the next answer. Samples may not come for hours; a stream that has failed is reported at once."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._found.get(timeout=_POLL_SECONDS)
@@ -62,9 +62,9 @@ class Pulled:
                 return error
 
     def stop(self) -> None:
-        """What nobody waits for any more need not be computed."""
+        """Cancel the remaining samples: no caller waits for their answers any more."""
         self._stopping.set()
         with contextlib.suppress(queue.Empty):
             while True:
-                if isinstance(one := self._found.get_nowait(), Future):
-                    one.cancel()
+                if isinstance(reply := self._found.get_nowait(), Future):
+                    reply.cancel()

@@ -29,9 +29,9 @@ def replan_inference(
     strategy: str = "auto",
     home: str = "",
 ) -> Plan:
-    """A plan for the devices of `cluster`, those that are left: by the same strategy, or where that has none, by any.
+    """Return a plan for the devices of `cluster`, which remain: by the same strategy, or if that has none, by any.
 
-    A stream's answers come by themselves, so nothing of the old plan has to be kept.
+    The answers of a stream do not depend on each other, so nothing of the old plan has to be kept.
     """
     if strategy not in INFERENCE_STRATEGIES:
         raise unknown("strategy", strategy, INFERENCE_STRATEGIES)
@@ -48,7 +48,7 @@ def replan_inference(
 
 
 class InferenceReplanner:
-    """Plans for whoever is there, asked when a stream's workers change: knows every device that was ever there."""
+    """Plans for the present devices when a stream's workers change; knows every device that was ever present."""
 
     def __init__(
         self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, objective: str = "latency",
@@ -61,10 +61,10 @@ class InferenceReplanner:
         self._known = Replanner(session, graph, cluster, profile, strategy, None, 0.0, 0, training=False)
 
     def __call__(self, plan: Plan, names: tuple[str, ...]) -> tuple[Plan, dict[str, Mapping[str, Kernel]]]:
-        """A plan for the devices named, and their kernels; a device that nobody has measured yet is measured."""
+        """Return a plan for the named devices, and their kernels; a device that was not measured yet is measured."""
         cluster, profile = self._known.present(plan, names)
-        found = replan_inference(plan, self._network, cluster, profile, self.objective, self.strategy, self.home)
-        return found, self.kernels(found)
+        new_plan = replan_inference(plan, self._network, cluster, profile, self.objective, self.strategy, self.home)
+        return new_plan, self.kernels(new_plan)
 
     def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
         return self._known.kernels(plan)

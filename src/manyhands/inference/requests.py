@@ -1,7 +1,7 @@
-"""The body of a request: how much of it is read, and the samples in it. Data, never code.
+"""Reads the body of a request, up to a limit, and the samples in it. Data, never code.
 
-A picture, JSON or the bytes of a .npy file with one sample or many, or a form with several such files. What a file is
-is seen from its first bytes, since clients name the type of a body as they like.
+A body is a picture, JSON, the bytes of a .npy file with one sample or many, or a form with several such files. The type
+of a file is detected from its first bytes, since clients name the type of a body as they like.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from manyhands.transport.http_server import ConnectionLimits
 
 FORM, JSON = "multipart/form-data", "application/json"
 SINGLE = ("image/", "application/octet-stream", "application/x-npy", "application/x-www-form-urlencoded")
-"""Types of a body that is one file; the last is what curl says where it is told nothing."""
+"""Types of a body that is one file; the last is curl's default."""
 ACCEPTED = (JSON, "application/x-npy", "application/octet-stream", "image/png", "image/jpeg", "image/*", FORM)
-"""Types of a body, as clients are told of them."""
+"""Types of a body, as listed to clients."""
 _PIECE_BYTES = 1 << 16
 _LONGEST_HEADERS = 8192
 _LONGEST_NAME = 200
@@ -35,24 +35,24 @@ _LONGEST_LINE = 1024
 
 @dataclass(frozen=True)
 class Limits(ConnectionLimits):
-    """What one client may ask, so that others are answered too."""
+    """The limits of one client's requests, so that others are answered too."""
 
     body_bytes: int = 64 * 10**6
     held_bytes: int = 256 * 10**6
-    """Of the bodies of all requests together, and of the pictures decoded from one."""
+    """Most bytes of the bodies of all requests together, and of the pictures decoded from one body."""
     pixel_count: int = 25_000_000
     samples: int = 10_000
-    """Of one request."""
+    """Most samples of one request."""
     body_seconds: float = 60.0
-    """Until all of a body has come."""
+    """Limit for receiving a whole body."""
     request_seconds: float = 300.0
-    """From then until everything is answered."""
+    """Limit from then until all samples are answered."""
     under_way: int = 8
-    """Samples of one request that are asked before the first of them is answered."""
+    """Samples of one request that are submitted before the first of them is answered."""
 
 
 class Room:
-    """Bytes that all requests share."""
+    """A budget of bytes that all requests share."""
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
@@ -70,7 +70,7 @@ class Room:
 
 
 class Source(Protocol):
-    """Where a body comes from."""
+    """The source of a body: a binary file."""
 
     def read(self, count: int, /) -> bytes: ...
 
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 class Body:
-    """A request's body while it is held; leaving gives its room to others."""
+    """A request's body while it is held in memory; leaving the context returns its room."""
 
     def __init__(self, file: Source, headers: Message, limits: Limits, room: Room) -> None:
         self.file, self.headers, self.limits, self.room = file, headers, limits, room
@@ -93,7 +93,7 @@ class Body:
         self._held = 0
 
     def read(self) -> bytes:
-        """All of it, or a refusal."""
+        """Return the whole body, or raise a refusal."""
         if self.length is not None:
             self._hold(self.length)
             content = bytearray()
@@ -132,7 +132,7 @@ class Body:
 
 
 def announced(headers: Message, limits: Limits) -> int | None:
-    """The length of a body before it is read; None: it comes in chunks."""
+    """Return the length of a body before it is read; None: it comes in chunks."""
     lengths, coding = set(headers.get_all("Content-Length", [])), headers.get("Transfer-Encoding", "")
     if coding and (lengths or coding.strip().lower() != "chunked"):
         raise HttpRefusal(400, "The body has a length and a transfer coding, or one other than chunked.")
@@ -149,17 +149,17 @@ def announced(headers: Message, limits: Limits) -> int | None:
 
 
 def too_long(limits: Limits, length: int = 0) -> HttpRefusal:
-    said = f"The body is {format_bytes(length)} long" if length else "The body is too long"
+    reason = f"The body is {format_bytes(length)} long" if length else "The body is too long"
     return HttpRefusal(
-        413, f"{said}; at most {format_bytes(limits.body_bytes)} are read.", "Send fewer samples at a time."
+        413, f"{reason}; at most {format_bytes(limits.body_bytes)} are read.", "Send fewer samples at a time."
     )
 
 
 # Samples
 
 
-def samples_in(content: bytes, content_type: str, name: str, wanted: SampleForm, limits: Limits) -> SampleSource:
-    """The samples of a body, in its order. A single one that cannot be read refuses all, named."""
+def samples_in(content: bytes, content_type: str, name: str, sample_form: SampleForm, limits: Limits) -> SampleSource:
+    """Return the samples of a body, in its order. If one cannot be read, all are refused, and the error names it."""
     kind = kind_of(content_type)
     if kind == FORM:
         files = _files(content, content_type, limits)
@@ -170,44 +170,47 @@ def samples_in(content: bytes, content_type: str, name: str, wanted: SampleForm,
             415, f"Nothing is made of a body of {plain_name(kind):.80}.",
             f"Content-Type is one of: {', '.join(ACCEPTED)}.",
         )  # fmt: skip
-    sample_bytes = wanted.dtype.itemsize
-    for extent in wanted.shape:
+    sample_bytes = sample_form.dtype.itemsize
+    for extent in sample_form.shape:
         sample_bytes *= extent
     try:
         if kind == JSON:
-            return _joined([_read_json(content, name, wanted, limits)], limits)
-        return _joined([_read(file, own, wanted, limits, sample_bytes * len(files)) for own, file in files], limits)
+            return _joined([_read_json(content, name, sample_form, limits)], limits)
+        return _joined(
+            [_read(file, file_name, sample_form, limits, sample_bytes * len(files)) for file_name, file in files],
+            limits,
+        )
     except ManyhandsError as error:
         raise HttpRefusal(400, error.message, error.hint) from error
 
 
 def kind_of(content_type: str) -> str:
-    """A header without what comes after the type: no character set, no boundary."""
+    """Return the media type of a header, without parameters such as character set or boundary."""
     return content_type.partition(";")[0].strip().lower()
 
 
-def _read(content: bytes, name: str, wanted: SampleForm, limits: Limits, decoded_bytes: int) -> SampleSource:
+def _read(content: bytes, name: str, sample_form: SampleForm, limits: Limits, decoded_bytes: int) -> SampleSource:
     if not content:
         raise HttpRefusal(400, f"{name}: is empty.", "Send a picture, JSON, or the bytes of a .npy file.")
     if content.startswith(MAGIC):
-        return read_array(content, name, wanted)
+        return read_array(content, name, sample_form)
     if looks_like_json(content):
-        return _read_json(content, name, wanted, limits)
+        return _read_json(content, name, sample_form, limits)
     if decoded_bytes > limits.held_bytes:
         raise HttpRefusal(413, f"The pictures take {format_bytes(decoded_bytes)} decoded.", "Send fewer at a time.")
-    value = read_picture(content, name, wanted, largest_pixel_count=limits.pixel_count)
+    value = read_picture(content, name, sample_form, largest_pixel_count=limits.pixel_count)
     return SampleSource(1, lambda index: value, lambda index: name)
 
 
-def _read_json(content: bytes, name: str, wanted: SampleForm, limits: Limits) -> SampleSource:
+def _read_json(content: bytes, name: str, sample_form: SampleForm, limits: Limits) -> SampleSource:
     if (needed := decoded_bytes(content)) > limits.held_bytes:
         most = format_bytes(limits.held_bytes)
         raise HttpRefusal(413, f"{name}: takes {format_bytes(needed)} decoded; at most {most} are.", LARGER)
-    return read_json(content, name, wanted)
+    return read_json(content, name, sample_form)
 
 
 def _joined(parts: list[SampleSource], limits: Limits) -> SampleSource:
-    """One after another."""
+    """Return one source with the samples of all parts in order."""
     places = [(part, index) for part in parts for index in range(min(len(part), limits.samples + 1))]
     if len(places) > limits.samples:
         raise HttpRefusal(413, f"More than {limits.samples:,} samples in one request.", "Send fewer at a time.")
@@ -224,14 +227,16 @@ def _joined(parts: list[SampleSource], limits: Limits) -> SampleSource:
 
 
 def _files(content: bytes, content_type: str, limits: Limits) -> list[tuple[str, bytes]]:
-    """The files of a form, by name."""
+    """Return the files of a form, each with its name."""
     boundary = _said(_header("Content-Type", content_type).get_boundary)
     if not 1 <= len(boundary) <= 70:  # RFC 2046
         raise HttpRefusal(400, "The form does not say what lies between its parts.", "Let the client set Content-Type.")
     pieces = (b"\r\n" + content).split(b"\r\n--" + boundary.encode("latin-1", "replace"), limits.samples + 2)
     if len(pieces) < 2 or not pieces[-1].startswith(b"--"):
-        what = "has too many parts" if len(pieces) > limits.samples + 2 else "is cut off, or its parts are not marked"
-        raise HttpRefusal(400, f"The form {what}.")
+        problem = (
+            "has too many parts" if len(pieces) > limits.samples + 2 else "is cut off, or its parts are not marked"
+        )
+        raise HttpRefusal(400, f"The form {problem}.")
     files: list[tuple[str, bytes]] = []
     for piece in pieces[1:-1]:
         head, gap, body = piece.partition(b"\r\n\r\n")
@@ -254,7 +259,7 @@ def _fields(head: bytes) -> Mapping[str, str]:
 
 
 def _said(read: Callable[[str], str | None]) -> str:
-    """What a header says; nothing where it is in an encoding that there is not."""
+    """Return the value that `read` gets from a header; empty if its encoding is unknown."""
     try:
         return read("") or ""
     except (ValueError, LookupError):
@@ -268,5 +273,5 @@ def _header(name: str, value: str) -> Message:
 
 
 def plain_name(name: str) -> str:
-    """A name that can be printed anywhere."""
+    """Return the name without unprintable characters, so that it can be printed anywhere."""
     return "".join(letter for letter in name if letter.isprintable())[:_LONGEST_NAME]

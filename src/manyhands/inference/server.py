@@ -1,9 +1,9 @@
-"""The HTTP endpoint: pictures and arrays in, answers out one after another as soon as they are there.
+"""The HTTP endpoint: pictures and arrays go in, answers come out one after another as soon as they are ready.
 
     POST /infer     a picture, the bytes of a .npy file, or a form with several; a line of JSON for each, in order
                     JSON; one document of JSON
     GET /infer      what to send, and what to type
-    GET /health     the plan, the devices, how many were answered
+    GET /health     the plan, the devices, the number of samples answered
 
 On loopback connections are plain. Beyond it they are encrypted with a certificate of this process alone, and clients
 show a token; the public key's digest, printed with the curl line, vouches for the certificate.
@@ -31,7 +31,7 @@ from manyhands.transport.http_server import HttpServer
 from manyhands.transport.security import is_loopback, new_token, server_context
 
 DECODED_AT_ONCE = 2
-"""Pictures that are unpacked at the same time: a small file may be a large picture."""
+"""Most request bodies decoded at the same time: a small file may be a large picture."""
 
 
 class Answering:
@@ -54,7 +54,7 @@ class Answering:
         self.limits = limits or Limits()
         self.is_encrypted = not is_loopback(host)
         self.bearer = bearer or (new_token() if self.is_encrypted else "")
-        """What clients must know; empty: nothing, since only this machine can ask."""
+        """The token that clients must send; empty: none, since only this machine can connect."""
         self.room = Room(self.limits.held_bytes)
         self.decoding = threading.BoundedSemaphore(DECODED_AT_ONCE)
         self._health = health or (lambda: {})
@@ -89,7 +89,7 @@ class Answering:
 
     @property
     def _curl(self) -> str:
-        """How curl reaches it, with all that it needs to know."""
+        """The curl command with every option that it needs to reach this server."""
         words = ["curl", "-N"]
         if self.is_encrypted:
             words += ["--insecure", "--pinnedpubkey", f"'{self.pin}'"]
@@ -99,7 +99,7 @@ class Answering:
 
     @property
     def example(self) -> str:
-        """A line for a terminal that is answered as it is: one sample of zeros, as JSON."""
+        """A shell command that works as it is: it sends one sample of zeros, as JSON."""
         sample = "0"
         for extent in reversed(self.wanted.shape):
             sample = f"[{sample}]*{extent}"
@@ -110,7 +110,7 @@ class Answering:
         return {"takes": self.wanted.text, **self._health()}
 
     def help(self) -> str:
-        """The page for people."""
+        """Return the help page for people."""
         shape, curl, url = self.wanted.text, self._curl, f"{self.url}/infer"
         pictures = f"  {curl} --data-binary @picture.png '{url}?resize=1'\n" if self.wanted.takes_pictures else ""
         return (
@@ -136,7 +136,7 @@ class Answering:
         return "Another shape is refused; with ?resize=1 pictures and arrays are resized to this height and width."
 
     def help_document(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the help for programs."""
         return {
             "shape": list(self.wanted.shape),
             "dtype": self.wanted.kind,
@@ -149,7 +149,7 @@ class Answering:
         }
 
     def wanted_by(self, *, resize: bool) -> SampleForm:
-        """What one request's samples are to be."""
+        """Return the form that one request's samples must have."""
         if not resize:
             return dataclasses.replace(self.wanted, resize=False)
         try:
@@ -158,11 +158,12 @@ class Answering:
             raise HttpRefusal(400, error.message, error.hint) from error
 
     def answers(self, samples: SampleSource) -> Generator[Answer, None, None]:
-        """In order. A few are asked ahead, so that the devices are busy and other clients have their turn."""
+        """Yield answers in order. A few samples are submitted ahead, so that the devices are busy and other clients get
+        their turn."""
         answered, count, seconds = 0, len(samples), self.limits.request_seconds
-        found = in_order(self.asks, samples, self.limits.under_way, seconds)
+        replies = in_order(self.asks, samples, self.limits.under_way, seconds)
         try:
-            for answer in found:
+            for answer in replies:
                 answered += 1
                 yield answer
         except Late:
@@ -178,4 +179,4 @@ class Answering:
         except ManyhandsError as error:
             raise HttpRefusal(503, error.message, error.hint) from error
         finally:
-            found.close()
+            replies.close()

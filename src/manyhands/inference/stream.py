@@ -1,4 +1,4 @@
-"""All samples of a source through a network that answers, in order, and what becomes of the answers."""
+"""Runs all samples of a source through an inference, in order, and counts and writes the answers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 UNDER_WAY = 32
 ANSWER_SECONDS = 1200.0
-"""How long one answer is waited for; whoever computes it has shorter limits of its own."""
+"""Longest wait for one answer; the devices that compute it have shorter limits of their own."""
 SUFFIXES = (".npy", ".jsonl")
 
 
 class Asks(Protocol):
-    """What answers samples, from any thread: an Inference."""
+    """An object that answers samples, from any thread: an Inference."""
 
     def submit(self, sample: Any, limit_seconds: float = ...) -> Future[Any]: ...
 
 
 class Late(TimedOut):
-    """An answer that was not there in time."""
+    """An answer did not come in time."""
 
 
 def in_order(asks: Asks, samples: SampleSource, at_once: int, seconds: float = inf) -> Generator[Answer, None, None]:
-    """Answers in the order of the samples, as soon as they are there, all of them within `seconds`.
+    """Yield answers in the order of the samples, as soon as they are ready, all of them within `seconds`.
 
-    So many as `at_once` are asked before the first of them is answered; 1: the time of each is its own.
+    `at_once` samples are submitted before the first of them is answered; with 1, each is timed alone.
     """
     end = time.monotonic() + seconds
     waiting: deque[tuple[int, _Timed]] = deque()
@@ -76,7 +76,7 @@ def in_order(asks: Asks, samples: SampleSource, at_once: int, seconds: float = i
 
 
 class _Timed:
-    """A sample that was asked, and how long it took."""
+    """A submitted sample, and how long its answer took."""
 
     def __init__(self, asks: Asks, sample: Any, limit_seconds: float) -> None:
         self.began = self.ended = time.monotonic()
@@ -93,12 +93,12 @@ class _Timed:
 
 @dataclass
 class Tally:
-    """How it went."""
+    """Counts of a stream: samples, right answers, seconds."""
 
     samples: int = 0
     right: int = 0
     judged: int = 0
-    """Samples whose class is known."""
+    """Number of samples whose class is known."""
     seconds: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
@@ -123,7 +123,7 @@ class Tally:
 
 
 class Output:
-    """A file of answers: .jsonl, a line as soon as it is there, or .npy, all outputs in one array, written whole."""
+    """A file of answers: .jsonl, written line by line as they come, or .npy, one array of outputs, written whole."""
 
     def __init__(self, path: Path, count: int, labels: Labels, *, top: int, raw: bool) -> None:
         check_output(path)
@@ -177,15 +177,15 @@ class Output:
 
 
 def check_output(path: Path) -> None:
-    """Before anything is computed for it."""
+    """Check that answers can be written to the path, before anything is computed."""
     if path.suffix not in SUFFIXES:
         raise BadValue(f"--output {path}: answers are written as .npy or .jsonl.", hint="--output answers.jsonl")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
-        raise BadFile(f"{path}: {what}.", hint="Give another file.")
+        problem = "is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}"
+        raise BadFile(f"{path}: {problem}.", hint="Give another file.")
 
 
 def failed(running: Inference) -> ManyhandsError | None:
-    """Why a stream has ended by itself, if it has."""
+    """Return the error that ended a stream, if any."""
     error = running.streaming.error
     return error if isinstance(error, ManyhandsError) or error is None else ManyhandsError(str(error))

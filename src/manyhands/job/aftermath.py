@@ -1,4 +1,4 @@
-"""After the last step: what goes wrong then is said in a line, and the run keeps its result."""
+"""Handles errors after the last step: each is reported in a line, and the run keeps its result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from manyhands.session.session import Say
 
 @dataclass(frozen=True)
 class Aftermath:
-    """Collects the problems of a run that is trained; its weights are in a checkpoint by then."""
+    """Collects the problems of a run after training; its weights are in a checkpoint by then."""
 
     problems: list[str]
     record: RunRecord
     say: Say | None
 
     @contextlib.contextmanager
-    def surviving(self, what: str) -> Iterator[None]:
-        """Whatever fails in here becomes one line: `what`, and why. Of any kind: a picture, or a user's data set, is no
-        reason to lose what was trained."""
+    def surviving(self, failure: str) -> Iterator[None]:
+        """Turn any error raised in this context into one line: `failure`, and why. Errors of every kind are caught: a
+        picture, or a user's data set, is no reason to lose what was trained."""
         try:
             yield
         except Exception as error:
-            text = f"{what}: {reason(error)}"
+            text = f"{failure}: {reason(error)}"
             self.problems.append(text)
             with contextlib.suppress(Exception):  # the same disk, perhaps
                 self.record.event("note", text=text)
@@ -36,8 +36,8 @@ class Aftermath:
 
 
 def reason(error: Exception) -> str:
-    """Why something failed, in one line."""
+    """Return why something failed, in one line."""
     if isinstance(error, OSError):
         error = write_failed(error.filename or "a file", error)
-    said = error.message if isinstance(error, ManyhandsError) else f"{type(error).__name__}: {error}"
-    return " ".join(said.split())
+    text = error.message if isinstance(error, ManyhandsError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())

@@ -1,6 +1,6 @@
 """Reads the arguments of a command into the values of a configuration: devices, plans, folders, a run to resume.
 
-What can be found wrong without torch is found here, before it is imported and before a run folder is made.
+Errors that can be found without torch are found here, before it is imported and before a run folder is made.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ def given_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None and value != "" and value != []}
 
 
-def take_share(given: dict[str, Any], strategies: Collection[str]) -> None:
-    """Let --share, which names a strategy, set the plan; refuse it beside --plan, which names a file."""
-    share = given.pop("share", None)
+def take_share(arguments: dict[str, Any], strategies: Collection[str]) -> None:
+    """Set the plan from --share, which names a strategy; refuse it beside --plan, which names a file."""
+    share = arguments.pop("share", None)
     if share is None:
         return
-    if "plan" in given:
+    if "plan" in arguments:
         raise BadValue(
-            f"--share {share} and --plan {given['plan']} both say how to share the work.", hint="Give one of them."
+            f"--share {share} and --plan {arguments['plan']} both say how to share the work.", hint="Give one of them."
         )
     if share not in strategies:
         raise unknown("way to share the work", share, strategies)
-    given["plan"] = share
+    arguments["plan"] = share
 
 
-def take_devices(given: dict[str, Any]) -> None:
+def take_devices(arguments: dict[str, Any]) -> None:
     """Read --devices N or N:M, --listen and --trace into the fields of `DevicesConfig`."""
-    if "listen" in given:
-        parse_address(given["listen"], 0)
-    if "devices" in given:
-        given["devices"], given["max_devices"] = parse_devices(str(given["devices"]))
-    if "traces" in given:
-        given["traces"] = tuple(given["traces"])
+    if "listen" in arguments:
+        parse_address(arguments["listen"], 0)
+    if "devices" in arguments:
+        arguments["devices"], arguments["max_devices"] = parse_devices(str(arguments["devices"]))
+    if "traces" in arguments:
+        arguments["traces"] = tuple(arguments["traces"])
 
 
-def check_length(given: Mapping[str, Any]) -> None:
+def check_length(arguments: Mapping[str, Any]) -> None:
     """Refuse --epochs beside --steps."""
-    if "epochs" in given and "steps" in given:
+    if "epochs" in arguments and "steps" in arguments:
         raise BadValue(
-            f"--epochs {given['epochs']} and --steps {given['steps']} both say how long.", hint="Give one of them."
+            f"--epochs {arguments['epochs']} and --steps {arguments['steps']} both say how long.",
+            hint="Give one of them.",
         )
 
 
 def check_devices(config: DevicesConfig) -> None:
-    """Refuse a cluster that nobody has, and a job that would begin with fewer devices than it needs."""
+    """Refuse a preset, whose devices do not exist, and a job that would begin with fewer devices than it needs."""
     if isinstance(config.cluster, (str, Path)):
         refuse_preset(load_cluster(config.cluster), config.listen)
     if config.min_devices > 1 and config.min_devices > config.count:
@@ -81,16 +82,16 @@ def check_out(folder: Path, command: str = "train") -> None:
             f"{folder}: holds a run already.",
             hint=f"Go on with it: manyhands {command} --resume {folder}\nOr give another folder: --out {folder}-2",
         )
-    nearest = next((one for one in (folder, *folder.absolute().parents) if one.exists()), folder)
+    nearest = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
     if not nearest.is_dir():
         raise BadFile(f"{folder}: cannot be made: {nearest} is a file.", hint="Give another folder with --out.")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise BadFile(f"{folder}: cannot be made: {nearest} is not yours to write.", hint="Give another with --out.")
 
 
-def resumed_folder(given: Mapping[str, Any], command: str) -> Path | None:
+def resumed_folder(arguments: Mapping[str, Any], command: str) -> Path | None:
     """Return the folder of --resume; None: it is a new run, whose --out is checked."""
-    resume, out = given.get("resume"), given.get("folder")
+    resume, out = arguments.get("resume"), arguments.get("folder")
     if resume is None:
         if out is not None:
             check_out(Path(out), command)
@@ -106,18 +107,18 @@ def resumed_folder(given: Mapping[str, Any], command: str) -> Path | None:
 
 
 def stored_document(folder: Path, key: str) -> dict[str, Any] | None:
-    """Return what config.yaml keeps of the command that started a run; None: it was started in Python."""
+    """Return what config.yaml stores of the command that started a run; None: it was started in Python."""
     config = read_document(folder / "config.yaml")
     document = config.get(key) if isinstance(config, dict) else None
     return document if isinstance(document, dict) else None
 
 
-def check_resumed(config: type[Config], folder: Path, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse arguments that would make a resumed run compute something else than it did."""
-    if "model" not in given:
+def check_resumed(config: type[Config], folder: Path, stored: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that would make a resumed run compute something different."""
+    if "model" not in arguments:
         from_file(str(stored.get("model", MODEL)), str(folder / "config.yaml"))
     fields = fields_of(config)
-    for name, value in given.items():
+    for name, value in arguments.items():
         field = fields[name]
         if field.option.on_resume == "free" or field.stored_key is None:
             continue
@@ -131,17 +132,17 @@ def check_resumed(config: type[Config], folder: Path, stored: Mapping[str, Any],
             )
 
 
-def forgotten_devices(given: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a resumed run forgets of its devices, because others were named: a cluster or a lab in place of all
-    of it, --gpus in place of those that join, --listen and --devices in place of a lab."""
-    if "cluster" in given or "lab" in given:
+def forgotten_devices(arguments: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored device options that a resumed run resets, because others were named: a cluster or a lab
+    replaces all of them, --gpus those that join, --listen and --devices a lab."""
+    if "cluster" in arguments or "lab" in arguments:
         return {**NO_LAB, "devices": None, "max_devices": None, "gpus": 0, "cluster": None, "listen": ""}
     forgotten: dict[str, Any] = {}
-    if "listen" in given:
+    if "listen" in arguments:
         forgotten |= {**NO_LAB, "gpus": 0}
-    if "devices" in given:
+    if "devices" in arguments:
         forgotten |= {**NO_LAB, "cluster": None}
-    if "gpus" in given:
+    if "gpus" in arguments:
         forgotten |= {"listen": ""}
         if stored.get("lab"):
             forgotten |= {**NO_LAB, "cluster": None}
@@ -157,6 +158,6 @@ def plan_in(file: str | Path) -> Plan:
 
 
 def local_count(names: tuple[str, ...]) -> int:
-    """Return how many local workers these names are among; 0 where others are named."""
+    """Return how many local workers are needed for these names to exist; 0 if any other name is among them."""
     numbers = [re.fullmatch(r"local-([1-9]\d{0,4})", name) for name in names]
     return max((int(match.group(1)) for match in numbers if match), default=0) if all(numbers) else 0

@@ -1,4 +1,4 @@
-"""One job of training with its workers at hand: follow it to the end, keep its folder, say what came of it."""
+"""One training job with its workers: runs it to the end, keeps its folder, and reports its result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TRACED_STEPS = 3
 
 
 class Guide(Replan, Protocol):
-    """Knows plans for whoever is there, and what is known of them."""
+    """Plans for the present devices, and knows their cluster, profile and kernels."""
 
     def kernels(self, plan: Plan) -> Mapping[str, Mapping[str, Kernel]]: ...
 
@@ -64,18 +64,18 @@ class Guide(Replan, Protocol):
 
 
 def cuts_statistics(plan: Plan, network: Network) -> bool:
-    """Whether batch norm sees less than a batch."""
+    """Return whether batch norm computes its statistics over less than a batch."""
     return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
 
 
 def _was_finite(tensor: torch.Tensor) -> bool:
-    """A constant such as a mask may hold infinities from the beginning."""
+    """Return whether a tensor is finite: a constant such as a mask may hold infinities from the beginning."""
     return bool(torch.isfinite(tensor).all())
 
 
 @dataclass
 class Job:
-    """One call of `train`, or of its like: the workload, the workers at hand, and the run folder."""
+    """One call of `train` or a similar function: the workload, the connected workers, and the run folder."""
 
     workload: Workload
     session: Session
@@ -115,10 +115,10 @@ class Job:
         return self.config.test
 
     def checked(self, plan: Plan, cluster: Cluster, profile: Profile) -> PlannedRun:
-        """What a resolved plan would do, once it is sure that all of it can be done."""
+        """Return a resolved plan with its prediction, after checking that all of it can be run."""
         network = self.graph.network
         runs_here(plan, network)
-        if self.test is not None:  # what would go wrong after training is found before it
+        if self.test is not None:  # find errors of the evaluation before training, not after
             runs_here(resolve(inference_plan(plan), network), network)
             if not length(self.test):
                 raise BadData("The held-out data set is empty.", hint="Leave test out.")
@@ -139,7 +139,7 @@ class Job:
     def run(
         self, planned: PlannedRun, on_step: OnStep | None, strategy: str, retry_policy: RetryPolicy
     ) -> tuple[TrainResult, PlannedRun]:
-        """Train to the end, and return the result with the last plan, which may be another one by then."""
+        """Train to the end, and return the result with the last plan, which may differ from `planned`."""
         workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
         every = self.checkpoint_every(planned)
         first, last = self.start.steps_done, self.last_step
@@ -195,13 +195,13 @@ class Job:
         return self._result(planned, outcome), planned
 
     def _laying(self, planned: PlannedRun) -> Preload:
-        """All samples, if there is room for them at every device beside what the plan needs."""
+        """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        found = Preload.of(self.workload.data)
+        preload = Preload.of(self.workload.data)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
-            sizes[name] = resident_bytes(feed_parts(self.graph, lowering, name, targets=True), found.count)
+            sizes[name] = resident_bytes(feed_parts(self.graph, lowering, name, targets=True), preload.count)
             needed, memory = planned.prediction.devices[name].peak_bytes, planned.cluster.device(name).memory_bytes
             if needed + sizes[name] > memory:
                 raise OutOfMemory(
@@ -209,42 +209,42 @@ class Job:
                     f"the plan needs; it has {format_bytes(memory)}.",
                     hint=HINT,
                 )
-        self.record.event("laid", samples=found.count, bytes=sizes)
+        self.record.event("laid", samples=preload.count, bytes=sizes)
         if self.say is not None:
             listed = ", ".join(f"{format_bytes(size)} at {name}" for name, size in sizes.items() if size)
-            self.say(f"{found.count:,} samples are laid out before the first step: {listed}")
-        return found
+            self.say(f"{preload.count:,} samples are laid out before the first step: {listed}")
+        return preload
 
-    # What other kinds of jobs do otherwise
+    # Overridden by other kinds of jobs
 
     @property
     def wanted_backups(self) -> int | None:
-        """Rounds between two copies that are kept against losses, as configured; None: so that they are hardly felt."""
+        """Rounds between two backups of the state, as configured; None: so many that their cost is negligible."""
         return None
 
     def checkpoint_every(self, planned: PlannedRun) -> int:
-        """Steps between two checkpoints."""
+        """Return the number of steps between two checkpoints."""
         return self.workload.checkpoint_steps(planned.step_seconds)
 
     def backup_every(self, planned: PlannedRun) -> int:
-        """Steps between two copies that are kept against losses."""
+        """Return the number of rounds between two backups of the state."""
         return chosen_backups(
             planned.plan, planned.network, planned.cluster, planned.prediction.seconds, self.wanted_backups
         )
 
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
-        """Who is asked for a plan when workers change."""
+        """Return the object that makes a plan when workers change."""
         return Replanner(
             self.session, self.graph, planned.cluster, planned.profile, strategy, self.workload.optimizer,
             planned.prediction.seconds, self.wanted_backups,
         )  # fmt: skip
 
     def controller(self) -> Controller | None:
-        """Who steers while they stay."""
+        """Return the controller that changes the plan while the workers stay the same; None: the plan is fixed."""
         return None
 
     def tell(self, event: str, /, **facts: Any) -> None:
-        """What happened to the workers: into the folder, and to whoever looks on."""
+        """Record what happened to the workers in the folder, and show it to those who watch the run."""
         self.record.event(event, **facts)
         living = self.record.living
         if event == "replanned":
@@ -267,33 +267,33 @@ class Job:
             self.record.living.noted(text)
 
     def _show(self, planned: PlannedRun) -> None:
-        """Others see now what is to be run, and by whom."""
+        """Show other processes what will run, and on which devices."""
         living = self.record.living
         if living is not None:
             living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
 
-    def _keep(self, found: RunState) -> None:
+    def _keep(self, state: RunState) -> None:
         workload = self.workload
-        self._check_finite(found)
+        self._check_finite(state)
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, found, workload.optimizer, workload.seed, workload.facts
+            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts
         )
 
-    def _check_finite(self, found: RunState) -> None:
-        """What no step can go on from is no checkpoint."""
-        if not found.steps_done:
+    def _check_finite(self, state: RunState) -> None:
+        """Refuse a state with weights that are not finite: no step could go on from such a checkpoint."""
+        if not state.steps_done:
             return
         network = self.graph.network
         for layer in network.layers:
             for name in network.weights_of(layer.first, layer.last):
-                tensor = found.weights[name]
+                tensor = state.weights[name]
                 if (
                     tensor.is_floating_point()
                     and not bool(torch.isfinite(tensor).all())
                     and _was_finite(self.graph.state[name])
                 ):
                     raise NotFinite(
-                        f"The weight {name} of layer {layer.name} is not finite after step {found.steps_done - 1}.",
+                        f"The weight {name} of layer {layer.name} is not finite after step {state.steps_done - 1}.",
                         hint="Lower the learning rate, or look at the data of the steps before.",
                     )
 
@@ -319,7 +319,8 @@ class Job:
         return result
 
     def finish(self, planned: PlannedRun, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
-        """After the last step: held-out data, pictures. The weights are kept by now: what fails is said, no more."""
+        """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
+        only reported."""
         after = Aftermath(result.problems, self.record, self.say)
         if self.test is not None:
             self._doing("evaluating on held-out data")
@@ -337,20 +338,20 @@ class Job:
         with after.surviving("The end of the run could not be written to its folder"):
             self.record.event("finished", steps=result.steps)
 
-    def _report_accuracy(self, planned: PlannedRun, result: TrainResult, found: PredictionAccuracy) -> None:
-        """How right the prediction was: into the folder, into stored profiles, and where it was wrong, said."""
+    def _report_accuracy(self, planned: PlannedRun, result: TrainResult, accuracy: PredictionAccuracy) -> None:
+        """Write the prediction's accuracy to the folder, correct stored profiles, and report where it was wrong."""
         steps = 0
         if not result.recoveries:
-            steps = correct_profiles(self.session, self.graph, planned, self.workload.optimizer, found)
-        write_document(self.folder / "stages.json", {**found.to_dict(), "corrected_from_steps": steps})
+            steps = correct_profiles(self.session, self.graph, planned, self.workload.optimizer, accuracy)
+        write_document(self.folder / "stages.json", {**accuracy.to_dict(), "corrected_from_steps": steps})
         learnt = f"The stored profile was corrected from {steps} steps." if steps else ""
-        if text := sentence(found, self.folder, learnt):
+        if text := sentence(accuracy, self.folder, learnt):
             self.record.event("note", text=text)
             if self.say is not None:
                 self.say(text)
 
     def evaluated(self, planned: PlannedRun, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
-        """On held-out data, by the devices that trained; if one of those is lost now, by one of the others alone."""
+        """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
         trained = self.trained.weights
         try:
             return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
@@ -364,7 +365,7 @@ class Job:
             return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
 
     def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
-        from manyhands.job.pictures import write_pictures  # drawing is loaded last: a run need not wait for it
+        from manyhands.job.pictures import write_pictures  # imported late: a run need not wait for it
 
         note = write_pictures(self.folder, self.folder / PLOTS, planned, result, self.workload.order.steps_per_epoch)
         if note and self.say is not None:

@@ -26,8 +26,8 @@ from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.keywords import check_keywords
 
 OnResume = Literal["free", "same", "stored"]
-"""What a run that is resumed may do with an option: give it another value; nothing, since it decides what is computed;
-nothing on the command line, which takes the value of the run folder."""
+"""The treatment of an option when a run is resumed: "free": it may have another value; "same": it may not, since it
+decides what is computed; "stored": the command line does not take it, and the run folder's value is used."""
 AS_IN_PYTHON: Any = object()
 _KEY = "option"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,19 +40,19 @@ class Option:
     help: str
     """One sentence or two, without the choices and the default: `text` adds those."""
     flags: tuple[str, ...] = ()
-    """How the command line spells it, the long form first; empty: it has no option there."""
+    """The spellings on the command line, the long form first; empty: it has no option there."""
     kind: type = str
-    """What the command line reads: str, int, float or bool."""
+    """The type that the command line reads: str, int, float or bool."""
     is_list: bool = False
-    """The command line may give it several times."""
+    """Whether the command line may repeat it."""
     in_python: str = ""
-    """What Python's keyword takes besides, which `--help` does not show."""
+    """Help on further values of Python's keyword, which `--help` does not show."""
     is_keyword: bool = True
     """Whether Python functions take it as a keyword."""
     choices: Mapping[str, str] | None = None
-    """Every value it may have -> a short explanation, which may be empty."""
+    """Every allowed value -> a short explanation, which may be empty."""
     noun: str = ""
-    """What a choice is called in an error: "There is no NOUN called 'x'"; empty: the value is a bad one."""
+    """The word for a choice in an error, "There is no NOUN called 'x'"; empty: the error is a BadValue."""
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
@@ -62,12 +62,12 @@ class Option:
     stored: str | None = ""
     """The key in the run folder's config.yaml; empty: the field's name; None: it is not written there."""
     default_text: str = ""
-    """The default in words, where the value alone does not say it."""
+    """The default in words, where the value alone is not clear."""
     command_default: Any = AS_IN_PYTHON
-    """The default of the command line where it is another one than Python's."""
+    """The default on the command line, where it differs from Python's."""
     metavar: str | None = None
     variable: str | None = None
-    """The environment variable that the command line reads where the option is left out."""
+    """The environment variable that the command line reads if the option is left out."""
     other_flags: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     """Other options of the command line that set the same field, by parameter name."""
 
@@ -131,12 +131,12 @@ class Field:
 
     @property
     def command_default(self) -> Any:
-        """What the command line takes where the option is left out."""
+        """The value on the command line if the option is left out."""
         return self.default if self.option.command_default is AS_IN_PYTHON else self.option.command_default
 
     @property
     def stored_key(self) -> str | None:
-        """The key in config.yaml; None: it is not kept."""
+        """The key in config.yaml; None: it is not stored."""
         return self.name if self.option.stored == "" else self.option.stored
 
     @property
@@ -157,7 +157,7 @@ def option(default: Any, help: str, *flags: str, **traits: Any) -> Any:
 
 
 def varied(section: type[Config], name: str, default: Any, **traits: Any) -> Any:
-    """Return the field of another section with another default, or other traits."""
+    """Return the field of another section with a different default, or different traits."""
     described = replace(fields_of(section)[name].option, **traits)
     return dataclasses.field(default=default, metadata={_KEY: described})
 
@@ -165,22 +165,22 @@ def varied(section: type[Config], name: str, default: Any, **traits: Any) -> Any
 def fields_of(config: type[Config]) -> dict[str, Field]:
     """Return the fields of a configuration by name, in the order of its sections."""
     return {
-        one.name: Field(one.name, str(one.type), one.default, one.metadata[_KEY])
-        for one in dataclasses.fields(config)
-        if _KEY in one.metadata
+        field.name: Field(field.name, str(field.type), field.default, field.metadata[_KEY])
+        for field in dataclasses.fields(config)
+        if _KEY in field.metadata
     }
 
 
 def sections_of(config: type[Config]) -> Iterator[tuple[type[Config], list[Field]]]:
     """Yield the classes that a configuration is made of, each with the fields that it declares."""
     fields = fields_of(config)
-    taken: set[str] = set()
+    yielded: set[str] = set()
     for section in reversed(config.__mro__):
         if not (isinstance(section, type) and issubclass(section, Config)):
             continue
         declared = [fields[name] for name in vars(section).get("__annotations__", {}) if name in fields]
-        if fresh := [field for field in declared if field.name not in taken]:
-            taken.update(field.name for field in fresh)
+        if fresh := [field for field in declared if field.name not in yielded]:
+            yielded.update(field.name for field in fresh)
             yield section, fresh
 
 
@@ -191,16 +191,16 @@ def keywords_of(config: type[Config]) -> dict[str, Field]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every configuration can do. Its values are checked when it is made."""
+    """The base of every configuration. Its values are checked when it is made."""
 
     is_command: bool = False
-    """The values are those of a command line, and errors name its options."""
+    """Whether the values are those of a command line; errors then name its options."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise BadValue or UnknownName where a value cannot be. Sections add what concerns several fields."""
+        """Raise BadValue or UnknownName if a value is not allowed. Sections add checks across several fields."""
         for name, field in fields_of(type(self)).items():
             field.option.check(getattr(self, name), self.spelling(name), is_command=self.is_command)
 
@@ -211,7 +211,7 @@ class Config:
 
     @classmethod
     def from_keywords(cls, function: str, keywords: Mapping[str, Any]) -> Self:
-        """Return the configuration of a call of `function`, and refuse keywords that it has not."""
+        """Return the configuration of a call of `function`, and refuse keywords that it does not have."""
         check_keywords(function, keywords, keywords_of(cls))
         return cls(**keywords)
 
@@ -219,18 +219,18 @@ class Config:
     def from_command(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the configuration of a command line; arguments that are None were left out."""
         fields = fields_of(cls)
-        given = {name: value for name, value in arguments.items() if value is not None}
+        explicit = {name: value for name, value in arguments.items() if value is not None}
         defaults = {name: field.command_default for name, field in fields.items()}
-        return cls(**{**defaults, **given}, is_command=True)
+        return cls(**{**defaults, **explicit}, is_command=True)
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """The keywords that decide what is computed: a checkpoint keeps them, and a resumed run has the same."""
+        """The keywords that decide what is computed: a checkpoint stores them, and a resumed run has the same."""
         fields = keywords_of(type(self))
         return {name: getattr(self, name) for name, field in fields.items() if field.option.on_resume == "same"}
 
     def document(self) -> dict[str, Any]:
-        """Return what the run folder's config.yaml keeps of a command, by stored key."""
+        """Return what the run folder's config.yaml stores of a command, by stored key."""
         fields = fields_of(type(self)).values()
         return {key: _plain(field, getattr(self, field.name)) for field in fields if (key := field.stored_key)}
 
@@ -247,7 +247,7 @@ class Config:
 
 
 def _plain(field: Field, value: Any) -> Any:
-    """Return a value as YAML has it. What may be text is kept as text; left out, it is empty."""
+    """Return a value as YAML stores it. A field that may be text is stored as text; if left out, it is empty."""
     if field.option.is_list:
         return [str(part) for part in value]
     if field.option.flags and "str" in field.annotation:
@@ -266,8 +266,10 @@ def takes(config: type[Config]) -> Callable[[_Function], _Function]:
 
     def decorated(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        fixed = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        fixed_names = {one.name for one in fixed}
+        fixed = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        fixed_names = {parameter.name for parameter in fixed}
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
             for name, field in keywords_of(config).items()
@@ -282,7 +284,7 @@ def takes(config: type[Config]) -> Callable[[_Function], _Function]:
 
 
 def full_path(text: str, names: tuple[str, ...] = ()) -> str:
-    """Return the full path of a file or folder that is there; a name stays a name."""
+    """Return the full path of a file or folder that exists; a name stays as it is."""
     path, colon, classes = text.rpartition(":")
     if colon and classes[:1].isdecimal() and Path(path).exists():  # some classes of it
         return f"{Path(path).absolute()}:{classes}"

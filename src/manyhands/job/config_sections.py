@@ -22,12 +22,12 @@ MODEL, DATA = "tiny", "digits"
 DEMO_DEVICES = 4
 WAIT_LIMIT_SECONDS = 600.0
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
-"""A worker that sends nothing for so long is lost; the same as runtime's, which would be slow to import here."""
+"""A worker that sends nothing for this long is lost; equals runtime's constant, which would be slow to import here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(Config):
-    """Every job."""
+    """Options of every job."""
 
     granularity: str = option(
         "blocks", "Where the network may be cut.", choices={"blocks": "", "operators": ""},
@@ -46,7 +46,7 @@ class JobConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningConfig(Config):
-    """What is trained, on what, and for how long."""
+    """The model to train, its data, and the length of training."""
 
     model: str = option(
         MODEL, "A name from `manyhands models`, or module:factory.", "--model", "-m", is_keyword=False, on_resume="same"
@@ -84,7 +84,7 @@ class LearningConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """The run folder, and who watches the run."""
+    """The run folder, and the ways to watch the run."""
 
     folder: str | Path | None = option(
         None, "The run's folder.", "--out", stored=None, default_text="a new one in runs/"
@@ -117,7 +117,7 @@ class RunConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadConfig(JobConfig, RunConfig, LearningConfig):
-    """Every job that trains."""
+    """Options of every job that trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class DevicesConfig(TokenConfig):
 
     @property
     def count(self) -> int:
-        """How many workers the job begins with. Those of this machine are all there at once."""
+        """The number of workers that the job begins with. Those of this machine are all present at once."""
         if source := self.lab or self.cluster:
             from manyhands.files.documents import load_cluster
 
@@ -204,12 +204,12 @@ class DevicesConfig(TokenConfig):
 
     @property
     def plan_file(self) -> str:
-        """The plan file, where one is given: it names devices."""
+        """The plan file, if one is given: it names devices."""
         return ""
 
     @property
     def title(self) -> str:
-        """What workers that join are told they work for."""
+        """The title of the job, which workers that join are shown."""
         return ""
 
     @property
@@ -219,13 +219,13 @@ class DevicesConfig(TokenConfig):
 
     @property
     def rendezvous(self) -> JoinPoint:
-        """Where the devices of a cluster file join, and the token that they must know."""
+        """The address where the devices of a cluster file join, and the token that they must know."""
         from manyhands.session.joining import JoinPoint
 
         return JoinPoint(self.listen, self.token)
 
     def on(self, machines: Cluster | LabCluster | Coordinator) -> Self:
-        """Return the configuration for devices that are at hand, in place of those that it names."""
+        """Return the configuration for existing devices, in place of those that it names."""
         return replace(
             self, cluster=machines, devices=None, gpus=0, lab="", scale=None, slots=None, traces=(),
         )  # fmt: skip

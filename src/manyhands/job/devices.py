@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 JOIN_SECONDS = 600.0
-"""How long workers are waited for: a person walks to each device."""
+"""Longest wait for workers to join: a person walks to each device."""
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def _local(config: DevicesConfig) -> Cluster:
 
 
 def _check_devices(file: str, cluster: Cluster) -> None:
-    """Refuse a plan file that names devices which are not there."""
+    """Refuse a plan file that names devices which the cluster does not have."""
     names = plan_in(file).devices
     strange = [name for name in names if name not in cluster.names]
     if strange:

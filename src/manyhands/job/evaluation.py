@@ -1,4 +1,4 @@
-"""`mh.evaluate`: the network over held-out data, computed by the cluster's workers as a stream of inferences."""
+"""`mh.evaluate`: evaluates a network on held-out data, on the cluster's workers, as a stream of inferences."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class EvaluateResult:
 
     samples: int
     loss: float | None
-    """The mean over all samples, where a loss was given."""
+    """The mean over all samples, if a loss was given."""
     accuracy: float | None
-    """The part of samples whose largest output is the target, where targets are class numbers."""
+    """The part of samples whose largest output is the target, if targets are class numbers."""
     seconds: float
 
 
 class _Padded(Dataset[Any]):
-    """A data set made a whole number of batches long by repeating its last sample; what that gives is thrown away."""
+    """A data set padded to whole batches by repeating its last sample; the outputs of the padding are discarded."""
 
     def __init__(self, data: Dataset[Any], samples: int, batch_size: int) -> None:
         self.data, self.samples = data, samples
@@ -68,7 +68,7 @@ class _Padded(Dataset[Any]):
 def captured(
     model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
 ) -> Graph:
-    """The graph of a model and its loss for this data; floats are taken in the model's own type."""
+    """Return the graph of a model and its loss for this data; floats are cast to the model's own type."""
     inputs, targets = example(data, EXAMPLE_SAMPLES)
     floats = floats_of(model)
     inputs = cast(inputs, floats)
@@ -78,12 +78,12 @@ def captured(
 
 
 def floats_of(model: nn.Module) -> torch.dtype:
-    """The type in which a model computes."""
+    """Return the floating-point type in which a model computes."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def cast(value: Any, floats: torch.dtype) -> Any:
-    """Tensors of floats, in whatever structure, as another type of floats."""
+    """Return the value, in its structure, with tensors of floats cast to another type of floats."""
     if isinstance(value, torch.Tensor):
         return value.to(floats) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ def cast(value: Any, floats: torch.dtype) -> Any:
 
 
 def inference_plan(plan: Plan) -> Plan:
-    """The same stages and shares as a stream: one micro-batch after another, forward only, nothing packed."""
+    """Return the same stages and shares as a stream: one micro-batch after another, forward only, nothing packed."""
     return msgspec.structs.replace(
         plan, order="stream", batch_size=plan.micro_batch_size, micro_batches=1, homes={}, warm_up="2(P-p)-1",
         stages=tuple(msgspec.structs.replace(stage, codec=Codec()) for stage in plan.stages),
@@ -110,7 +110,7 @@ def evaluate_in(
     loss: Callable[..., torch.Tensor] | None,
     profile: Profile,
 ) -> EvaluateResult:
-    """Evaluate on workers that are at hand, by a plan's stages and shares."""
+    """Evaluate on the session's workers, by a plan's stages and shares."""
     stream = resolve(inference_plan(plan), graph.network)
     samples, size = length(data), stream.batch_size
     padded = _Padded(data, samples, size)
@@ -127,7 +127,7 @@ def evaluate_in(
 
 
 class _Batches:
-    """A data set as a flow: inputs travel, targets stay here until their answer comes."""
+    """A data set as a flow: inputs are sent, targets stay here until their answer comes."""
 
     def __init__(self, graph: Graph, batches: Iterator[Any], steps: int, tally: _Tally) -> None:
         self.graph, self.batches, self.left, self.tally = graph, batches, steps, tally
@@ -150,7 +150,7 @@ class _Batches:
         self.tally.take(step, outputs)
 
     def check(self) -> None:
-        """All answers are wanted."""
+        """Do nothing: all answers are needed."""
 
 
 class _Tally:
@@ -159,9 +159,9 @@ class _Tally:
     def __init__(self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int) -> None:
         self.graph, self.function, self.samples, self.size = graph, loss, samples, size
         self.targets: dict[int, Any] = {}
-        """Of batches under way."""
+        """Targets of the batches under way, by step."""
         self._is_whole = loss is not None and (graph.loss_combination == "whole" or ignored_class(graph) is not None)
-        """The loss of all samples does not follow from those of batches: everything is kept until the end."""
+        """Whether the loss of all samples does not follow from those of batches: all outputs are kept until the end."""
         self._kept: list[tuple[Any, Any]] = []
         self._loss = 0.0
         self._right = 0
@@ -220,7 +220,7 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Batches one after another."""
+    """Return the batches concatenated along the first axis."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
@@ -240,7 +240,8 @@ def evaluate(
     name: str = "",
     say: Say | None = None,
 ) -> EvaluateResult:
-    """Loss and accuracy of `model` over `data`, in evaluation mode, computed by the cluster. The model is unchanged."""
+    """Return loss and accuracy of `model` on `data`, in evaluation mode, computed by the cluster. The model is
+    unchanged."""
     data = given(data).data
     expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)

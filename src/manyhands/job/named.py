@@ -1,4 +1,4 @@
-"""Models, data sets and losses by name, as the command line gives them."""
+"""Builds models, data sets and losses by name, as the command line gives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_model(name: str, data: DataSets) -> nn.Module:
-    """A model for a data set: told the number of classes and channels where it takes them."""
+    """Return a model for a data set, built with the numbers of classes and channels if it accepts them."""
     import torch
 
     from manyhands.models import registry
@@ -27,16 +27,16 @@ def build_model(name: str, data: DataSets) -> nn.Module:
     torch.manual_seed(0)
     if name.partition(":")[0] in ("torchvision", "timm"):
         return registry.build(name, num_classes=data.num_classes) if data.num_classes else registry.build(name)
-    wanted = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
-    wanted |= data.model_options
-    taken: Mapping[str, Any] = {}
-    with contextlib.suppress(TypeError, ValueError):  # what has no signature takes nothing
-        taken = inspect.signature(registry.factory(name)).parameters
-    return registry.build(name, **{key: value for key, value in wanted.items() if value and key in taken})
+    options = {"num_classes": data.num_classes, "channels": data.input_shape[0] if data.input_shape else 0}
+    options |= data.model_options
+    accepted: Mapping[str, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # a callable without a signature accepts no options
+        accepted = inspect.signature(registry.factory(name)).parameters
+    return registry.build(name, **{key: value for key, value in options.items() if value and key in accepted})
 
 
 def load_data(model: str, data: str, input: str = "") -> DataSets:
-    """Return the data set of that name, in the shape that `input` says or that the model has of its own."""
+    """Return the data set of that name, in the shape that `input` gives, else in the model's own."""
     from manyhands.data.sets import load
 
     shape = parse_input(input)
@@ -47,7 +47,7 @@ def load_data(model: str, data: str, input: str = "") -> DataSets:
 
 
 def none_held_out(data: DataSets) -> str:
-    """Why there will be no accuracy, and what gives one."""
+    """Return a note on why there will be no accuracy, and how to get one."""
     from manyhands.data.loader import length
 
     return (
@@ -59,22 +59,23 @@ def none_held_out(data: DataSets) -> str:
 def loss_of(name: str, data: DataSets) -> Any:
     from manyhands.models.registry import loss_function
 
-    known = entry_of(name)
-    if known is not None and known.loss not in ("cross_entropy", "mse"):
-        return loss_function(known.loss)
+    entry = entry_of(name)
+    if entry is not None and entry.loss not in ("cross_entropy", "mse"):
+        return loss_function(entry.loss)
     if data.has_boxes:
         return loss_function("region")
     return loss_function("cross_entropy" if data.num_classes else "mse")
 
 
 def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -> None:
-    """A network with fewer outputs than the data has classes fails later, far from here, with less to say."""
+    """Refuse a network that does not fit the data, such as one with fewer outputs than there are classes: later it
+    would fail with a less helpful error."""
     import torch
 
     from manyhands.data.loader import example
 
-    known = entry_of(name)
-    if not data.num_classes and known is not None and known.loss not in ("cross_entropy", "mse"):
+    entry = entry_of(name)
+    if not data.num_classes and entry is not None and entry.loss not in ("cross_entropy", "mse"):
         return
     inputs, targets = example(data.train, 2)
     was_training = model.training
@@ -111,12 +112,13 @@ def check_classes(model: nn.Module, name: str, data_name: str, data: DataSets) -
 
 
 def _check_numbers(output: Any, targets: Any, name: str, data_name: str) -> None:
-    """Targets that are no class numbers are compared with the output one by one, so there must be as many."""
+    """Refuse targets of another shape than the output: unless they are class numbers, elements are compared one by
+    one."""
     import torch
 
     if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor) or output.shape == targets.shape:
         return
-    gives, wants = ("x".join(map(str, one.shape[1:])) or "one number" for one in (output, targets))
+    gives, wants = ("x".join(map(str, tensor.shape[1:])) or "one number" for tensor in (output, targets))
     hint = "Give targets of the shape that the model gives, or a model that gives theirs."
     if output.shape == (*targets.shape, 1):
         hint = "Give targets of the same shape: y[:, None]."

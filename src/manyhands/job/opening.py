@@ -51,7 +51,7 @@ def open_run(
 ) -> Iterator[OpenedRun]:
     """Capture the model and make the folder, and yield both.
 
-    An error in the middle says how to resume: in the words of the command line, where `document` has the workload that
+    The message of an error in the middle tells how to resume: as a command line, if `document` holds the workload that
     it was started with. `on_captured` may refuse the graph before anything is made.
     """
     config = workload.config
@@ -88,7 +88,7 @@ def open_run(
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])
         words = Words(command, where, document)
-        with contextlib.suppress(ManyhandsError):  # a full disk, say, is not what went wrong first
+        with contextlib.suppress(ManyhandsError):  # a full disk, say, must not hide the first error
             if isinstance(error, KeyboardInterrupt):
                 error.args = (_stopped(record, last_step, words.resume),)
             else:
@@ -100,12 +100,12 @@ def open_run(
         living.close(*ending)
         with Aftermath([], record, config.say).surviving("The run's files could not be closed"):
             record.close()
-        if is_new and not (where / "checkpoints").exists():  # it never began: nothing is left behind
+        if is_new and not (where / "checkpoints").exists():  # it never began: leave nothing behind
             shutil.rmtree(where, ignore_errors=True)
 
 
 def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
-    """What the self-check found goes into the folder; that it could not be made is said too."""
+    """Record the result of the self-check in the folder; if it could not be made, report that too."""
     if not check.note:
         record.event(
             "verified", samples=check.samples, seconds=check.seconds, largest_relative_difference=check.difference
@@ -117,8 +117,8 @@ def _record_check(record: RunRecord, check: Verified, say: Say | None) -> None:
         say(text)
 
 
-def _stopped(record: RunRecord, last_step: int, how: str) -> str:
-    """Return the text for whoever ended a run: which step the last checkpoint is of, and how to resume."""
+def _stopped(record: RunRecord, last_step: int, resume_command: str) -> str:
+    """Return the message for the user who stopped a run: the step of the last checkpoint, and how to resume."""
     newest = checkpoint.latest(record.folder)
     if newest is None:
         record.event("stopped", step=0, steps=last_step)
@@ -127,4 +127,4 @@ def _stopped(record: RunRecord, last_step: int, how: str) -> str:
     record.event("stopped", step=step, steps=last_step, checkpoint=str(newest.relative_to(record.folder)))
     if step >= last_step:
         return f"All {last_step} steps are done. Checkpoint: {newest}"
-    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {how}"
+    return f"{step} of {last_step} steps are done. Checkpoint: {newest}\nGo on with: {resume_command}"

@@ -1,4 +1,4 @@
-"""What a run leaves for people to look at: trace.json and the pictures in plots/."""
+"""Writes the pictures of a run: trace.json and the files in plots/."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def write_pictures(folder: Path, plots: Path, planned: PlannedRun, result: TrainResult, epoch_steps: int) -> str:
-    """Measured beside predicted, the loss, peaks of memory; the pipeline and the tiles if there are any.
+    """Draw measured beside predicted, the loss, and memory peaks; the pipeline and the tiles if there are any.
 
-    Returns what is to be said of it: nothing, or why there are no pictures.
+    Returns a note for the user: empty, or why there are no pictures.
     """
     spans = [span for log in result.logs.values() for span in log.spans]
     step = max((span.step for span in spans), default=0)
@@ -62,18 +62,18 @@ def write_pictures(folder: Path, plots: Path, planned: PlannedRun, result: Train
     return ""
 
 
-def _write_stages(found: PredictionAccuracy, path: Path, title: str) -> None:
-    """Where a device works in several stages, the rest of its step is beside each of them."""
+def _write_stages(accuracy: PredictionAccuracy, path: Path, title: str) -> None:
+    """Draw each stage's predicted and measured seconds, beside the rest of its device's step."""
     rows = []
-    for one in found.stages:
-        rest = found.rest(one.device)
-        bars = ((one.predicted_seconds, rest[0]), (one.measured_seconds, rest[1]))
-        rows.append((f"stage {one.stage}, {one.device}", *bars))
+    for times in accuracy.stages:
+        others = accuracy.rest(times.device)
+        bars = ((times.predicted_seconds, others[0]), (times.measured_seconds, others[1]))
+        rows.append((f"stage {times.stage}, {times.device}", *bars))
     draw_stages(rows, path, title=title)
 
 
 def _bubbles(planned: PlannedRun, busy: Mapping[str, float]) -> dict[str, str]:
-    """A device's stages, and the part of the step in which it computes nothing."""
+    """Return for each device its stages, and the part of the step in which it computes nothing."""
     stages = {
         name: ", ".join(str(n) for n, stage in enumerate(planned.plan.stages) if name in stage.devices) for name in busy
     }

@@ -1,4 +1,4 @@
-"""Plans for whoever is there: asked when a job's workers change while it runs."""
+"""Plans again for the present devices when a job's workers change while it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.session.session import Session
 
 
 def happened(event: str, facts: Mapping[str, Any]) -> str:
-    """What happened to the workers, in words; empty for what nobody needs to hear."""
+    """Return what happened to the workers, in words; empty if it is not worth reporting."""
     if event == "lost":
         return str(facts["reason"])
     if event == "recovered":
@@ -48,7 +48,7 @@ def happened(event: str, facts: Mapping[str, Any]) -> str:
 
 
 class Replanner:
-    """Knows every device that was ever there, and what it measured."""
+    """Plans again when workers change; knows every device that was ever present, and its measurements."""
 
     def __init__(
         self, session: Session, graph: Graph, cluster: Cluster, profile: Profile, strategy: str,
@@ -59,8 +59,8 @@ class Replanner:
         self.training = training
         self.profiles: dict[str, DeviceProfile] = dict(profile.devices)
         self._base: tuple[Plan, float] | None = None
-        """The plan that is mended, and what a round of it was predicted to take: the one that was planned last, so that
-        its shape returns when everybody is back."""
+        """The base of incremental re-planning, and the predicted seconds of its round: the plan that was last made in
+        full, so that its shape returns when all devices are back."""
         self._seconds = seconds
         self._machines = {
             name: (member.facts.machine, member.facts.compute) for name, member in session.coordinator.members.items()
@@ -75,38 +75,40 @@ class Replanner:
             runs_here(resolve(candidate, network, cluster), network)
             return simulate(candidate, network, cluster, profile, keep_spans=False, within_memory=True).seconds
 
-        found = replanned(
+        replan = replanned(
             base, network, cluster, Profile(self.profiles), price=price, how=how, strategy=self.strategy,
             reference_seconds=seconds,
         )  # fmt: skip
-        if found.how == "heavy":
-            self._base = (found.plan, found.seconds)
-        chosen = resolve(found.plan, network, cluster)
-        every = chosen_backups(chosen, network, cluster, found.seconds, self.backup_every)
-        return Change(chosen, self.kernels(chosen), found.how, found.reason, every)
+        if replan.how == "heavy":
+            self._base = (replan.plan, replan.seconds)
+        chosen = resolve(replan.plan, network, cluster)
+        every = chosen_backups(chosen, network, cluster, replan.seconds, self.backup_every)
+        return Change(chosen, self.kernels(chosen), replan.how, replan.reason, every)
 
     def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
         return {name: self.profiles[name].kernels for name in plan.devices}
 
     def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]:
-        """The devices that are there, as a cluster; those nobody has measured yet are measured."""
-        known = {device.name: device for device in self.cluster.devices}
+        """Return the present devices as a cluster, and their profile; devices not measured yet are measured."""
+        devices_by_name = {device.name: device for device in self.cluster.devices}
         for name in names:
-            if name not in known:
-                known[name] = self._like(name)
+            if name not in devices_by_name:
+                devices_by_name[name] = self._like(name)
         for name in names:
             if name not in self.profiles:
                 self.profiles[name] = self._profile(name, plan)
-        links = tuple(one for one in self.cluster.links if one.sender in known and one.receiver in known)
-        self.cluster = Cluster(self.cluster.name, tuple(known.values()), self.cluster.link, links)
-        there = set(names)
-        devices = tuple(device for device in self.cluster.devices if device.name in there)
-        own = tuple(one for one in links if one.sender in there and one.receiver in there)
-        cluster = Cluster(self.cluster.name, devices, self.cluster.link, own)
+        links = tuple(
+            link for link in self.cluster.links if link.sender in devices_by_name and link.receiver in devices_by_name
+        )
+        self.cluster = Cluster(self.cluster.name, tuple(devices_by_name.values()), self.cluster.link, links)
+        present_names = set(names)
+        devices = tuple(device for device in self.cluster.devices if device.name in present_names)
+        present_links = tuple(link for link in links if link.sender in present_names and link.receiver in present_names)
+        cluster = Cluster(self.cluster.name, devices, self.cluster.link, present_links)
         return cluster, Profile({name: self.profiles[name] for name in cluster.names})
 
     def _like(self, name: str) -> Device:
-        """A new worker as a device, with the ports of one that is known on such a machine."""
+        """Return a new worker as a device, with the port rates of a known one on such a machine."""
         member = self.session.coordinator.members[name]
         for device in self.cluster.devices:
             if self._machines.get(device.name) == (member.facts.machine, member.facts.compute):
@@ -114,33 +116,38 @@ class Replanner:
         return member.device
 
     def _profile(self, name: str, plan: Plan) -> DeviceProfile:
-        """That of a worker on such a machine, or a measurement."""
+        """Return the profile of a worker on such a machine, or measure one."""
         member = self.session.coordinator.members[name]
         machine = (member.facts.machine, member.facts.compute)
-        for other, own in self.profiles.items():
+        for other, profile in self.profiles.items():
             if self._machines.get(other) == machine:
                 self._machines[name] = machine
-                return msgspec.structs.replace(own, device=name)
+                return msgspec.structs.replace(profile, device=name)
         share = max(1, plan.micro_batch_size // max(1, len(plan.devices)))
         ladder = tuple(sorted({share, plan.micro_batch_size}))
-        found = measure_on(
+        measurement = measure_on(
             self.session.coordinator, self.graph, [name], ladder=ladder, seconds=MEASURE_SECONDS,
             kernels=stored_kernels(self.graph, self.session.threads, training=self.training),
             optimizer=self.optimizer, training=self.training,
         )[name]  # fmt: skip
         self._machines[name] = machine
-        return msgspec.structs.replace(found.profile, device=name)
+        return msgspec.structs.replace(measurement.profile, device=name)
 
 
-def chosen_backups(plan: Plan, network: Network, cluster: Cluster, seconds: float, wanted: int | None = None) -> int:
-    """Rounds between two backups: as wanted, or so that they are hardly felt; 0 where nobody is left to hold any."""
-    if len(plan.devices) < 2 or wanted == 0:
+def chosen_backups(
+    plan: Plan, network: Network, cluster: Cluster, seconds: float, configured: int | None = None
+) -> int:
+    """Return the rounds between two backups: as configured, or so many that their cost is negligible; 0 if no other
+    device can hold any."""
+    if len(plan.devices) < 2 or configured == 0:
         return 0
-    if wanted is not None:
-        return wanted
+    if configured is not None:
+        return configured
     work = Schedule(plan, network).lowering.work
     weights = {name: work[name].weights() for name in plan.devices}
-    sizes = {name: sum(network.weights[one].bytes for one in own) for name, own in weights.items()}
+    sizes = {
+        name: sum(network.weights[weight].bytes for weight in weight_names) for name, weight_names in weights.items()
+    }
     slots = 1 + plan.optimizer_slots
     every = rounds_between(slots * max(sizes.values()), float("inf"), seconds)
     for device, holder in holders(plan, weights).items():

@@ -1,4 +1,4 @@
-"""What a training job returns."""
+"""The result of a training job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.job.evaluation import EvaluateResult
 
 @dataclass
 class TrainResult:
-    """What training gave. The module holds the trained weights."""
+    """The result of training. The module holds the trained weights."""
 
     losses: list[float]
     """One per step."""
@@ -24,44 +24,45 @@ class TrainResult:
     throughput: float
     """Samples per second, without the first steps."""
     predicted_seconds: float
-    """Of one step, simulated before the run."""
+    """Seconds of one step, simulated before the run."""
     measured_seconds: float
-    """Of one step, median without the first ones."""
+    """Seconds of one step, the median without the first ones."""
     logs: dict[str, DeviceLog]
     planned_bytes: dict[tuple[str, str], int]
-    """(from, to) -> bytes the plan says travel in a round: a step, but for order replay."""
+    """(from, to) -> planned bytes sent in a round, which is a step except with order replay."""
     traffic: Traffic
-    """What the plan says travels in a step, and what for."""
+    """Planned traffic of a step, by purpose."""
     checkpoint: Path
     steps: int
     scale: float | None = None
-    """How many times slower than in life everything went; None: this was life, not a lab."""
+    """Time scale of a lab: how many times slower than real time everything ran; None: in real time, not in a lab."""
     stands_in: bool = False
-    """A lab was asked for; plain processes stood in, whose links were shaped and whose speed was this machine's."""
+    """Whether plain processes stood in for a lab: with shaped links, at this machine's own speed."""
     test: EvaluateResult | None = None
     recoveries: list[dict[str, Any]] = field(default_factory=list)
-    """Each time workers were lost, joined or left: how it went on, from which step, after how many seconds."""
+    """For each time that workers were lost, joined or left: how the run went on, from which step, after how many
+    seconds."""
     staleness: list[int] = field(default_factory=list)
-    """Of each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
+    """For each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(from, to) -> bytes that were sent in all rounds, without copies of state."""
+    """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None
-    """Predicted beside measured, stage by stage; None: the run was too short to say."""
+    """Predicted beside measured, stage by stage; None: the run was too short to tell."""
     problems: list[str] = field(default_factory=list)
-    """What failed after the last step, a line each, such as pictures for which the disk had no room."""
+    """Errors after the last step, a line each, such as pictures for which the disk had no room."""
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
-        """Device -> its tensor bytes when they were most, by part, counted in one step."""
-        found = {name: self.logs[name] for name in self.plan.devices if name in self.logs}
-        return {name: log.peak_parts for name, log in found.items() if log.peak_bytes}
+        """Device -> its tensor bytes at their peak, by part, counted in one step."""
+        logs = {name: self.logs[name] for name in self.plan.devices if name in self.logs}
+        return {name: log.peak_parts for name, log in logs.items() if log.peak_bytes}
 
     @property
     def bytes_by_use(self) -> dict[str, int]:
-        """Bytes that the plan says travel in a step: input_output, boundary, weights (TILE Fig. 5.2c)."""
+        """Planned bytes sent in a step, by use: input_output, boundary, weights (TILE Fig. 5.2c)."""
         return self.traffic.by_use
 
     @property
     def accuracy(self) -> float | None:
-        """On the held-out data, where some was given."""
+        """Accuracy on the held-out data, if any was given."""
         return self.test.accuracy if self.test is not None else None

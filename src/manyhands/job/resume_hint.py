@@ -1,4 +1,4 @@
-"""What an error in the middle of a run says of its checkpoint: what to type to go on, or to begin again otherwise."""
+"""Adds to an error in the middle of a run where its checkpoint is, and what to type to go on or to begin again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manyhands.job.resuming import resume_command
 
 @dataclass(frozen=True)
 class Words:
-    """A job in its user's words: a command (`document`: its options as config.yaml keeps them), or a call in Python."""
+    """A job as its user started it: a command (`document`: its options in config.yaml), or a call in Python."""
 
     command: str
     folder: Path
@@ -25,13 +25,14 @@ class Words:
 
     @property
     def resume(self) -> str:
-        """How to go on with the run."""
+        """The command or call that goes on with the run."""
         if self.document is not None:
             return resume_command(self._words, self.folder, self.document)
         return f"{self._call}(..., resume='{self.folder}')"
 
     def another(self, optimizer: Optimizer, newest: Path) -> str:
-        """A new run like this one with another optimiser; where a run can be given weights, from a checkpoint's."""
+        """Return the command or call of a new run with another optimiser, which starts from a checkpoint's weights if
+        this kind of job accepts weights."""
         weights = (
             "" if self._is_train else f" --weights {newest}" if self.document is not None else f", weights='{newest}'"
         )
@@ -53,8 +54,8 @@ class Words:
 
 
 def point_to_checkpoint(error: ManyhandsError, words: Words, optimizer: Optimizer) -> None:
-    """Add to the error's hint where the newest checkpoint is, and what to do from there. A run is deterministic: one
-    whose numbers were not finite would, unchanged, come to the same numbers again."""
+    """Add to the error's hint where the newest checkpoint is, and how to continue from it. A run is deterministic: one
+    whose numbers were not finite would, unchanged, reach the same numbers again."""
     newest = None
     with contextlib.suppress(BadFile):
         newest = checkpoint.latest(words.folder)
@@ -67,7 +68,7 @@ def point_to_checkpoint(error: ManyhandsError, words: Words, optimizer: Optimize
             lines.append(
                 f"With a lower learning rate it is a new run: {words.another(with_lower_rate(optimizer), newest)}"
             )
-        lines.append(f"Once the data is mended, go on with: {words.resume}")
+        lines.append(f"Once the data is fixed, go on with: {words.resume}")
     else:
         lines.append(f"Go on with: {words.resume}")
     error.hint = "\n".join(lines).strip()

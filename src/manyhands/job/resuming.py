@@ -12,14 +12,15 @@ from manyhands.models.registry import runs_code
 
 
 def resume_command(command: str, folder: Path, document: Mapping[str, Any]) -> str:
-    """Return the command that resumes a run of `manyhands COMMAND`; `document`: its options as config.yaml keeps them.
+    """Return the command that resumes a run of `manyhands COMMAND`; `document`: its options in config.yaml.
 
-    A run whose devices join says again where, and how many it waits for: the folder keeps that too, but whoever types
-    the command should see that devices of other machines are meant. The token itself is never in it: hints are logged.
+    For a run whose devices join, the command repeats the address and the number of devices: the folder stores these
+    too, but the user should see that devices of other machines are meant. It never contains the token: hints are
+    logged.
     """
     words = ["manyhands", *command.split(), "--resume", str(folder)]
     if runs_code(str(document.get("model", ""))):
-        words += ["--model", str(document["model"])]  # a name that a folder may not decide
+        words += ["--model", str(document["model"])]  # the folder must not decide a name that runs code
     if document.get("listen"):
         words += ["--listen", str(document["listen"])]
         if document.get("devices"):
@@ -33,5 +34,5 @@ def resume_command(command: str, folder: Path, document: Mapping[str, Any]) -> s
 
 
 def is_needed_again(token: str) -> bool:
-    """Return whether a resumed run needs the token again: one of the environment is there the next time, too."""
+    """Return whether a resumed run needs the token again: one from the environment will be set the next time, too."""
     return bool(token) and token != os.environ.get("MANYHANDS_TOKEN", "")

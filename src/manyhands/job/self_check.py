@@ -1,4 +1,4 @@
-"""The self-check before a run's first step: the captured graph against the module under plain autograd."""
+"""The self-check before a run's first step: compares the captured graph with the module under plain autograd."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
 from manyhands.job.workload import Workload
 
 
-def verified(graph: Graph, workload: Workload, wanted: bool | None) -> Verified:
+def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verified:
     """Compare loss and gradients of up to four samples with the module's own; a difference is a CaptureFailed.
 
-    `wanted` None means: unless both steps together would take more than half of this machine's free memory.
+    `requested` None means: unless both steps together would take more than half of this machine's free memory.
     """
-    if wanted is False:
+    if requested is False:
         return Verified(0, 0.0, 0.0, "verify=False")
     samples = _samples(workload.batch_size)
     need, free = _bytes(graph.network, samples), int(psutil.virtual_memory().available)
-    if wanted is None and need > free / 2:
+    if requested is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
     inputs, targets = example(workload.data, samples)
@@ -31,12 +31,12 @@ def verified(graph: Graph, workload: Workload, wanted: bool | None) -> Verified:
 
 
 def _samples(batch_size: int) -> int:
-    """How many are compared. Module and graph each run them, so that half a batch takes no longer than one step of the
-    run; with fewer than two, batch norms of plain numbers have no variance."""
+    """Return the number of samples to compare. Module and graph each run them, so half a batch takes no longer than one
+    step of the run; with fewer than two, batch norms of plain numbers have no variance."""
     return max(min(2, batch_size), min(EXAMPLE_SAMPLES, batch_size // 2))
 
 
 def _bytes(network: Network, samples: int) -> int:
-    """Two gradients of every weight, and what one step at a time holds for its backward pass."""
+    """Return the bytes of two gradients of every weight, and of what one step at a time holds for its backward pass."""
     held = sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in network.layers)
     return 2 * network.parameter_bytes + held

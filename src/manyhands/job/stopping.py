@@ -1,7 +1,7 @@
-"""Ending a job from outside: Ctrl-C, SIGTERM, or a callback that raises KeyboardInterrupt.
+"""Stops a job from outside: by Ctrl-C, SIGTERM, or a callback that raises KeyboardInterrupt.
 
-before the first step, and after the last      KeyboardInterrupt at once: there is nothing that a checkpoint lacks
-while it trains                                the round under way ends, a checkpoint is left of the last step done
+before the first step, and after the last      KeyboardInterrupt at once: no progress is missing from a checkpoint
+while it trains                                the round under way ends, then a checkpoint of the last step is written
 the second time                                at once, whatever is under way
 """
 
@@ -19,22 +19,23 @@ from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_SECONDS = 0.25
-"""A signal so soon after another is the same one: whatever runs the command may pass on what the terminal sent too."""
+"""A signal this soon after another is the same one: the program that runs the command may forward a signal that the
+terminal also sent."""
 STOPPED = 130
 """The exit code of a command that was stopped."""
 
 _present: Stopping | None = None
-"""Of the main thread, while there is one."""
+"""The main thread's handler, while there is one."""
 
 
 class Stopping:
-    """Hears SIGINT and SIGTERM for as long as it lasts, where nobody else does."""
+    """Handles SIGINT and SIGTERM within its context, unless another handler is installed."""
 
     def __init__(self, at_once: Callable[[], None] | None = None) -> None:
-        """`at_once`: done the second time, before KeyboardInterrupt is raised."""
+        """Create a handler. `at_once` is called at the second signal, before KeyboardInterrupt is raised."""
         self.is_asked = False
         self.is_patient = False
-        """Steps are under way or done that no checkpoint has: the first signal only asks."""
+        """Whether steps are under way or done that no checkpoint has: the first signal then only requests a stop."""
         self._at_once = at_once
         self._is_told = False
         self._heard_at = 0.0
@@ -71,7 +72,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def asked_by(self) -> Iterator[None]:
-        """A KeyboardInterrupt in here asks, as the first Ctrl-C does while steps are under way."""
+        """Treat a KeyboardInterrupt in this context as a request to stop, like the first Ctrl-C during steps."""
         try:
             yield
         except KeyboardInterrupt:
@@ -80,7 +81,7 @@ class Stopping:
             self.is_asked = True
 
     def is_wanted(self, say: Callable[[str], None] | None) -> bool:
-        """Asked again and again by what is to stop; whoever asked for it is told once that he was heard."""
+        """Return whether a stop was requested. Polled by the job; the first time, the user gets a confirmation."""
         if self.is_asked and not self._is_told:
             self._is_told = True
             if say is not None:
@@ -90,21 +91,21 @@ class Stopping:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Stopping]:
-    """The command's own, or one for as long as this lasts."""
+    """Yield the command's own handler, or one for the duration of this context."""
     if _present is not None and threading.current_thread() is threading.main_thread():
         yield _present
         return
-    with Stopping() as found:
-        yield found
+    with Stopping() as handler:
+        yield handler
 
 
 def leave_at_once() -> NoReturn:
-    """The end of a command's process and of the workers it started, with nothing waited for."""
-    processes = sys.modules.get("manyhands.runtime.processes")  # else it has started none
+    """End a command's process and the workers that it started, without waiting for anything."""
+    processes = sys.modules.get("manyhands.runtime.processes")  # absent if it has started none
     with contextlib.suppress(OSError, ValueError):
         if processes is not None:
             processes.kill_started()
         if sys.stderr.isatty():
-            os.write(2, b"\x1b[?25h\r\n")  # what moved there had hidden the cursor
+            os.write(2, b"\x1b[?25h\r\n")  # the live display had hidden the cursor
         os.write(2, b"Stopped at once.\n")
     os._exit(STOPPED)

@@ -1,4 +1,4 @@
-"""What a job trains, checked before anything starts; and the checkpoint that a resumed run goes on from."""
+"""The workload of a job, checked before anything starts; and the checkpoint from which a resumed run goes on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAST_CHECKPOINT_SECONDS = 1.0
 
 @dataclass
 class Workload:
-    """What a job trains: the module, its data, loss and optimiser, with a configuration whose batch size is known."""
+    """The workload of a job: the module, its data, loss and optimiser, with a configuration whose batch size is set."""
 
     model: nn.Module
     data: Dataset[Any]
@@ -62,25 +62,25 @@ class Workload:
 
     @property
     def epochs(self) -> int:
-        """How many passes over the data the whole run makes, where `steps` does not say it."""
+        """The number of passes over the data of the whole run, unless `steps` is given."""
         return self.config.epochs or 1
 
     @property
     def last_step(self) -> int:
-        """How many steps of the optimiser the whole run makes."""
+        """The number of optimiser steps of the whole run."""
         steps = self.config.steps
         return steps if steps is not None else self.epochs * self.order.steps_per_epoch
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be the same for a run to go on as if it had never stopped."""
+        """The values that must be the same for a run to go on as if it had never stopped."""
         return {
             **self.config.decisive, "shuffle": self.config.shuffle is not False, "batch_norm": self.batch_norm,
             "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
         }  # fmt: skip
 
     def checkpoint_steps(self, step_seconds: float) -> int:
-        """How many steps lie between two checkpoints: an epoch, within the limits of time."""
+        """Return the number of steps between two checkpoints: an epoch, within the limits of time."""
         most = max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
         least = math.ceil(LEAST_CHECKPOINT_SECONDS / max(step_seconds, 1e-6))
         epoch = self.order.steps_per_epoch
@@ -90,7 +90,7 @@ class Workload:
 def resumed_from(
     folder: str | Path | None, resume: bool | str | Path, say: Say | None = None
 ) -> tuple[str | Path | None, checkpoint.Checkpoint | None]:
-    """The folder of the run, and the checkpoint to go on from, if any: the newest that can be read."""
+    """Return the folder of the run, and the checkpoint to go on from, if any: the newest that can be read."""
     if resume is False:
         return folder, None
     where = folder if resume is True else resume
@@ -107,7 +107,7 @@ def resumed_from(
 
 
 def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int) -> None:
-    """A run goes on as it was, or not at all."""
+    """Refuse to resume a run that is finished, or whose workload differs from the checkpoint's."""
     if loaded.step >= last_step:
         raise BadValue(
             f"The run has done {loaded.step} of {last_step} steps: there is nothing to go on with.",

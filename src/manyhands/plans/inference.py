@@ -96,9 +96,9 @@ def plan_for(
     """
     network, cluster = network_of(network), cluster_of(cluster)
     profile = profile or estimate_cluster(network, cluster)
-    task, wanted = inference_task(network, cluster, profile, home), objective_named(objective)
+    task, named_objective = inference_task(network, cluster, profile, home), objective_named(objective)
     pricer = Pricer(
-        task, wanted,
+        task, named_objective,
         once=lambda plan: _price_alone(plan, network, cluster, profile),
         steady=lambda plan: _steady(plan, network, cluster, profile),
     )  # fmt: skip
@@ -113,8 +113,10 @@ def plan_for(
             f"No plan for inference of {network.name} fits cluster {cluster.name}:\n{reasons}",
             hint=f"Use more devices, or {MORE_MEMORY}.",
         )
-    rest = tuple(resolve(candidate.plan, network, cluster) for candidate in ranked[1:] if candidate.plan is not None)
-    return Planned(resolve(best.plan, network, cluster), ranked, rest, wanted)
+    runners_up = tuple(
+        resolve(candidate.plan, network, cluster) for candidate in ranked[1:] if candidate.plan is not None
+    )
+    return Planned(resolve(best.plan, network, cluster), ranked, runners_up, named_objective)
 
 
 def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
@@ -133,9 +135,9 @@ def inference_table(planned: Planned, network: Network) -> list[dict[str, Any]]:
     return rows
 
 
-def refuse_beside_objective(given: dict[str, object]) -> None:
+def refuse_beside_objective(options: dict[str, object]) -> None:
     """Refuse options that only matter in training: with an objective they would be ignored."""
-    conflicting = [option for option, value in given.items() if value not in (None, False, "")]
+    conflicting = [option for option, value in options.items() if value not in (None, False, "")]
     if conflicting:
         raise BadValue(
             f"{' and '.join(conflicting)} cannot be given with --for: a plan for inference decides that.",

@@ -1,7 +1,7 @@
-"""What is known about this machine's workers before any is started, for plans of `local:N`.
+"""Times of this machine's workers before any is started, for plans of `local:N`.
 
-In this order: what a run of as many workers has measured of this network and kept, what `manyhands profile` has, an
-estimate from the speed of this machine's cores. A catalogue's numbers would be somebody else's machine.
+In order of preference: the stored measurements of this network by a run of as many workers, those of `manyhands
+profile`, an estimate from the speed of this machine's cores. A catalogue's numbers would be those of another machine.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
 
 def _stored(network: Network, machine: Machine, count: int, training: bool) -> Iterator[tuple[Path, str]]:
     """Yield profiles of this network on this machine, the best match first, and how each was measured."""
-    for wanted in (training, True) if not training else (True,):
-        base = profile_path(network, machine, training=wanted)
-        of = "" if wanted == training else ", its forward passes in training"
+    for with_training in (training, True) if not training else (True,):
+        base = profile_path(network, machine, training=with_training)
+        of = "" if with_training == training else ", its forward passes in training"
         runs = [
             path
             for path in base.parent.glob(f"{base.stem}_{count}workers_cpu_*.json")

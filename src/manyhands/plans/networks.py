@@ -1,6 +1,6 @@
 """Networks by name: captured once and cached, so that planning need not import torch.
 
-Only the zoo's own models are kept, and only for the source they were captured from: the key holds a digest of the
+Only the zoo's own models are cached, and only for the source they were captured from: the key holds a digest of the
 package's models and graph folders. A user's `module:factory` is captured anew each time.
 """
 
@@ -67,7 +67,7 @@ def load_network(model: str, input_shape: tuple[int, ...] | None = None, granula
     path = _cached(model, input_shape, granularity)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Network)
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError, ManyhandsError):  # whatever became of it
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError, ManyhandsError):  # missing or damaged
         network = capture_model(model, input_shape, granularity).network
         with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
             write_bytes_atomic(path, msgspec.json.encode(network))

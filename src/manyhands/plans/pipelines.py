@@ -108,15 +108,15 @@ def _ends(cuts: Sequence[LayerName] | None, groups: list[tuple[str, ...]], task:
     return balanced_cuts(costs)
 
 
-def _share(given: Sequence[int] | None, group: tuple[str, ...], first: int, last: int, task: Task) -> Share:
+def _share(samples: Sequence[int] | None, group: tuple[str, ...], first: int, last: int, task: Task) -> Share:
     size = task.batch_size // (task.micro_batches or 1)
-    if given is not None:
-        if len(given) != len(group) or sum(given) != size:
+    if samples is not None:
+        if len(samples) != len(group) or sum(samples) != size:
             raise BadPlan(
-                f"A stage of {len(group)} device(s) has shares {list(given)}; they must be {len(group)} numbers that "
+                f"A stage of {len(group)} device(s) has shares {list(samples)}; they must be {len(group)} numbers that "
                 f"add up to the {size} samples of a micro-batch."
             )
-        return BySamples(tuple(given)) if len(group) > 1 else Single()
+        return BySamples(tuple(samples)) if len(group) > 1 else Single()
     if len(group) == 1:
         return Single()
     if size < len(group):

@@ -18,6 +18,6 @@ class Planned:
     runners_up: tuple[Plan, ...] = ()
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
     objective: Objective | None = None
-    """What a plan for inference is optimised for; candidates' seconds are those of a sample. None: training."""
+    """The objective of a plan for inference; candidates' seconds are those of a sample. None: training."""
     best: Best = "throughput"
-    """What a plan for training is optimised for."""
+    """The objective of a plan for training."""

@@ -159,9 +159,9 @@ def is_strategy(name: str, objective: str | None = None) -> bool:
     return is_strategy_name(name) if objective is None else name in INFERENCE_STRATEGIES
 
 
-def refuse_beside_plan(file: Path, given: dict[str, object]) -> None:
+def refuse_beside_plan(file: Path, options: dict[str, object]) -> None:
     """Refuse options that a plan file decides: they would be ignored."""
-    conflicting = [option for option, value in given.items() if value is not None]
+    conflicting = [option for option, value in options.items() if value is not None]
     if conflicting:
         raise BadValue(
             f"{' and '.join(conflicting)} cannot be given beside {file}, which decides that.", hint="Edit the file."
@@ -225,7 +225,7 @@ def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile
     `others`: of devices that no file is for; None: they are estimated.
     """
     by_device: dict[str, DeviceProfile] = {}
-    rest: DeviceProfile | None = None
+    fallback: DeviceProfile | None = None
     for part in text.split(","):
         device, _, path = part.rpartition("=")
         device_profile = decode(read_document(path), DeviceProfile, path)
@@ -233,9 +233,9 @@ def read_profiles(text: str, network: Network, cluster: Cluster, others: Profile
         if device:
             by_device[cluster.device(device).name] = device_profile
         else:
-            rest = device_profile
+            fallback = device_profile
     others = others or estimate_cluster(network, cluster)
-    return Profile({name: by_device.get(name) or rest or others.of(name) for name in cluster.names})
+    return Profile({name: by_device.get(name) or fallback or others.of(name) for name in cluster.names})
 
 
 def schedule_text(plan: Plan, network: Network) -> str:

@@ -47,5 +47,7 @@ def simulate(
     network, cluster = network_of(network), cluster_of(cluster)
     result = simulate_plan(plan, network, cluster, profile, keep_spans=keep_spans)
     if within_memory and any(device.peak_bytes > device.memory_bytes for device in result.devices.values()):
-        check(Schedule(resolve(plan, network, cluster), network), cluster, result.log)  # raises, and says where
+        check(
+            Schedule(resolve(plan, network, cluster), network), cluster, result.log
+        )  # raises an error that names the device
     return result

@@ -62,17 +62,17 @@ def tile_plan(
     return resolve(msgspec.structs.replace(made, stages=stages), network, machines)
 
 
-def _grid(given: tuple[int, int]) -> tuple[int, int]:
-    if len(given) != 2 or not all(isinstance(n, int) and n >= 1 for n in given):
-        raise BadValue(f"grid is {given!r}; it must be two whole numbers of at least 1: (rows, columns).")
-    return (given[0], given[1])
+def _grid(grid: tuple[int, int]) -> tuple[int, int]:
+    if len(grid) != 2 or not all(isinstance(n, int) and n >= 1 for n in grid):
+        raise BadValue(f"grid is {grid!r}; it must be two whole numbers of at least 1: (rows, columns).")
+    return (grid[0], grid[1])
 
 
-def _weights(what: str, given: Sequence[float] | None, count: int) -> tuple[float, ...] | None:
-    if given is not None and len(given) != count:
-        numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
-        raise BadPlan(f"{what} has {numbers}; the grid has {count} {what.removeprefix('--')}.")
-    return None if given is None else tuple(given)
+def _weights(name: str, weights: Sequence[float] | None, count: int) -> tuple[float, ...] | None:
+    if weights is not None and len(weights) != count:
+        numbers = "1 number" if len(weights) == 1 else f"{len(weights)} numbers"
+        raise BadPlan(f"{name} has {numbers}; the grid has {count} {name.removeprefix('--')}.")
+    return None if weights is None else tuple(weights)
 
 
 def parse_grid(text: str) -> tuple[int, int]:
@@ -107,9 +107,9 @@ def parse_tile_costs(
     here."""
     prices = parse_costs(costs)
     if strategy != "tiles" or grid is None:
-        given = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
+        options = f"--share {strategy} and " + ("no --grid" if grid is None else f"--grid {grid}")
         raise BadValue(
-            f"--costs {costs} prices the tiles of a grid, but was given with {given}.",
+            f"--costs {costs} prices the tiles of a grid, but was given with {options}.",
             hint="Write it like --share tiles --grid 3x3 --costs 0,1,0.",
         )
     conflicting = [option for option, value in beside.items() if value]
@@ -188,15 +188,15 @@ def check_tiles(network: Network, options: TileOptions | None) -> None:
     image = network.tensors[network.inputs[0]]
     if options is None or options.grid is None or len(image.shape) != 4:
         return
-    for what, count, weights, extent in (
+    for axis, count, weights, extent in (
         ("rows", options.grid[0], options.rows, image.shape[2]),
         ("columns", options.grid[1], options.columns, image.shape[3]),
     ):  # fmt: skip
         if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
             cut = f" as {','.join(f'{weight:g}' for weight in weights)}" if weights else ""
             raise BadPlan(
-                f"{count} {what} of tiles cannot be cut out of the {extent} {what} of '{image.name}'{cut}: a tile "
-                f"would have 0 {what}.",
+                f"{count} {axis} of tiles cannot be cut out of the {extent} {axis} of '{image.name}'{cut}: a tile "
+                f"would have 0 {axis}.",
                 hint="Give a smaller grid, or tiles that differ less.",
             )
 

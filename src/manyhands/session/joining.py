@@ -1,4 +1,4 @@
-"""How a device is told where to join: addresses and what to compute with, as typed by a person."""
+"""Parses and prints how a device joins a coordinator: addresses, and what to compute with, as typed by a person."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
 
 LISTEN_VARIABLE = "MANYHANDS_LISTEN"
-"""Names the address where a cluster's devices join, where none is given."""
+"""The environment variable that holds the address where a cluster's devices join, if none is given."""
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MOST_SLOWDOWN = 1000
 MOST_WAIT_SECONDS = 7 * 86400.0
 EVERY_ADDRESS = {"0.0.0.0": ("192.0.2.1", socket.AF_INET), "::": ("2001:db8::1", socket.AF_INET6)}
-"""Where one listens on all of a machine's addresses -> somebody far away, kept for examples (RFC 5737, RFC 3849)."""
+"""Wildcard address -> a distant address reserved for documentation (RFC 5737, RFC 3849), and its address family."""
 
 
 class JoinPoint(NamedTuple):
-    """Where the devices of a cluster join, and the token that they must know; empty: as usual."""
+    """The address where the devices of a cluster join, and the token that they must know; empty: the default."""
 
     listen: str = ""
     token: str = ""
 
 
 def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """'192.168.1.5:7077' or '[::1]:7077' -> host and port."""
+    """Return host and port of an address such as '192.168.1.5:7077' or '[::1]:7077'."""
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+)(?::(\d{1,5}))?", text.strip())
     port = match.group(2) if match else None
     if match is None or (port is None and default_port is None):
@@ -46,7 +46,10 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
 
 def parse_devices(text: str) -> tuple[int, int | None]:
-    """'4' -> 4 devices, and any that join later; '2:6' -> it begins with 2 and uses up to 6."""
+    """Return how many devices to begin with and how many to use at most (None: any that join later).
+
+    '4' means 4 devices and any that join later; '2:6' means to begin with 2 and use up to 6.
+    """
     match = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text.strip())
     if match is None or (match.group(2) and int(match.group(2)) < int(match.group(1))):
         raise BadValue(
@@ -57,9 +60,9 @@ def parse_devices(text: str) -> tuple[int, int | None]:
 
 
 def refuse_preset(cluster: Cluster, listen: str = "") -> None:
-    """Refuse to wait for the devices of a preset unless an address to listen at was given.
+    """Refuse to wait for the devices of a preset unless an address to listen on was given.
 
-    A preset describes devices to plan with; whoever names one does not ask this machine to open a port for them.
+    A preset describes devices to plan with; naming one is no request to open a port on this machine.
     """
     if listen or os.environ.get(LISTEN_VARIABLE) or cluster.name not in PRESETS or cluster != preset(cluster.name):
         return
@@ -80,7 +83,10 @@ def parse_compute(text: str) -> str:
 
 
 def check_joining(token: str, name: str, *, is_known: bool = False) -> None:
-    """What a worker needs before it connects. `is_known`: it has joined a coordinator before, whose key it knows."""
+    """Check what a worker needs before it connects: a token and a valid name.
+
+    `is_known`: it has joined a coordinator before, whose key it knows, and needs no token.
+    """
     if token:
         check_token(token)
     elif not is_known:
@@ -94,7 +100,7 @@ def check_joining(token: str, name: str, *, is_known: bool = False) -> None:
 
 
 def check_slowdown(slowdown: float) -> float:
-    """How many times slower a device computes, if it can."""
+    """Return `slowdown`, how many times slower a device computes; refuse one out of range."""
     if not 1 <= slowdown <= MOST_SLOWDOWN:
         raise BadValue(
             f"A slowdown of {slowdown:g}; it must be 1 to {MOST_SLOWDOWN}.", hint="8: everything takes 8 times as long."
@@ -103,7 +109,7 @@ def check_slowdown(slowdown: float) -> float:
 
 
 def check_wait(seconds: float) -> float:
-    """How long a worker tries to reach its coordinator."""
+    """Return `seconds`, how long a worker tries to reach its coordinator; refuse a value out of range."""
     if not 0 < seconds <= MOST_WAIT_SECONDS:
         raise BadValue(
             f"--wait is {seconds:g}; it must be more than 0 and at most {MOST_WAIT_SECONDS:g} seconds.",
@@ -113,10 +119,10 @@ def check_wait(seconds: float) -> float:
 
 
 def reachable(host: str) -> str:
-    """The address under which others find this machine, where `host` is all of its addresses; else `host` itself.
+    """Return the address at which others reach this machine, if `host` means all its addresses; else `host` itself.
 
-    It is the one that the default route leaves by: connecting a UDP socket asks for it without sending anything.
-    Without such a route it is the first that this machine has.
+    It is the address that the default route uses: connecting a UDP socket reveals it without sending anything.
+    Without such a route it is the first address that this machine has.
     """
     if host not in EVERY_ADDRESS:
         return host
@@ -124,20 +130,20 @@ def reachable(host: str) -> str:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((far_away, 9))
-            found = str(probe.getsockname()[0])
-        if found and found != host:
-            return found
+            address = str(probe.getsockname()[0])
+        if address and address != host:
+            return address
     except OSError:
         pass
     from manyhands.runtime.identity import addresses
 
-    own = [address for address in addresses() if (":" in address) == (family == socket.AF_INET6)]
+    own_addresses = [address for address in addresses() if (":" in address) == (family == socket.AF_INET6)]
     nowhere = "127.0.0.1" if family == socket.AF_INET else "::1"  # no network at all: only this machine can join
-    return own[0] if own else nowhere
+    return own_addresses[0] if own_addresses else nowhere
 
 
 def join_text(coordinator: Coordinator, more: str = "") -> str:
-    """What to type on each device. The token is in it only where both outputs are a terminal."""
+    """Return what to type on each device. It contains the token only if both stdout and stderr are a terminal."""
     host, port = coordinator.address[:2]
     host = reachable(host)
     where = f"{f'[{host}]' if ':' in host else host}:{port}"
@@ -148,7 +154,10 @@ def join_text(coordinator: Coordinator, more: str = "") -> str:
 
 
 def token_text(token: str) -> str:
-    """Where the token is that new devices need: itself on a terminal; never in a file or a pipe, which others read."""
+    """Return a line that tells where to find the token that new devices need.
+
+    On a terminal it is the token itself; never in a file or a pipe, which others may read.
+    """
     from manyhands.runtime.shared_token import known_token, token_path
 
     if is_at_terminal():
@@ -163,7 +172,7 @@ def token_text(token: str) -> str:
 
 
 def is_at_terminal() -> bool:
-    """Whether what is said is seen by people, and kept nowhere."""
+    """Return whether output goes to a terminal: people see it, and it is stored nowhere."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
@@ -171,7 +180,7 @@ SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo", "wait", 
 
 
 def service_unit(options: Mapping[str, str], program: Sequence[str], *, confine: bool = True) -> str:
-    """A systemd unit for a worker that is there whenever the device is on; `options`: what was typed, by name."""
+    """Return a systemd unit for a worker that runs whenever the device is on; `options`: what was typed, by name."""
     typed = [] if confine else ["--no-confine"]
     typed += [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
     command = " ".join(_quoted(word) for word in (*program, "worker", "--stay", *typed))
@@ -185,7 +194,7 @@ def service_unit(options: Mapping[str, str], program: Sequence[str], *, confine:
 
 
 def _quoted(word: str) -> str:
-    """One word of systemd's command lines, in which % and $ mean something."""
+    """Return `word` quoted for systemd's command lines, in which % and $ are special."""
     if any(not sign.isprintable() for sign in word):
         raise BadValue(f"{word!r:.80} cannot be written into a unit file.")
     safe = word.replace("%", "%%").replace("$", "$$")

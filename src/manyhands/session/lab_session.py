@@ -1,6 +1,6 @@
-"""Clusters played on this machine: a lab brought up for a session, with workers on its devices, and taken down again.
+"""Clusters emulated on this machine: a lab brought up for a session, with workers on its devices, then taken down.
 
-Where there can be no lab (no root, no Linux), the workers are plain processes whose links are shaped inside of them.
+Where a lab is impossible (no root, no Linux), the workers are plain processes whose links are shaped inside them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from manyhands.session.session import Say, Session
 from manyhands.transport.security import new_secret
 
 THREADS = 1
-"""Of a worker in the lab: a device's share of the processor is one of time, not of cores."""
+"""Threads of a worker in the lab: a device's share of the processor is a share of time, not of cores."""
 TENSORS_PART = 0.8
-"""Of a device's free memory, what tensors may fill: with a U-Net whose tensors were 0.95 GB by plan, a process grew by
-1.22 GB."""
+"""The part of a device's free memory that tensors may fill: with a U-Net whose tensors were planned to take 0.95 GB, a
+process grew by 1.22 GB."""
 HEARTBEAT_TIMEOUT_SECONDS = 5.0
-"""A device with a tenth of a core may take its time to say that it is there."""
+"""Generous, because a device with a tenth of a core is slow to send its heartbeats."""
 
 
 def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, traces: tuple[str, ...] = ()) -> LabCluster:
-    """What was typed: a preset or file, and traces as FILE, DEVICE=FILE or DEVICE=UP_FILE,DOWN_FILE."""
+    """Return the lab cluster that was typed: a preset or file, and traces as FILE, DEVICE=FILE or
+    DEVICE=UP_FILE,DOWN_FILE."""
     cluster = load_cluster(source)
     if all(device.kind == "local" for device in cluster.devices):
         raise BadValue(
@@ -46,30 +47,30 @@ def lab_cluster(source: str, *, scale: float | None = None, slots: int = 1, trac
             hint="Name a preset (manyhands devices lists them) or a cluster.yaml.",
         )
     limited = [device.name for device in cluster.devices if device.up_bytes_per_second < float("inf")]
-    found: dict[str, str] = {}
+    trace_files: dict[str, str] = {}
     for text in traces:
         device, _, file = text.rpartition("=")
         device = device or ("edge" if "edge" in cluster.names else limited[0] if limited else cluster.names[0])
         files = [file] if "," not in file or Path(file).is_file() else file.split(",")
-        for one in files:
-            if not Path(one).is_file():
+        for path in files:
+            if not Path(path).is_file():
                 raise BadValue(
-                    f"--trace {text}: there is no file {one}.", hint="Write FILE, DEVICE=FILE or DEVICE=UP,DOWN."
+                    f"--trace {text}: there is no file {path}.", hint="Write FILE, DEVICE=FILE or DEVICE=UP,DOWN."
                 )
-        found[device] = ",".join(str(Path(one).absolute()) for one in files)
-        read_link_trace(found[device])
-    return Cluster.lab(cluster, scale=scale, slots=slots, traces=found)
+        trace_files[device] = ",".join(str(Path(path).absolute()) for path in files)
+        read_link_trace(trace_files[device])
+    return Cluster.lab(cluster, scale=scale, slots=slots, traces=trace_files)
 
 
-def play_here(asked: LabCluster) -> Played:
-    """On this machine's cores, whose speed is measured once and kept."""
-    return play(asked, core_gflops=this_machine(threads=1).gflops, cores=sorted(os.sched_getaffinity(0)))
+def play_here(setup: LabCluster) -> Played:
+    """Return how the cluster is emulated on this machine's cores, whose speed is measured once and stored."""
+    return play(setup, core_gflops=this_machine(threads=1).gflops, cores=sorted(os.sched_getaffinity(0)))
 
 
-def bring_up(asked: LabCluster, *, name: str = "", source: str = "") -> Lab:
-    """A lab that stays until it is taken down."""
+def bring_up(setup: LabCluster, *, name: str = "", source: str = "") -> Lab:
+    """Bring up a lab that stays until it is taken down, and return it."""
     check_possible()
-    return Lab.up(play_here(asked), name or asked.cluster.name, source=source)
+    return Lab.up(play_here(setup), name or setup.cluster.name, source=source)
 
 
 def check_possible() -> None:
@@ -79,26 +80,27 @@ def check_possible() -> None:
 
 
 def _patience(played: Played) -> float:
-    """How many times longer than usual to wait for anybody. What a whole core does in two seconds without hearing, a
-    device with a tenth of one does in twenty."""
+    """Return how many times longer than usual to wait for a device. What a whole core does in two seconds without
+    reading messages takes a device with a tenth of a core twenty."""
     return max(1.0, played.scale, 2.0 / (played.slowest_share * HEARTBEAT_TIMEOUT_SECONDS))
 
 
 @contextlib.contextmanager
-def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds: float) -> Iterator[Session]:
-    """Workers on the devices of a lab that is there only for them; else plain processes behind shaped links."""
+def lab_session(setup: LabCluster, *, logs: Path | None, say: Say, limit_seconds: float) -> Iterator[Session]:
+    """Yield a session with workers on the devices of a lab that exists only for them; else with plain processes behind
+    shaped links."""
     if why := missing():
         say(
             f"There can be no lab here: {why}\nPlain processes stand in for the devices: their links are shaped, but "
-            f"their speed and memory are this machine's{', and no trace is followed' if asked.traces else ''}."
+            f"their speed and memory are this machine's{', and no trace is followed' if setup.traces else ''}."
         )
-        with _shaped(asked, logs, limit_seconds) as session:
+        with _shaped(setup, logs, limit_seconds) as session:
             yield session
         return
-    played = play_here(asked)
-    say(f"Lab {asked.cluster.name}, {scale_text(played.scale)}.")
+    played = play_here(setup)
+    say(f"Lab {setup.cluster.name}, {scale_text(played.scale)}.")
     with (
-        Lab.up(played, asked.cluster.name, owned=True, at_full_speed=True) as lab,
+        Lab.up(played, setup.cluster.name, owned=True, at_full_speed=True) as lab,
         entered(lab.spaces.namespace(COORDINATOR_SPACE)),
         Coordinator(
             lab.address(COORDINATOR_SPACE),
@@ -111,12 +113,12 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
         ) as coordinator,
     ):
         coordinator.wanted = set(played.workers.names)
-        wanted = [
+        workers = [
             WorkerProcess(played.workers_of(device), before=lab.words(device), device=device)
             for device in played.network.names
         ]
         try:
-            coordinator.start_workers(wanted, THREADS, limit_seconds)
+            coordinator.start_workers(workers, THREADS, limit_seconds)
             lab.settle()  # importing torch took the whole core
             yield Session(
                 coordinator, _budgeted(played, lab), False, THREADS, has_links=True, scale=played.scale,
@@ -127,31 +129,31 @@ def lab_session(asked: LabCluster, *, logs: Path | None, say: Say, limit_seconds
 
 
 def _digest(played: Played) -> str:
-    """Tells apart what profiles may not be shared between: the same name at another speed."""
+    """Return a digest that separates labs that must not share profiles: the same name at another speed."""
     return hashlib.sha256(repr((played.scale, played.slots, played.seats)).encode()).hexdigest()[:12]
 
 
 def _budgeted(played: Played, lab: Lab) -> Cluster:
-    """What each worker may plan with: its device's memory without what Python and torch take of it already, and
-    without what allocator, kernels and messages take beside tensors."""
+    """Return the cluster with the memory that each worker may plan with: its device's memory without what Python and
+    torch already use, and without what allocator, kernels and messages take beside tensors."""
     devices = []
     for device in played.network.devices:
-        taken = lab.groups.statistics(lab.name, device.name).memory_bytes
-        free = device.memory_bytes - taken
-        if free <= 0:
+        used_bytes = lab.groups.statistics(lab.name, device.name).memory_bytes
+        free_bytes = device.memory_bytes - used_bytes
+        if free_bytes <= 0:
             raise LabError(
                 f"{device.name} has {format_bytes(device.memory_bytes)}, all of which {played.slots} worker(s) take "
                 "before they have anything to do.",
                 hint="Give it fewer --slots.",
             )
-        devices.append(msgspec.structs.replace(device, memory_bytes=int(TENSORS_PART * free)))
+        devices.append(msgspec.structs.replace(device, memory_bytes=int(TENSORS_PART * free_bytes)))
     network = played.network
     name = network.name if played.scale == 1 else f"{network.name} (time scale {played.scale:g})"
     return with_slots(Cluster(name, tuple(devices), network.link, network.links), played.slots)
 
 
 def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
-    """What the lab knows of its devices: who was killed for memory, cut off or frozen."""
+    """Return the error with what the lab knows of its devices: which one ran out of memory, was cut off or frozen."""
     for device in lab.status():
         why = ""
         if device.group.oom_kills:
@@ -166,9 +168,9 @@ def _explained(error: WorkerLost, lab: Lab) -> WorkerLost:
 
 
 @contextlib.contextmanager
-def _shaped(asked: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
-    scale = asked.scale or 1.0
-    cluster = with_slots(scaled(asked.cluster, scale), asked.slots)
+def _shaped(setup: LabCluster, logs: Path | None, limit_seconds: float) -> Iterator[Session]:
+    scale = setup.scale or 1.0
+    cluster = with_slots(scaled(setup.cluster, scale), setup.slots)
     with Coordinator(logs=logs, timeout_factor=max(1.0, scale)) as coordinator:
         coordinator.wanted, coordinator.shaping = set(cluster.names), cluster
         coordinator.start_workers([WorkerProcess((name,)) for name in cluster.names], THREADS, limit_seconds)

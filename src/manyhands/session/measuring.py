@@ -1,4 +1,4 @@
-"""Measures the layers and links of a session's devices, and keeps what was measured for the next run."""
+"""Measures the layers and links of a session's devices, and stores the measurements for the next run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.session import Say, Session
 
 WORTH_PROBING = 6_000_000
-"""Bytes per second of the slowest link from which on it is measured what messages cost devices."""
+"""Bytes per second of the slowest link from which it is worth measuring what messages cost the devices."""
 
 
 MEASURE_SECONDS = 6.0
 
 
 def stored_kernels(graph: Graph, threads: int, *, training: bool = True) -> Mapping[str, Kernel]:
-    """The kernels that `manyhands profile` found for this network on this machine, if it was run; else the default."""
+    """Return the kernels that `manyhands profile` found for this network on this machine; else none: the defaults."""
     path = profile_path(graph.network, identify(threads or None), training=training)
     try:
         return load_profile(path, graph.network).kernels if path.exists() else {}
@@ -45,17 +45,20 @@ def measure_who_stays(
     optimizer: Optimizer | None = None,
     say: Say | None = None, ladder: tuple[int, ...] = (), training: bool = True,
 ) -> tuple[Cluster, Profile]:  # fmt: skip
-    """As `measure`; who leaves or is lost meanwhile is done without, as long as enough are left; else others are waited
-    for. `retry_policy`: None where a plan is given, which names everybody it needs."""
+    """Measure as `measure` does, without the devices that leave or fail meanwhile, as long as enough remain.
+
+    Where too few remain, wait for others. `retry_policy`: None where a plan is given, which names every device that it
+    needs.
+    """
     while True:
         try:
             return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
         except (WorkerLost, TimedOut):
-            gone = session.go_on_without_lost(retry_policy) if retry_policy is not None else []
-            if not gone and (retry_policy is None or not session.wait_for_enough(retry_policy)):
+            lost_names = session.go_on_without_lost(retry_policy) if retry_policy is not None else []
+            if not lost_names and (retry_policy is None or not session.wait_for_enough(retry_policy)):
                 raise
-            if gone and say is not None:
-                say(f"Beginning without {', '.join(gone)}: {len(session.cluster.names)} device(s) left.")
+            if lost_names and say is not None:
+                say(f"Beginning without {', '.join(lost_names)}: {len(session.cluster.names)} device(s) left.")
 
 
 def measure(
@@ -71,24 +74,26 @@ def measure(
     kernels: Mapping[str, Kernel] | None = None,
     training: bool = True,
 ) -> tuple[Cluster, Profile]:
-    """The session's cluster with measured numbers, and the profile of `graph` on it; kept and reused.
+    """Return the session's cluster with measured numbers, and the profile of `graph` on it; both are stored and reused.
 
-    `ladder`: numbers of samples up to a device's share that are measured; by default one, half an even share, and that.
-    `kernels`: by default those that were found for this machine; others are measured anew, and not kept.
-    `training`: False for inference: forward passes in evaluation mode, kept apart.
+    `ladder`: the sample counts to measure, up to a device's share; by default one, half an even share, and an even
+    share. `kernels`: by default those that were found for this machine; others are measured anew, and not stored.
+    `training`: False for inference: forward passes in evaluation mode, stored separately.
     """
     count = len(session.cluster.devices)
     shares = ladder or tuple(sorted({1, max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    known = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
-    if known is None:
+    measured = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
+    if measured is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
-        own = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
-        known = _measured(session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, own, training)
+        found_kernels = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
+        measured = _measured(
+            session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, found_kernels, training
+        )
         if kernels is None:
-            _keep(session, graph, known, optimizer, training)
+            _keep(session, graph, measured, optimizer, training)
     devices = tuple(
-        msgspec.structs.replace(device, memory_bytes_per_second=known[device.name][1], estimated=False)
+        msgspec.structs.replace(device, memory_bytes_per_second=measured[device.name][1], estimated=False)
         for device in session.cluster.devices
     )
     cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
@@ -96,29 +101,32 @@ def measure(
         cluster = _with_message_costs(session, cluster) if session.has_links else _with_links(session, cluster)
         if _is_plain(session):
             keep_links(cluster, session.threads)
-    return cluster, Profile({name: known[name][0] for name in cluster.names})  # not as answers came
+    return cluster, Profile(
+        {name: measured[name][0] for name in cluster.names}
+    )  # in the cluster's order, not that of the replies
 
 
 def _is_plain(session: Session) -> bool:
-    """Whether these are local workers as `local:N` names them: on processors alone, none slower than it could be."""
+    """Return whether these are local workers as `local:N` names them: CPUs only, none slowed down."""
     members = [session.coordinator.members[name].facts for name in session.cluster.names]
-    return session.is_local and all(one.compute == "cpu" and one.slowdown == 1 for one in members)
+    return session.is_local and all(member.compute == "cpu" and member.slowdown == 1 for member in members)
 
 
 def _with_links(session: Session, cluster: Cluster) -> Cluster:
-    """The cluster with ports and delays as the workers find them when all exchange data at once, and every pair's link.
+    """Return the cluster with port rates and delays as measured when all workers exchange data at once, and every
+    pair's link.
 
     Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not:
     that is measured too.
     """
-    found = probe_links(session.coordinator, cluster.names)
-    delay = statistics.median(one.delay_seconds for one in found.values())
-    usual = statistics.median(one.bytes_per_second for one in found.values())
-    copying = statistics.median(one.lost_seconds_per_byte for one in found.values()) * 1e9
+    probes = probe_links(session.coordinator, cluster.names)
+    delay = statistics.median(probe.delay_seconds for probe in probes.values())
+    usual = statistics.median(probe.bytes_per_second for probe in probes.values())
+    copying = statistics.median(probe.lost_seconds_per_byte for probe in probes.values()) * 1e9
     devices = []
     for device in cluster.devices:
-        own = found[device.name]
-        rate, lost = own.bytes_per_second, own.lost_seconds_per_byte * 1e9
+        probe = probes[device.name]
+        rate, lost = probe.bytes_per_second, probe.lost_seconds_per_byte * 1e9
         if session.is_local:  # equal hardware: a difference is noise
             rate, lost = usual, copying
         devices.append(
@@ -127,27 +135,27 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
                 copy_seconds_per_gigabyte=lost,
             )
         )  # fmt: skip
-    links = [DirectedLink(name, other, link) for name, one in found.items() for other, link in one.links.items()]
+    links = [DirectedLink(name, other, link) for name, probe in probes.items() for other, link in probe.links.items()]
     if session.is_local or any(device.host for device in devices):  # one machine's pairs are alike
         links = []
-    usual_link = Link(max(one.bytes_per_second for one in found.values()), delay)
+    usual_link = Link(max(probe.bytes_per_second for probe in probes.values()), delay)
     return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
 
 
 def _with_message_costs(session: Session, cluster: Cluster) -> Cluster:
-    """A cluster whose links are known, with what messages cost its devices beside the links' time: computing lost to
-    each message and each byte. Where links are so slow that this is next to nothing, it is not looked at."""
+    """Return a cluster whose links are known, with what messages cost its devices beside the links' time: computing
+    time lost to each message and each byte. Where links are so slow that this is negligible, it is not measured."""
     slowest = min(cluster.bytes_per_second_between(a, b) for a in cluster.names for b in cluster.names if a != b)
     if slowest < WORTH_PROBING:
         return cluster
-    found = probe_links(session.coordinator, cluster.names)
+    probes = probe_links(session.coordinator, cluster.names)
     devices = []
     for device in cluster.devices:
-        own = found[device.name]
+        probe = probes[device.name]
         others = [name for name in cluster.names if name != device.name]
         delay = max(cluster.link_between(device.name, other).delay_seconds for other in others)
-        each = max(0.0, own.delay_seconds - delay) / (2 * len(others))
-        lost = own.lost_seconds_per_byte * 1e9
+        each = max(0.0, probe.delay_seconds - delay) / (2 * len(others))
+        lost = probe.lost_seconds_per_byte * 1e9
         devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
     return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
 
@@ -162,38 +170,38 @@ def _measured(
     kernels: Mapping[str, Kernel],
     training: bool,
 ) -> _Known:
-    """Shares by all workers at once, as they will run; the whole batch, on one machine, by one worker alone."""
+    """Measure shares on all workers at once, as they will run; on one machine, the whole batch on one worker alone."""
     crowded = session.is_local and len(session.cluster.devices) > 1
     ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
-    found = measure_on(
+    reports = measure_on(
         session.coordinator, graph, session.cluster.names, ladder=ladder, seconds=seconds, kernels=kernels,
         optimizer=optimizer, training=training,
     )  # fmt: skip
-    known = {name: (one.profile, one.memory_bytes_per_second) for name, one in found.items()}
+    measured = {name: (report.profile, report.memory_bytes_per_second) for name, report in reports.items()}
     if not crowded:
-        return known
-    known = _alike(session, known)
+        return measured
+    measured = _alike(session, measured)
     if batch_size > shares[-1]:
         for names in _equal(session):
             alone = measure_on(
                 session.coordinator, graph, names[:1], ladder=(batch_size,), seconds=seconds, kernels=kernels,
                 optimizer=optimizer, training=training,
             )[names[0]].profile  # fmt: skip
-            known |= {name: (_joined(known[name][0], alone), known[name][1]) for name in names}
-    return known
+            measured |= {name: (_joined(measured[name][0], alone), measured[name][1]) for name in names}
+    return measured
 
 
 def _joined(shares: DeviceProfile, alone: DeviceProfile) -> DeviceProfile:
-    """One profile whose ladder goes from the shares up to the whole batch."""
+    """Return one profile whose ladder goes from the shares up to the whole batch."""
     layers = tuple(
-        LayerTiming(one.layer, (*one.ladder, *(timing for timing in other.ladder)))
-        for one, other in zip(shares.layers, alone.layers, strict=True)
+        LayerTiming(share_timing.layer, (*share_timing.ladder, *(timing for timing in batch_timing.ladder)))
+        for share_timing, batch_timing in zip(shares.layers, alone.layers, strict=True)
     )
     return msgspec.structs.replace(shares, layers=layers, peak_bytes=shares.peak_bytes | alone.peak_bytes)
 
 
 def _equal(session: Session) -> list[list[str]]:
-    """Workers on one machine by what they compute with, and how much slower than they could."""
+    """Return the names of one machine's workers, grouped by what they compute with and by slowdown."""
     groups: dict[tuple[str, float], list[str]] = {}
     for device in session.cluster.devices:
         slowdown = session.coordinator.members[device.name].facts.slowdown
@@ -201,16 +209,16 @@ def _equal(session: Session) -> list[list[str]]:
     return list(groups.values())
 
 
-def _alike(session: Session, known: _Known) -> _Known:
-    """Workers on equal hardware get equal numbers, the medians: a difference between them is noise."""
-    found: _Known = {}
+def _alike(session: Session, measured: _Known) -> _Known:
+    """Give workers on equal hardware equal numbers, the medians: a difference between them is noise."""
+    levelled: _Known = {}
     for names in _equal(session):
-        profiles = [known[name][0] for name in names]
-        rate = statistics.median(known[name][1] for name in names)
-        spread = statistics.median(one.spread for one in profiles)
+        profiles = [measured[name][0] for name in names]
+        rate = statistics.median(measured[name][1] for name in names)
+        spread = statistics.median(profile.spread for profile in profiles)
         common = msgspec.structs.replace(profiles[0], layers=_median(profiles), spread=spread)
-        found |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
-    return {name: found[name] for name in session.cluster.names}
+        levelled |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
+    return {name: levelled[name] for name in session.cluster.names}
 
 
 def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
@@ -220,8 +228,8 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
         ladder = tuple(
             Timing(
                 layers_alike[0].ladder[rung].samples,
-                statistics.median(one.ladder[rung].forward_seconds for one in layers_alike),
-                statistics.median(one.ladder[rung].backward_seconds for one in layers_alike),
+                statistics.median(layer.ladder[rung].forward_seconds for layer in layers_alike),
+                statistics.median(layer.ladder[rung].backward_seconds for layer in layers_alike),
             )
             for rung in range(rungs)
         )
@@ -232,8 +240,8 @@ def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
 def profile_place(
     session: Session, graph: Graph, name: str, optimizer: Optimizer | None, training: bool = True
 ) -> Path:
-    """Where a device's profile is kept: by machine and network, and by what else changes it. Local workers on equal
-    hardware have one in common."""
+    """Return the file that stores a device's profile: by machine and network, and by whatever else changes it. Local
+    workers on equal hardware share one."""
     facts = session.coordinator.members[name].facts
     base = profile_path(graph.network, identify(session.threads or None), training=training)
     kind = f"{len(session.cluster.devices)}workers" if session.is_local else f"{session.kind}{name}"
@@ -251,7 +259,7 @@ def _load(
     session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None, training: bool
 ) -> _Known | None:
     kernels = dict(stored_kernels(graph, session.threads, training=training))
-    found: _Known = {}
+    loaded: _Known = {}
     for name in session.cluster.names:
         path = profile_place(session, graph, name, optimizer, training)
         try:
@@ -264,13 +272,13 @@ def _load(
             return None
         if not isinstance(raw, float) or profile.kernels != kernels:
             return None
-        found[name] = (msgspec.structs.replace(profile, device=name), raw)
-    return found
+        loaded[name] = (msgspec.structs.replace(profile, device=name), raw)
+    return loaded
 
 
-def _keep(session: Session, graph: Graph, known: _Known, optimizer: Optimizer | None, training: bool) -> None:
+def _keep(session: Session, graph: Graph, measured: _Known, optimizer: Optimizer | None, training: bool) -> None:
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
-        for name, (profile, rate) in known.items():
+        for name, (profile, rate) in measured.items():
             path = profile_place(session, graph, name, optimizer, training)
             save_profile(profile, path)
             write_document(_rate_path(path), rate)

@@ -1,4 +1,4 @@
-"""Opens a session: starts the workers of a cluster on this machine or in a lab, or waits for those that join."""
+"""Opens a session: starts the workers of a cluster on this machine or in a lab, or waits for others to join."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ MOST_DEFAULT_WORKERS = 4
 
 
 CROWD = 2
-"""With more workers than so many on a core each is slow to speak, and waited for longer."""
+"""Workers per core above which each is slow to reply, so that timeouts are longer."""
 
 
 def expect_session(cluster: object) -> None:
-    """A session will be opened: what workers of this machine need is loaded while the caller does something else."""
+    """Load what workers of this machine need while the caller does something else: a session will be opened."""
     if cluster is None:
         cluster = _usual()
-    if isinstance(cluster, Cluster) and all(one.kind == "local" and one.compute == "cpu" for one in cluster.devices):
+    if isinstance(cluster, Cluster) and all(
+        device.kind == "local" and device.compute == "cpu" for device in cluster.devices
+    ):
         with contextlib.suppress(NoForkServer):
             fork_server_for(threads_each(len(cluster.devices)), len(cluster.devices))
 
@@ -58,11 +60,12 @@ def open_session(
     apart: bool = False,
     rendezvous: JoinPoint = JoinPoint(),
 ) -> Iterator[Session]:
-    """Workers for a cluster: processes of this machine for local devices or in a lab, else those that join by name.
+    """Yield a session with the workers of a cluster: processes of this machine for local devices or in a lab, else
+    workers that join by name.
 
     `threads`: of each local worker; 0: the machine's cores are divided among them. `pin`: the core that each local
-    worker is kept on, in the cluster's order, over and over where there are more workers. `silence_seconds`: a worker
-    that says nothing for so long is lost. `slowdowns`: local device -> how many times slower it computes than it could.
+    worker is pinned to, in the cluster's order, repeated if there are more workers. `silence_seconds`: a worker that
+    sends nothing for so long is lost. `slowdowns`: local device -> how many times slower than possible it computes.
     `apart`: each local worker loads PyTorch by itself. `rendezvous`: where devices of other machines join.
     """
     if isinstance(cluster, Coordinator):
@@ -111,11 +114,11 @@ def open_session(
 
 
 def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
-    """Workers of one machine share its memory."""
+    """Return the cluster with the machine's memory divided among its workers, which share it."""
     count = sum(device.compute == "cpu" for device in cluster.devices)
     devices = []
     for device in cluster.devices:
-        own = coordinator.members[device.name].facts.memory_bytes
-        budget = own // count if device.compute == "cpu" else own
+        memory_bytes = coordinator.members[device.name].facts.memory_bytes
+        budget = memory_bytes // count if device.compute == "cpu" else memory_bytes
         devices.append(msgspec.structs.replace(device, memory_bytes=budget))
     return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)

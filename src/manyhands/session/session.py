@@ -1,4 +1,4 @@
-"""A cluster made ready: its workers started or joined, its layers measured."""
+"""A cluster that is ready: its workers have started or joined."""
 
 from __future__ import annotations
 
@@ -17,63 +17,65 @@ Say = Callable[[str], None]
 
 @dataclass
 class Session:
-    """Workers at hand, and what is known of them."""
+    """The connected workers, and what is known of them."""
 
     coordinator: Coordinator
     cluster: Cluster
     is_local: bool
-    """Every worker is a process of this machine, started here."""
+    """Whether every worker is a process of this machine, started here."""
     threads: int
     has_links: bool = False
-    """The links are known from a file; else they are measured."""
+    """Whether the links are known from a file; else they are measured."""
     scale: float | None = None
-    """How many times slower than in life everything goes here; None: this is no lab."""
+    """Time scale of a lab: how many times slower than real time everything runs; None: this is no lab."""
     stands_in: bool = False
-    """Plain processes behind shaped links, where a lab was asked for and there can be none."""
+    """Whether plain processes behind shaped links stand in for a lab, which is impossible here."""
     kind: str = ""
-    """What profiles are kept for, beside machine and network, where these do not say it: a lab at a scale."""
+    """A prefix for stored profiles that machine and network alone do not identify: those of a lab at a scale."""
 
     @property
     def others_may_join(self) -> bool:
-        """Whether somebody may come who was not started here."""
+        """Whether workers may join that were not started here."""
         return not self.is_local and self.scale is None
 
     @property
     def rejoin_seconds(self) -> float:
-        """How long a job with too few workers waits for others to join, or to join again; 0: nobody can."""
+        """Seconds that a job with too few workers waits for others to join, or to join again; 0: none can."""
         return REJOIN_SECONDS if self.others_may_join else 0.0
 
     def begin(self, retry_policy: RetryPolicy) -> None:
-        """Take those that a job begins with: as many of the devices at hand as it may use. Refused where they are fewer
+        """Keep the devices that a job begins with: as many of those present as it may use. Refuse if they are fewer
         than it needs."""
         retry_policy.begins_with(len(self.cluster.devices))
         for name in self.cluster.names[retry_policy.max_devices :] if retry_policy.max_devices is not None else ():
             self.cluster = self.cluster.without(name)
 
     def go_on_without_lost(self, retry_policy: RetryPolicy) -> list[str]:
-        """Who of the cluster is gone, and no longer in it: a job that has not begun yet begins without them. Nobody
-        where too few would be left, or where all were started here: one of those that ends so early would not work."""
-        here = {member.name for member in self.coordinator.alive() if not member.is_leaving}
-        gone = [name for name in self.cluster.names if name not in here]
-        if not self.others_may_join or len(self.cluster.names) - len(gone) < retry_policy.min_devices:
+        """Remove the lost devices from the cluster, and return their names: a job that has not begun yet begins without
+        them.
+
+        Remove none if too few would remain, or if all were started here: one that ends so early would not work.
+        """
+        present = {member.name for member in self.coordinator.alive() if not member.is_leaving}
+        lost_names = [name for name in self.cluster.names if name not in present]
+        if not self.others_may_join or len(self.cluster.names) - len(lost_names) < retry_policy.min_devices:
             return []
-        for name in gone:
+        for name in lost_names:
             self.cluster = self.cluster.without(name)
-        return gone
+        return lost_names
 
     def wait_for_enough(self, retry_policy: RetryPolicy) -> bool:
-        """Wait for others where some were lost and too few are left to begin with; whether there are enough again.
+        """Wait for others if some were lost and too few remain to begin with; return whether there are enough again.
 
-        They are waited for as long as the first ones were. A cluster of a file is one of given names, which are waited
-        for by name.
+        The limit is that for the first workers. A cluster file's devices have given names, and are awaited by name.
         """
-        here = [member.name for member in self.coordinator.alive()]
-        if not self.others_may_join or all(name in here for name in self.cluster.names):
+        present = [member.name for member in self.coordinator.alive()]
+        if not self.others_may_join or all(name in present for name in self.cluster.names):
             return False
-        wanted = self.cluster.names if self.has_links else retry_policy.min_devices
-        self.coordinator.on_event(f"Waiting for others to join: {len(here)} of {retry_policy.min_devices} are here.")
+        awaited = self.cluster.names if self.has_links else retry_policy.min_devices
+        self.coordinator.on_event(f"Waiting for others to join: {len(present)} of {retry_policy.min_devices} are here.")
         try:
-            self.coordinator.wait_for(wanted, self.coordinator.join_limit_seconds)
+            self.coordinator.wait_for(awaited, self.coordinator.join_limit_seconds)
         except TimedOut:
             return False
         if not self.has_links:
@@ -84,6 +86,3 @@ class Session:
 
 def usable_cores() -> int:
     return identify().cores
-
-
-# Measuring

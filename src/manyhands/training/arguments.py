@@ -1,4 +1,4 @@
-"""The arguments of `manyhands train` as a `TrainConfig`: a new run, or one that is resumed."""
+"""Turns the arguments of `manyhands train` into a `TrainConfig`: of a new run, or of one that is resumed."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from manyhands.plans.planning import plan_file
 from manyhands.training.config import STRATEGIES, TrainConfig
 
 DOCUMENT = "wish"
-"""The key of config.yaml under which the command's options are kept, since 0.1."""
+"""The key of config.yaml under which the command's options are stored, since 0.1."""
 
 
 def train_config(arguments: Mapping[str, Any]) -> TrainConfig:
     """Return the configuration of a command; arguments that are None were left out."""
-    given = given_arguments(arguments)
-    has_plan_file = "plan" in given
-    take_share(given, STRATEGIES)
-    take_devices(given)
-    check_length(given)
+    options = given_arguments(arguments)
+    has_plan_file = "plan" in options
+    take_share(options, STRATEGIES)
+    take_devices(options)
+    check_length(options)
     if has_plan_file:
-        given |= _decided_by(plan_file(given["plan"]), given)
-    folder = resumed_folder(given, "train")
+        options |= _decided_by(plan_file(options["plan"]), options)
+    folder = resumed_folder(options, "train")
     if folder is not None:
-        config = _resumed(folder, given)
+        config = _resumed(folder, options)
         check_devices(config)
         return config
-    config = TrainConfig.from_command(given)
+    config = TrainConfig.from_command(options)
     check_devices(config)
     _check_share(config)
     return config
 
 
-def _decided_by(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def _decided_by(file: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a plan file decides of the job, and refuse a contradiction."""
     plan = plan_in(file)
     if any(isinstance(stage.share, ByChannels) for stage in plan.stages):
@@ -59,19 +59,19 @@ def _decided_by(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             hint="Run it with manyhands infer; to train, share it by samples or tiles.",
         )
     decided: dict[str, Any] = {
-        "model": plan.network if "model" in given else from_file(plan.network, str(file)),
+        "model": plan.network if "model" in options else from_file(plan.network, str(file)),
         "batch_size": plan.batch_size, "micro_batches": plan.micro_batches,
         "batch_norm": plan.batch_norm,
     }  # fmt: skip
     for name, value in decided.items():
-        if given.get(name, value) != value:
+        if options.get(name, value) != value:
             subject, flag = "network" if name == "model" else name, fields_of(TrainConfig)[name].option.flags[0]
             raise BadPlan(
-                f"{file}: {subject} is {value}; {flag} is {given[name]}.",
+                f"{file}: {subject} is {value}; {flag} is {options[name]}.",
                 hint=f"Leave out {flag}, or give another plan.",
             )
     count = local_count(plan.devices)
-    if count and "devices" not in given and not given.get("cluster"):
+    if count and "devices" not in options and not options.get("cluster"):
         decided |= {"devices": count, "max_devices": None}
     return {**decided, "plan": str(file)}
 
@@ -95,8 +95,8 @@ def _check_share(config: TrainConfig) -> None:
         )
 
 
-def _resumed(folder: Path, given: dict[str, Any]) -> TrainConfig:
-    """Return what a run was started with; how long and on which devices may be given anew."""
+def _resumed(folder: Path, options: dict[str, Any]) -> TrainConfig:
+    """Return the configuration that a run was started with; its length and its devices may be given anew."""
     document = stored_document(folder, DOCUMENT)
     if document is None:
         raise BadValue(
@@ -104,13 +104,13 @@ def _resumed(folder: Path, given: dict[str, Any]) -> TrainConfig:
             hint="In Python: mh.train(model, data, ..., resume=FOLDER).",
         )
     stored = TrainConfig.stored_values(document)
-    check_resumed(TrainConfig, folder, stored, given)
-    if "epochs" in given:
+    check_resumed(TrainConfig, folder, stored, options)
+    if "epochs" in options:
         stored["steps"] = None
-    stored |= forgotten_devices(given, stored)
-    if "plan" in given:
+    stored |= forgotten_devices(options, stored)
+    if "plan" in options:
         stored |= {"micro_batches": None, "grid": "", "rows": "", "columns": ""}
     try:
-        return TrainConfig.from_command({"plan": "samples", **stored, **given})
+        return TrainConfig.from_command({"plan": "samples", **stored, **options})
     except TypeError as error:
         raise BadFile(f"{folder / 'config.yaml'}: is not the configuration of a run: {error}.") from error

@@ -20,7 +20,7 @@ STRATEGIES = {"auto": "fastest", "single": "", "samples": "", "pipeline": "", "t
 
 @dataclass(frozen=True, kw_only=True)
 class SharingConfig(LearningConfig):
-    """How the devices share the work."""
+    """The ways in which the devices share the work."""
 
     plan: Plan | str | Path = option(
         "auto",
@@ -99,7 +99,7 @@ class SharingConfig(LearningConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig):
-    """Everything that `mh.train` and `manyhands train` can be told."""
+    """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:
         super().check()
@@ -113,12 +113,12 @@ class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig):
 
     @property
     def plan_file(self) -> str:
-        """The plan file, where one is given."""
+        """The plan file, if one is given; else empty."""
         return str(self.plan) if self.has_plan_file else ""
 
     @property
     def title(self) -> str:
-        """What workers that join are told they work for."""
+        """The title of the job, which workers that join are shown."""
         return self.model
 
     @property
@@ -137,18 +137,18 @@ class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig):
 
     @property
     def count(self) -> int:
-        """How many workers the job begins with: one for each tile, where a grid is given and no number."""
+        """The number of workers that the job begins with: one per tile, if a grid is given and no number."""
         grid = self.tile_options.grid if self.tile_options is not None else None
         if grid is not None and self.devices is None and not self.cluster and not self.lab:
             return grid[0] * grid[1]
         return super().count
 
     def document(self) -> dict[str, Any]:
-        """Return what config.yaml keeps. Files have their full paths: a run may be resumed from another folder."""
-        kept = super().document()
+        """Return what config.yaml stores. Files have full paths: a run may be resumed from another folder."""
+        document = super().document()
         names = (*NAMES, *STAND_INS, *STRATEGIES)
-        files = {name: full_path(kept[name], names) for name in ("data", "plan", "cluster", "lab")}
-        return {**kept, **files, "traces": [_full_trace(text) for text in self.traces]}
+        files = {name: full_path(document[name], names) for name in ("data", "plan", "cluster", "lab")}
+        return {**document, **files, "traces": [_full_trace(text) for text in self.traces]}
 
 
 def _full_trace(text: str) -> str:

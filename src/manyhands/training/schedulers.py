@@ -1,7 +1,7 @@
-"""The schedules that `configure_optimizers` makes, as data: noted while it makes them, by the arguments it gives.
+"""Records the schedules that `configure_optimizers` makes, as data: the arguments of each constructor call.
 
 A scheduler of PyTorch does not keep its arguments (OneCycleLR keeps no max_lr), and changes its optimiser as soon as it
-is made. So their constructors are watched for as long as the user's function runs.
+is made. So the constructors are watched while the user's function runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _IN_SEQUENCE = "Let one follow the other: SequentialLR(optimizer, [first, second
 
 
 class Configuring:
-    """Watches schedulers being made, within a `with` statement."""
+    """Records the schedulers that are made within a `with` statement."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, dict[str, Any]]] = {}
-        """id of a scheduler -> itself, so that the id stays its own, and what it was given."""
+        """id of a scheduler -> the scheduler, so that its id is not reused, and its arguments."""
         self._groups: dict[int, Mapping[str, Any]] = {}
         """id of an optimiser -> its options before any scheduler changed them."""
         self._originals: list[tuple[type, Callable[..., None]]] = []
@@ -50,36 +50,39 @@ class Configuring:
 
     def _watched(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
-        def noted(scheduler: Any, *given: Any, **named: Any) -> None:
-            bound = inspect.signature(original).bind(scheduler, *given, **named).arguments
+        def noted(scheduler: Any, *positional: Any, **named: Any) -> None:
+            bound = inspect.signature(original).bind(scheduler, *positional, **named).arguments
             optimizer = bound.get("optimizer")
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._groups.setdefault(id(optimizer), _copied(optimizer.param_groups[0]))
-            if id(scheduler) not in self._made:  # not what a class of the user's own hands on to PyTorch's
+            if id(scheduler) not in self._made:  # not the arguments that a user's subclass passes to PyTorch's
                 self._made[id(scheduler)] = (scheduler, dict(list(bound.items())[1:]))
-            original(scheduler, *given, **named)
+            original(scheduler, *positional, **named)
 
         return noted
 
     def group_of(self, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-        """The options of an optimiser with one group, as its user gave them."""
+        """Return the options of an optimiser with one group, as its user gave them."""
         return self._groups.get(id(optimizer)) or _copied(optimizer.param_groups[0])
 
-    def schedule_of(self, found: list[Any]) -> tuple[list[Pair], list[int] | None]:
-        """Schedules that follow one another with their milestones, from what Lightning takes as lr_scheduler(s)."""
-        if len(found) > 1:
+    def schedule_of(self, schedulers: list[Any]) -> tuple[list[Pair], list[int] | None]:
+        """Return consecutive schedules with their milestones, from what Lightning accepts as lr_scheduler(s)."""
+        if len(schedulers) > 1:
             raise BadValue(
-                f"configure_optimizers gives {len(found)} schedules, which would all be applied at every step; "
+                f"configure_optimizers gives {len(schedulers)} schedules, which would all be applied at every step; "
                 "there can be one.",
                 hint=_IN_SEQUENCE,
             )
-        if not found:
+        if not schedulers:
             return [], None
-        settings = found[0] if isinstance(found[0], dict) else {"scheduler": found[0]}
+        settings = schedulers[0] if isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]}
         scheduler, milestones = settings.get("scheduler"), None
         if isinstance(scheduler, SequentialLR):
-            given = self._given(scheduler)
-            pairs, milestones = [self._pair(one) for one in given["schedulers"]], list(given["milestones"])
+            arguments = self._given(scheduler)
+            pairs, milestones = (
+                [self._pair(scheduler) for scheduler in arguments["schedulers"]],
+                list(arguments["milestones"]),
+            )
         else:
             pairs = [self._pair(scheduler)]
         _check_by_step(type(scheduler).__name__, settings)
@@ -95,11 +98,11 @@ class Configuring:
                 hint=f"Use one of {', '.join(schedule_names())}",
             )
         resolve_schedule(name)
-        given = {option: _plain(value) for option, value in self._given(scheduler).items() if option != "optimizer"}
-        if given.pop("last_epoch", -1) != -1:
+        arguments = {option: _plain(value) for option, value in self._given(scheduler).items() if option != "optimizer"}
+        if arguments.pop("last_epoch", -1) != -1:
             raise BadValue(f"The schedule {name} begins in the middle (last_epoch).", hint="Leave last_epoch out.")
-        given.pop("verbose", None)
-        return name, given
+        arguments.pop("verbose", None)
+        return name, arguments
 
     def _given(self, scheduler: Any) -> dict[str, Any]:
         if id(scheduler) not in self._made:
@@ -122,9 +125,9 @@ def _check_by_step(name: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_begun(optimizer: Optimizer, found: torch.optim.Optimizer) -> None:
-    """Refuse what was read if it does not begin with the learning rate that the user's own objects begin with."""
-    read, rate = build(optimizer, {}).learning_rate, float(found.param_groups[0]["lr"])
+def check_begun(optimizer: Optimizer, torch_optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the optimiser that was read if its first learning rate differs from that of the user's own objects."""
+    read, rate = build(optimizer, {}).learning_rate, float(torch_optimizer.param_groups[0]["lr"])
     if read != rate:
         raise BadValue(
             f"The learning rate is {rate} after configure_optimizers; by its optimiser and schedule it is {read}.",
@@ -133,7 +136,7 @@ def check_begun(optimizer: Optimizer, found: torch.optim.Optimizer) -> None:
 
 
 def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A rate that is a tensor is changed in place."""
+    """Return a copy of a group. Tensors are cloned: a rate that is a tensor is changed in place."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
 

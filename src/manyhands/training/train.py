@@ -1,4 +1,4 @@
-"""`mh.train`: capture, plan, run on the cluster, and put the trained weights back into the module."""
+"""`mh.train`: captures and plans a model, runs it on the cluster, and puts the trained weights back into the module."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def train(
 ) -> TrainResult:
     """Train `model` on `data`, a data set of pairs (input, target), over a cluster, exactly as one device would.
 
-    The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns. Which
-    options there are is written in `TrainConfig`.
+    The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
+    `TrainConfig` describes the options.
 
     data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
                     IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
@@ -68,7 +68,7 @@ def train(
 def train_with(
     config: TrainConfig, model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor], optimizer: Optimizer
 ) -> TrainResult:
-    """Train as a configuration says, and return the result."""
+    """Train as configured, and return the result."""
     workload = workload_of(config, model, data, loss, optimizer)
     say, plan, stored = config.say, config.plan, dict(config.config or {})
     tiles = config.tile_options
@@ -109,7 +109,7 @@ def train_with(
 def workload_of(
     config: TrainConfig, model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor], optimizer: Optimizer
 ) -> Workload:
-    """Return what is trained, with the batch size and the order of a DataLoader where the configuration has none."""
+    """Return the workload, with the batch size and the order of a DataLoader where the configuration has none."""
     samples = given(data)
     config = replace(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
@@ -119,7 +119,7 @@ def workload_of(
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
-    """Return the plan as the configuration has it: a plan without shares of samples fits any batch size."""
+    """Return the plan adapted to the configuration: a plan without shares of samples fits any batch size."""
     if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
         plan = msgspec.structs.replace(plan, batch_size=batch_size * plan.steps_per_round)
     if config.reduce != "gateway":
@@ -129,7 +129,7 @@ def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
 
 
 class TrainJob(Job):
-    """Plans for any cluster, by any strategy."""
+    """A training job, which plans for any cluster, by any strategy."""
 
     @property
     def settings(self) -> TrainConfig:
@@ -143,25 +143,25 @@ class TrainJob(Job):
 
     def planned(self, retry_policy: RetryPolicy, decided_before: Mapping[str, Any] | None) -> PlannedRun:
         """Measure, plan and predict. A resumed run with the same options keeps its plan: another would round
-        otherwise."""
+        differently."""
         network, config = self.graph.network, self.settings
-        wanted = config.plan
+        requested = config.plan
         alternatives: dict[str, float] = {}
         before = self._decided(decided_before) if decided_before is not None else None
         if before is not None:
             cluster, profile, _ = before
         else:
             cluster, profile = measure_who_stays(
-                self.session, self.graph, self.workload.batch_size, retry_policy if is_strategy(str(wanted)) else None,
-                optimizer=self.workload.optimizer, say=self.say,
+                self.session, self.graph, self.workload.batch_size,
+                retry_policy if is_strategy(str(requested)) else None, optimizer=self.workload.optimizer, say=self.say,
             )  # fmt: skip
-        if before is not None and is_strategy(str(wanted)):
+        if before is not None and is_strategy(str(requested)):
             plan = before[2]
-        elif isinstance(wanted, Plan):
-            plan = wanted
-        elif is_strategy(str(wanted)):
+        elif isinstance(requested, Plan):
+            plan = requested
+        elif is_strategy(str(requested)):
             made = make_plan(
-                network, cluster, batch_size=self.workload.batch_size, strategy=str(wanted), profile=profile,
+                network, cluster, batch_size=self.workload.batch_size, strategy=str(requested), profile=profile,
                 micro_batches=config.micro_batches, optimizer_slots=slots(self.workload.optimizer),
                 tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
             )  # fmt: skip
@@ -170,7 +170,7 @@ class TrainJob(Job):
                 plan = self._tried([plan, *(other for other in made.runners_up if other != plan)], config.tune, profile)
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
         else:
-            plan = read_plan(plan_file(str(wanted)), network, cluster)
+            plan = read_plan(plan_file(str(requested)), network, cluster)
         plan = resolve(applied(config, plan, self.workload.batch_size), network, cluster)
         if plan.step_size != self.workload.batch_size:
             raise BadPlan(f"The plan is for batches of {plan.step_size}; batch_size is {self.workload.batch_size}.")
@@ -182,7 +182,7 @@ class TrainJob(Job):
         return replace(self.checked(plan, cluster, profile), alternatives=alternatives)
 
     def _decided(self, options: Mapping[str, Any]) -> tuple[Cluster, Profile, Plan] | None:
-        """Return what this run was decided with, where the options and the devices are the same."""
+        """Return the stored cluster, profile and plan of this run, if the options and the devices are the same."""
         try:
             config = read_config(self.folder)
             cluster, profile, plan = read_decided(self.folder, self.graph.network)
@@ -193,10 +193,11 @@ class TrainJob(Job):
         return (cluster, profile, plan) if is_same and set(cluster.names) == names == set(profile.devices) else None
 
     def _runnable(self, best: Plan, others: list[Plan]) -> Plan:
-        """The fastest plan that the executor can run. `runs_here` refuses stages whose devices would have to add up
-        gradients of several types; stages shared by channels, which are for inference, no strategy plans for training.
+        """Return the fastest plan that the executor can run. `runs_here` refuses stages whose devices would have to add
+        up gradients of several types; no strategy for training plans stages shared by channels, which are for
+        inference.
 
-        Batch statistics over a part of the batch are others than over all of it: plans that keep it whole go first.
+        Batch statistics over a part of the batch differ from those over all of it: plans that keep it whole go first.
         """
         runnable: list[Plan] = []
         for plan in (best, *others):
@@ -210,7 +211,8 @@ class TrainJob(Job):
         return next((plan for plan in runnable if not cuts_statistics(plan, self.graph.network)), runnable[0])
 
     def _tried(self, plans: list[Plan], most: int, profile: Profile) -> Plan:
-        """The fastest of the first plans in a trial of a few steps; only of those that take statistics alike."""
+        """Return the fastest of the first plans in a trial of a few steps; only of those that compute the same batch
+        statistics as the first."""
         alike = []
         for plan in plans:
             with contextlib.suppress(BadPlan):
@@ -221,7 +223,7 @@ class TrainJob(Job):
             self.say(f"trying {min(most, len(alike))} plan(s)")
         with Prefetcher(self.workload.data, self.workload.order, 0, 1) as batches:
             _, inputs, targets = next(iter(batches))
-        kernels = {name: one.kernels for name, one in profile.devices.items()}
+        kernels = {name: device_profile.kernels for name, device_profile in profile.devices.items()}
         trials = fastest_in_trial(
             self.session.coordinator,
             self.graph,

@@ -1,10 +1,10 @@
-"""`mh.Trainer(devices=4, max_epochs=2).fit(module, loader)`: modules in Lightning's way, on a cluster.
+"""`mh.Trainer(devices=4, max_epochs=2).fit(module, loader)`: trains Lightning-style modules on a cluster.
 
-Of the module three things are used: `forward`, `training_step(batch, batch_idx)`, which calls it once and returns the
+It uses three methods of the module: `forward`, `training_step(batch, batch_idx)`, which calls it once and returns the
 loss, and `configure_optimizers()`. Lightning itself is not needed, and not imported.
 
     training_step((x, y), i):             the network is forward(x): captured, planned and shared as any other
-        out = self(x)                     out is what the network gave
+        out = self(x)                     out is the network's output
         return cross_entropy(out, y)      the rest is the loss of (out, y)
 """
 
@@ -30,9 +30,9 @@ from manyhands.training.schedulers import Configuring, check_begun
 from manyhands.training.train import train
 
 NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Options of torch's optimisers that say how, not what, is computed; workers choose."""
+"""Options of torch's optimisers that affect how the result is computed, not what it is; workers choose them."""
 QUIET = ("log", "log_dict", "print")
-"""What a LightningModule calls while it computes; the run's folder has the loss."""
+"""Methods that a LightningModule calls while it computes, silenced here; the run's folder has the loss."""
 NOT_CALLED = (
     "backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping",
     "configure_callbacks", "configure_model", "transfer_batch_to_device", "teardown",
@@ -41,14 +41,15 @@ NOT_CALLED = (
     "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",
     "on_load_checkpoint", "on_save_checkpoint",
 )  # fmt: skip
-"""Lightning's hooks that may change what is trained, and that nobody calls here: a module that has one is refused."""
+"""Lightning's hooks that may change what is trained and are never called here: a module that has one is refused."""
 NOT_USED = ("validation_step", "on_validation_start", "on_validation_end", "on_validation_epoch_start",
             "on_validation_epoch_end")  # fmt: skip
-"""What only measures: held-out data is evaluated with training_step's loss, and accuracy where there are classes."""
+"""Hooks that only measure and are not called: held-out data is evaluated with training_step's loss, and with accuracy
+if there are classes."""
 
 
 class Trainer:
-    """Trains modules on several devices. What it does not know by Lightning's names it hands to `mh.train`.
+    """Trains modules on several devices. Options that Lightning has no name for are passed to `mh.train`.
 
     devices     how many local workers; or a cluster as `mh.train` takes it, with cluster=
     max_epochs  passes over the data; max_steps: steps instead
@@ -64,8 +65,9 @@ class Trainer:
         self._epochs, self._steps = max_epochs, max_steps if max_steps != -1 else None
 
     def fit(self, module: nn.Module, train_dataloaders: Any = None, val_dataloaders: Any = None) -> TrainResult:
-        """Train; the module holds the trained weights when this returns. Data may be data sets, too, if batch_size is
-        given; left out, the module's own `train_dataloader()` is asked. Held-out data is evaluated at the end."""
+        """Train, and return the result; the module then holds the trained weights. Data may also be data sets if
+        batch_size is given; if left out, the module's own `train_dataloader()` is called. Held-out data is evaluated at
+        the end."""
         for name in ("training_step", "configure_optimizers"):
             if not callable(getattr(module, name, None)):
                 raise BadValue(
@@ -101,18 +103,18 @@ def _called(module: nn.Module, name: str) -> Any:
 
 
 def _is_own(module: nn.Module, name: str) -> bool:
-    """Not Lightning's own, which only says that there is none."""
+    """Return whether a method is not Lightning's own, which only reports that there is none."""
     return not getattr(type(module), name).__module__.startswith(("lightning", "pytorch_lightning"))
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method that is neither Lightning's nor torch's own."""
+    """Return whether a module has a method that is neither Lightning's nor torch's own."""
     method = getattr(type(module), name, None)
     return callable(method) and _is_own(module, name) and not method.__module__.startswith("torch.")
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Whatever Lightning would do otherwise than this trainer is refused by name, with the line that asks for it."""
+    """Refuse by name every hook that Lightning would call and this trainer does not, with the line that defines it."""
     if getattr(module, "automatic_optimization", True) is False:
         raise BadValue(
             f"{type(module).__name__} sets automatic_optimization = False: its training_step steps the optimiser "
@@ -130,7 +132,7 @@ def _refuse_hooks(module: nn.Module) -> None:
 
 
 class _Input:
-    """Stands for the input while the loss is computed: only forward may have it."""
+    """A stand-in for the input while the loss is computed: only forward may use the input."""
 
     def __getattr__(self, name: str) -> Any:
         raise BadValue(
@@ -140,7 +142,7 @@ class _Input:
 
 
 class StepLoss:
-    """training_step as a function of the network's output and the target."""
+    """The loss of training_step, as a function of the network's output and the target."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -168,8 +170,8 @@ class StepLoss:
 
 @contextlib.contextmanager
 def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
-    """The module's methods, replaced for a moment."""
-    own = {name: module.__dict__[name] for name in others if name in module.__dict__}
+    """Replace methods of the module within this context."""
+    originals = {name: module.__dict__[name] for name in others if name in module.__dict__}
     for name, other in others.items():
         object.__setattr__(module, name, other)
     try:
@@ -177,7 +179,7 @@ def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
     finally:
         for name in others:
             object.__delattr__(module, name)
-        for name, other in own.items():
+        for name, other in originals.items():
             object.__setattr__(module, name, other)
 
 
@@ -185,35 +187,35 @@ def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
 
 
 def optimizer_of(module: nn.Module) -> Optimizer:
-    """What configure_optimizers() gives, as data."""
+    """Return the optimiser that configure_optimizers() returns, as data."""
     with Configuring() as configuring:
-        found = module.configure_optimizers()  # type: ignore[operator]
+        configured = module.configure_optimizers()  # type: ignore[operator]
     schedulers: list[Any] = []
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        found, schedulers = found[0], list(found[1])
-    if isinstance(found, dict):
-        schedulers = [found["lr_scheduler"]] if found.get("lr_scheduler") is not None else []
-        found = found.get("optimizer")
-    if isinstance(found, (list, tuple)):
-        if len(found) != 1:
-            raise BadValue(f"configure_optimizers gives {len(found)} optimisers; there can be one.")
-        found = found[0]
-    if not isinstance(found, torch.optim.Optimizer):
-        raise BadValue(f"configure_optimizers gives a {type(found).__name__}; it must be a torch.optim optimiser.")
-    trained = {id(one) for one in module.parameters() if one.requires_grad}
-    given = {id(one) for group in found.param_groups for one in group["params"]}
-    if len(found.param_groups) != 1 or given != trained:
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+        configured, schedulers = configured[0], list(configured[1])
+    if isinstance(configured, dict):
+        schedulers = [configured["lr_scheduler"]] if configured.get("lr_scheduler") is not None else []
+        configured = configured.get("optimizer")
+    if isinstance(configured, (list, tuple)):
+        if len(configured) != 1:
+            raise BadValue(f"configure_optimizers gives {len(configured)} optimisers; there can be one.")
+        configured = configured[0]
+    if not isinstance(configured, torch.optim.Optimizer):
+        raise BadValue(f"configure_optimizers gives a {type(configured).__name__}; it must be a torch.optim optimiser.")
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    optimized = {id(parameter) for group in configured.param_groups for parameter in group["params"]}
+    if len(configured.param_groups) != 1 or optimized != trained:
         raise BadValue(
-            f"The optimiser has {len(found.param_groups)} group(s) of {len(given)} parameters; the module trains "
-            f"{len(trained)}. All are trained alike.",
+            f"The optimiser has {len(configured.param_groups)} group(s) of {len(optimized)} parameters; the module "
+            f"trains {len(trained)}. All are trained alike.",
             hint="Give it self.parameters(); freeze others with requires_grad_(False).",
         )
-    group = configuring.group_of(found)
-    taken = [name for name in inspect.signature(type(found)).parameters if name not in NOT_OURS]
-    kept = {name: _plain(group[name]) for name in taken if group.get(name) is not None}
+    group = configuring.group_of(configured)
+    names = [name for name in inspect.signature(type(configured)).parameters if name not in NOT_OURS]
+    options = {name: _plain(group[name]) for name in names if group.get(name) is not None}
     schedule, milestones = configuring.schedule_of(schedulers)
-    optimizer = Optimizer(type(found).__name__, schedule=schedule, milestones=milestones, **kept)
-    check_begun(optimizer, found)
+    optimizer = Optimizer(type(configured).__name__, schedule=schedule, milestones=milestones, **options)
+    check_begun(optimizer, configured)
     return optimizer
 
 

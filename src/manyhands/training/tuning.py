@@ -1,4 +1,4 @@
-"""Plans tried for a few steps on the workers at hand: where simulations are close, a trial decides."""
+"""Tries plans for a few steps on the session's workers: where simulations are close, a trial decides."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
 
 WARM_UP, STEPS = 2, 4
-"""Of one turn: steps that do not count, and that do."""
+"""Steps of one turn: those that do not count, and those that do."""
 
 
 class Turns(NamedTuple):
-    """So many at least and at most, until the steps of a plan have taken so long: a disturbance takes as long whether
-    steps are long or short."""
+    """The number of turns: at least `least` and at most `most`, until the steps of a plan have taken `seconds`. A
+    disturbance lasts equally long whether steps are long or short."""
 
     least: int
     most: int
@@ -39,14 +39,14 @@ class Turns(NamedTuple):
 
 
 FIRST, LAST = Turns(2, 6, 3.0), Turns(3, 8, 6.0)
-"""Of all plans; of those that are close, which decides."""
+"""Turns of all plans; turns of the final trial of those that are close, which decides."""
 PRUNED_RATIO = 1.5
-"""A plan whose steps take so many times as long as those of the best has no further turn."""
+"""A plan whose steps take more than this many times as long as those of the best has no further turn."""
 CLEARLY_FASTER = 0.95
-"""A plan is preferred to one that the simulation ranks before it only where it takes this part of its time or less."""
+"""A plan is preferred to one that the simulation ranks before it only if it takes less than this part of its time."""
 FINALISTS, CLOSE = 4, 1.2
-"""So many at most, that took so many times as long as the best at most, are tried once more: the fastest of many in a
-short trial was lucky too."""
+"""The most plans that are tried once more, and the most time that they may have taken relative to the best: the fastest
+of many in a short trial was also lucky."""
 
 Trials = list[tuple[Plan, float]]
 
@@ -61,26 +61,26 @@ def fastest_in_trial(
     *,
     is_laid: bool,
 ) -> Trials:
-    """Plans with the seconds of a step, the one to take first; `plans` come as simulations rank them.
+    """Return plans with the seconds of a step, the one to choose first; `plans` are ordered by simulated time.
 
-    They take turns, as a machine's speed drifts. The same batch is trained on over and over, from the graph's own
-    weights, which do not change; `is_laid`: it is laid out at the devices before. Then those nearest to the best of
-    several take turns with it: a simulation may be wrong by more than a layer. Those that are close to the best then
-    have a longer trial, which decides, again for what the simulation ranks first unless another is clearly faster.
-    Where the best adds up gradients in buckets while backward goes on, it is tried in one bucket too: where links are
-    fast and every core computes, what runs beside computing slows it down by more than it takes.
+    Plans take turns, as a machine's speed drifts. The same batch is trained on repeatedly, from the graph's own
+    weights, which do not change; `is_laid`: the devices hold it beforehand. Then the plans nearest to the best of
+    several take turns with it: a simulation may be wrong by more than a layer. Plans that are close to the best then
+    have a longer trial, which decides, again for the one that the simulation ranks first unless another is clearly
+    faster. If the best adds up gradients in buckets during the backward pass, it is tried in one bucket too: where
+    links are fast and every core computes, work beside computing slows it down by more than it takes.
     """
 
     def tried(some: Sequence[Plan], turns: Turns) -> Trials:
-        taken: dict[int, list[float]] = {number: [] for number in range(len(some))}
-        racing, usual = list(taken), dict[int, float]()
+        step_seconds: dict[int, list[float]] = {number: [] for number in range(len(some))}
+        racing, usual = list(step_seconds), dict[int, float]()
         for turn in range(1, turns.most + 1):
             for number in racing:
-                taken[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
-            usual = {number: statistics.median(steps) for number, steps in taken.items() if steps}
+                step_seconds[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
+            usual = {number: statistics.median(steps) for number, steps in step_seconds.items() if steps}
             best = min(usual, key=lambda number: usual[number], default=0)
             racing = [number for number in racing if number in usual and usual[number] <= PRUNED_RATIO * usual[best]]
-            if len(racing) < 2 or (turn >= turns.least and sum(taken[best]) >= turns.seconds):
+            if len(racing) < 2 or (turn >= turns.least and sum(step_seconds[best]) >= turns.seconds):
                 break
         return [(some[number], seconds) for number, seconds in usual.items()]
 
@@ -91,36 +91,41 @@ def fastest_in_trial(
     close = [plan for plan, seconds in _sorted(ranked) if seconds <= CLOSE * ranked[0][1]][:FINALISTS]
     if len(close) > 1:
         close.sort(key=lambda plan: plans.index(plan) if plan in plans else len(plans))
-        ranked = [*_ranked(tried(close, LAST)), *(one for one in ranked if one[0] not in close)]
+        ranked = [*_ranked(tried(close, LAST)), *(trial for trial in ranked if trial[0] not in close)]
     if ranked and (whole := in_one_bucket(ranked[0][0], graph.network)) is not None:
-        both = tried([ranked[0][0], whole], LAST)
-        return [*_sorted(both), *ranked[1:]]
+        trials = tried([ranked[0][0], whole], LAST)
+        return [*_sorted(trials), *ranked[1:]]
     return ranked
 
 
-def _sorted(found: Trials) -> Trials:
-    return sorted(found, key=lambda one: one[1])
+def _sorted(trials: Trials) -> Trials:
+    return sorted(trials, key=lambda trial: trial[1])
 
 
-def nearest(plan: Plan, known: Sequence[Plan], network: Network) -> list[Plan]:
-    """Plans that differ in one cut by one layer, or have half or twice as many micro-batches where those known differ
-    in them too (else somebody has asked for so many); none of the known ones."""
-    found = list(moved_cuts(plan, (-1, 1)))
-    if len({one.micro_batches for one in known}) > 1 and all(isinstance(one.share, Single) for one in plan.stages):
+def nearest(plan: Plan, candidates: Sequence[Plan], network: Network) -> list[Plan]:
+    """Return plans that differ in one cut by one layer, or have half or twice as many micro-batches, and are not among
+    `candidates`.
+
+    The number of micro-batches varies only if the candidates differ in it too; else the user has fixed it.
+    """
+    neighbours = list(moved_cuts(plan, (-1, 1)))
+    if len({candidate.micro_batches for candidate in candidates}) > 1 and all(
+        isinstance(candidate.share, Single) for candidate in plan.stages
+    ):
         counts = (plan.micro_batches // 2, 2 * plan.micro_batches)
-        found += [msgspec.structs.replace(plan, micro_batches=count) for count in counts if count]
+        neighbours += [msgspec.structs.replace(plan, micro_batches=count) for count in counts if count]
     near = []
-    for one in found:
+    for neighbour in neighbours:
         with contextlib.suppress(BadPlan):
-            one = resolve(one, network)
-            runs_here(one, network)
-            if one not in known and cuts_statistics(one, network) == cuts_statistics(plan, network):
-                near.append(one)
+            neighbour = resolve(neighbour, network)
+            runs_here(neighbour, network)
+            if neighbour not in candidates and cuts_statistics(neighbour, network) == cuts_statistics(plan, network):
+                near.append(neighbour)
     return near
 
 
 def in_one_bucket(plan: Plan, network: Network) -> Plan | None:
-    """The plan with all gradients of a stage added up at once; None where they are, or nobody adds up any."""
+    """Return the plan with all gradients of a stage added up at once; None: they already are, or none are added up."""
     shared = [stage for stage in plan.stages if len(stage.devices) > 1 and stage.reduce == "allreduce"]
     most = max((_gradient_bytes(stage, network) for stage in shared), default=0)
     return msgspec.structs.replace(plan, bucket_bytes=most) if most > plan.bucket_bytes else None
@@ -131,13 +136,13 @@ def _gradient_bytes(stage: Stage, network: Network) -> int:
     return sum(weight.bytes for weight in weights if weight.trainable)
 
 
-def _ranked(found: Trials) -> Trials:
-    """The one to take first, then the fastest."""
+def _ranked(trials: Trials) -> Trials:
+    """Return the trials with the plan to choose first, then from the fastest to the slowest."""
     best = 0
-    for number, (_, seconds) in enumerate(found):
-        if seconds < CLEARLY_FASTER * found[best][1]:
+    for number, (_, seconds) in enumerate(trials):
+        if seconds < CLEARLY_FASTER * trials[best][1]:
             best = number
-    return [*found[best : best + 1], *_sorted(found[:best] + found[best + 1 :])]
+    return [*trials[best : best + 1], *_sorted(trials[:best] + trials[best + 1 :])]
 
 
 def _steps(
@@ -149,7 +154,7 @@ def _steps(
     batch: Preload,
     is_laid: bool,
 ) -> list[float]:
-    """Seconds of each of a few steps; none where a worker has no room for it."""
+    """Return the seconds of each of a few steps; empty if a worker lacks the memory."""
     order = Order(
         graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS,
         optimizer=at_start(optimizer), kernels={name: kernels.get(name, {}) for name in plan.devices},
@@ -164,6 +169,6 @@ def _steps(
 
 
 def same_batches(batch: Preload, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
-    """One batch over and over; its numbers, where it was laid out."""
+    """Return an iterator that repeats one batch, or only its sample numbers if the devices hold the samples."""
     fed = batch.numbers() if is_laid else (batch.inputs, batch.targets)
     return ((step, *fed) for step in range(steps))
