@@ -21,7 +21,7 @@ Steps = tuple[tuple[int, int, int], ...]
 
 
 _MOST_KEPT = 16384
-"""The number of answers about boxes that are cached: the same questions come up in every step."""
+"""The most answers about boxes that are cached: the same questions come up in every step."""
 
 
 @lru_cache(maxsize=_MOST_KEPT)

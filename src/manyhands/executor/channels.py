@@ -104,14 +104,14 @@ class ChannelRunner(ForwardOnly):
             first = max(start for start in self.pieces if start <= group.first)
             for name in (*sent, *boxes[self.device]):
                 last[name] = max(last.get(name, first), first)
-        uses: dict[int, list[str]] = {}
+        frees: dict[int, list[str]] = {}
         for name, first in last.items():
             leaves = name in self.network.outputs or any(
                 reader >= self.geometry.last for reader in self.network.readers.get(name, ())
             )
             if not leaves:
-                uses.setdefault(first, []).append(name)
-        return uses
+                frees.setdefault(first, []).append(name)
+        return frees
 
     def micro_batch(self, micro_batch: int) -> ChannelMicroBatch:
         batch = self.in_flight.get(micro_batch)

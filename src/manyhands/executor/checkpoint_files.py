@@ -91,7 +91,7 @@ def read_state(folder: Path) -> StateDocument:
         if size != expected.bytes:
             raise BadFile(
                 f"{folder / name}: {size} bytes ({format_bytes(size)}); {STATE_FILE} says {expected.bytes}. The "
-                f"checkpoint is cut short, or mixed of two."
+                f"checkpoint is cut short, or mixed from two."
             )
     return state
 
@@ -115,7 +115,7 @@ def check_digests(folder: Path, state: StateDocument) -> None:
         if digest != expected.sha256:
             raise BadFile(
                 f"{folder / name}: its SHA-256 is {digest[:16]}…; {STATE_FILE} says {expected.sha256:.16}…. The file "
-                f"was damaged, or is of another checkpoint."
+                f"was damaged, or belongs to another checkpoint."
             )
 
 

@@ -84,8 +84,7 @@ def range_of(data: torch.Tensor) -> tuple[float, float]:
 
 
 def pack(data: torch.Tensor, bits: int, error: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a box as bytes. `error`, of its shape and type, is filled with what the receiver has too much: C(h) -
-    h."""
+    """Return a box as bytes. `error`, of its shape and type, is filled with the receiver's excess: C(h) - h."""
     flat = data.detach().reshape(-1)
     packed = torch.empty(packed_bytes(len(flat), bits), dtype=torch.uint8)
     least, greatest = range_of(flat)

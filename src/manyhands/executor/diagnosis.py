@@ -39,7 +39,7 @@ class NumberDiagnosis:
         step = self.in_flight.step_of(micro_batch)
         message = f"The loss is {number} at step {step}, on {self.device}; it began in {where}."
         if tensor is not None and tensor not in self.network.producer:
-            return DataNotFinite(message, hint="Mend the data of that step.")
+            return DataNotFinite(message, hint="Fix the data of that step.")
         return NotFinite(message, hint="Lower the learning rate, or look at the data of that step.")
 
     def packing_error(self, message: Message, part: Part, bits: int, error: NoRange) -> NotFinite:
@@ -68,7 +68,7 @@ class NumberDiagnosis:
     def _place_of(self, tensor: str) -> str:
         if tensor in self.network.producer:
             return f"layer {self._layer_of(tensor)} ({tensor})"
-        return f"the input '{tensor}': the data holds a number that is none"
+        return f"the input '{tensor}': the data holds a number that is not finite"
 
     def _first_tensor(self, micro_batch: int) -> str | None:
         for stage, runner in self.in_flight.runners.items():

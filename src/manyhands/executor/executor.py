@@ -130,7 +130,7 @@ class Executor:
         return self.updates.stepper
 
     def rest(self) -> None:
-        """Prepare the runners once all weights are here; in inference the weights stay as they are."""
+        """Prepare the runners for weights that are all here; only in inference, where the weights stay as they are."""
         if not self.plan.is_training:
             for stage, runner in self.runners.items():
                 runner.rest(max(1, self._samples_in(stage)))

@@ -27,7 +27,7 @@ class Phase(Enum):
     AWAITING_GRADIENTS = "awaiting gradients"
     BACKWARD = "backward"
     DONE = "done"
-    """Its last pass has ended; weight gradients that were put off may yet be computed."""
+    """The last pass has ended; weight gradients that were put off may yet be computed."""
     DISCARDED = "discarded"
 
 

@@ -30,8 +30,8 @@ class LocalExchange:
     def pass_gradients(self, stage: int, micro_batch: int) -> None:
         """Give earlier stages the gradients of what they made for a stage.
 
-        They are copies: further gradients of a tensor are added in place, and one gradient may belong to two tensors (the
-        terms of a sum).
+        They are copies: further gradients of a tensor are added in place, and one gradient may belong to two tensors
+        (the terms of a sum).
         """
         for producer, consumer, tensor, box in self._gradients:
             if consumer == stage:

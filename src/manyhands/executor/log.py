@@ -49,7 +49,7 @@ class DeviceLog(msgspec.Struct):
     peak_bytes: int = 0
     """Most tensor bytes alive at once in a step, counted in the requested step; 0: none was requested."""
     peak_parts: dict[str, int] = {}
-    """Those bytes by part: features, deltas (gradients of features), weights (with gradients and optimiser),
+    """The same bytes by part: features, deltas (gradients of features), weights (with gradients and optimiser),
     buffers."""
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link, by receiver."""

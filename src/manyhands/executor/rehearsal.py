@@ -51,7 +51,7 @@ class _UnderWay:
     context: Context
     inputs: Mapping[str, torch.Tensor]
     made: Tensors | None
-    """What its forward pass made, where no update came after it."""
+    """The output of its forward pass, where no update came after it."""
     gradients: Tensors
 
 

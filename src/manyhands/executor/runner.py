@@ -78,7 +78,7 @@ class Runner(Protocol):
         """Take the gradients of the outputs from the loss."""
 
     def output_gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        """Return a part of these gradients for another device of this stage."""
+        """Return a part of the outputs' gradients, for another device of this stage."""
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
         """Return this device's part of the outputs, for the process that started a stream."""

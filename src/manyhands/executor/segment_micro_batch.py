@@ -21,7 +21,8 @@ class SegmentTape:
 
     def __init__(self) -> None:
         self.left: dict[str, torch.Tensor] = {}
-        """What left the segment -> a number to begin backward at, where gradients go on from it; else nothing."""
+        """Tensor that left the segment -> a number to begin backward at, where gradients go on from it; else
+        nothing."""
         self.given: dict[str, torch.Tensor] = {}
         self.found: dict[str, torch.Tensor] = {}
         """Gradients of what left, and of what entered."""
