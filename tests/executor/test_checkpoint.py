@@ -313,7 +313,7 @@ def test_a_file_cut_short_is_seen_by_its_size(tmp_path: Path) -> None:
 def test_files_of_two_checkpoints_are_not_mixed(tmp_path: Path) -> None:
     old, new = save(tmp_path, simple(1, value=1.0)), save(tmp_path, simple(2, value=2.0))
     shutil.copy(old / "model.safetensors", new / "model.safetensors")  # of the same size
-    with pytest.raises(BadFile, match="damaged, or is of another checkpoint"):
+    with pytest.raises(BadFile, match="damaged, or belongs to another checkpoint"):
         load(new)
     assert latest(tmp_path) == old
 

@@ -1,4 +1,5 @@
-"""What an event-driven policy may look at: the mailbox is asked, message by message, as the policy wants to know."""
+"""The arrived messages that an event-driven policy may look at. The mailbox is queried message by message, as the
+policy needs to know."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from manyhands.transport.mailbox import Mailbox
 
 
 class ArrivedMessages:
-    """Messages of a round that are here, as (source, message). One that was received counts as arrived."""
+    """The messages of a round that have arrived, as (source, message). A message that was already received counts as
+    arrived."""
 
     def __init__(self, box: Mailbox, step: int, topic: Callable[[Message], str]) -> None:
         self._box, self._step, self._topic = box, step, topic
@@ -29,7 +31,7 @@ class ArrivedMessages:
 
 
 class FedMicroBatches:
-    """Micro-batches of a round whose inputs and targets are here; they come in order."""
+    """The micro-batches of a round whose inputs and targets have arrived; they arrive in order."""
 
     def __init__(self, box: Mailbox, step: int) -> None:
         self._box, self._step = box, step

@@ -1,4 +1,4 @@
-"""Boxes of tensors as memory: cut out of what a device holds, put into it, added to it."""
+"""Boxes of tensors in memory: cutting them out of what a device holds, putting them into it, adding to it."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from manyhands.transport.memory import KNOWN_TO_NUMPY
 
 
 def place_of(box: Box, hull: Box) -> tuple[slice, ...]:
-    """Where `box` lies in a tensor that holds `hull`."""
+    """Return where `box` lies in a tensor that holds `hull`, as slices."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box.intervals, hull.intervals))
 
 
 Steps = tuple[tuple[int, int, int], ...]
-"""How a box is cut out of a tensor: along which axis, from where, how much."""
+"""The steps that cut a box out of a tensor: axis, start and length of each."""
 
 
 _MOST_KEPT = 16384
-"""Answers about boxes: the same are asked for in every step."""
+"""The most answers about boxes that are cached: the same questions come up in every step."""
 
 
 @lru_cache(maxsize=_MOST_KEPT)
 def holds(hull: Box, box: Box) -> bool:
-    """Whether a tensor that holds `hull` holds all of `box`."""
+    """Return whether a tensor that holds `hull` holds all of `box`."""
     return hull.contains(box)
 
 
 @lru_cache(maxsize=_MOST_KEPT)
-def in_common(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None: nothing."""
-    found = one.intersect(other)
-    return None if found.is_empty else found
+def in_common(first: Box, second: Box) -> Box | None:
+    """Return the box that two boxes share; None: they share nothing."""
+    common = first.intersect(second)
+    return None if common.is_empty else common
 
 
 @lru_cache(maxsize=_MOST_KEPT)
 def steps_to(box: Box, hull: Box) -> Steps:
-    """From a tensor that holds `hull`."""
+    """Return the steps that cut `box` out of a tensor that holds `hull`."""
     assert hull.contains(box), f"{box} is wanted, and only {hull} is here"
     if box.is_empty:  # wherever it lies
         return tuple((axis, 0, length) for axis, length in enumerate(box.shape) if length < hull.shape[axis])
-    found = []
+    steps = []
     for axis, ((a, b), (c, d)) in enumerate(zip(box.intervals, hull.intervals)):
         if (a, b) != (c, d):
-            found.append((axis, a - c, b - a))
-    return tuple(found)
+            steps.append((axis, a - c, b - a))
+    return tuple(steps)
 
 
 def narrowed(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
-    """A view."""
+    """Return the view of a tensor that the steps cut out."""
     for axis, start, length in steps:
         tensor = tensor.narrow(axis, start, length)
     return tensor
 
 
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
-    """A box of a tensor that holds `hull`: contiguous, on the CPU, no copy where it is already so."""
-    found = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
-    return found if found.is_cpu else found.cpu()
+    """Return a box of a tensor that holds `hull`: contiguous and on the CPU, without a copy where it is so already."""
+    piece = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
+    return piece if piece.is_cpu else piece.cpu()
 
 
 def packed_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor on the CPU, copied if need be, by this thread alone: torch would have others help it, which
-    then spin for a while on cores where devices compute."""
+    """Return a contiguous tensor on the CPU, copied if need be by this thread alone: torch would employ other threads,
+    which then spin for a while on cores where devices compute."""
     if tensor.is_contiguous() or not tensor.is_cpu or tensor.requires_grad or tensor.dtype not in KNOWN_TO_NUMPY:
         return tensor.contiguous().cpu()
     return torch.from_numpy(numpy.ascontiguousarray(tensor.numpy()))
@@ -73,10 +73,10 @@ def packed_alone(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def dtype_of(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def empty(box: Box, dtype: str) -> torch.Tensor:
-    """Memory for a box as it arrives: on the CPU."""
+    """Return uninitialised memory on the CPU for a box that is about to arrive."""
     return torch.empty(box.shape, dtype=dtype_of(dtype))

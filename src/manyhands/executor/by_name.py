@@ -1,4 +1,4 @@
-"""Classes of PyTorch by name, with options as data: looked up, checked, and built with errors that a person can use."""
+"""PyTorch's classes by name, with options as data: looked up, checked, and built, with errors that a person can use."""
 
 from __future__ import annotations
 
@@ -14,50 +14,56 @@ from manyhands.facts.optimizer import Option
 
 T = TypeVar("T")
 _NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}
-"""Given by us, deprecated, or code."""
+"""Parameters that are no options: manyhands passes them, they are deprecated, or they take code."""
 
 
 def classes(module: Any, base: type) -> dict[str, Any]:
-    """The public classes of a module that derive from `base`, by name."""
-    found = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind) and issubclass(kind, base)}
-    return {name: kind for name, kind in found.items() if kind is not base and not name.startswith("_")}
+    """Return the public classes of a module that derive from `base`, by name."""
+    derived = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind) and issubclass(kind, base)}
+    return {name: kind for name, kind in derived.items() if kind is not base and not name.startswith("_")}
 
 
-def resolve(what: str, name: str, known: dict[str, Any], refused: Mapping[str, str]) -> Any:
-    """The class of a name in any case; `refused` says why some of the known ones cannot be used."""
-    exact = {other.lower(): other for other in known}.get(name.lower())
-    allowed = sorted(set(known) - set(refused))
+def resolve(noun: str, name: str, kinds: dict[str, Any], refused: Mapping[str, str]) -> Any:
+    """Return the class of a name, whatever its case; `refused` says why some of the `kinds` cannot be used."""
+    exact = {other.lower(): other for other in kinds}.get(name.lower())
+    allowed = sorted(set(kinds) - set(refused))
     if exact is None:
-        raise unknown(what, name, allowed)
+        raise unknown(noun, name, allowed)
     if exact in refused:
         raise BadValue(f"{exact} cannot be used: {refused[exact]}.", hint=f"Use one of {', '.join(allowed)}")
-    return known[exact]
+    return kinds[exact]
 
 
 def check_options(kind: Any, options: Mapping[str, Option]) -> None:
-    """Refuse options that a class does not take, lacks, or that are of another type than it says."""
-    taken = {name: one for name, one in inspect.signature(kind).parameters.items() if name not in _NOT_OPTIONS}
+    """Refuse options that a class does not take, options that it lacks, and values of another type than it declares."""
+    accepted = {
+        name: parameter for name, parameter in inspect.signature(kind).parameters.items() if name not in _NOT_OPTIONS
+    }
     for name in options:
-        if name not in taken:
-            close = did_you_mean(name, taken)
+        if name not in accepted:
+            close = did_you_mean(name, accepted)
             hint = f"{close}\n" if close.startswith("Did") else ""
             raise BadValue(
-                f"{kind.__name__} takes no option '{name}'.", hint=f"{hint}{kind.__name__} takes {', '.join(taken)}"
+                f"{kind.__name__} takes no option '{name}'.", hint=f"{hint}{kind.__name__} takes {', '.join(accepted)}"
             )
-    needed = [name for name, one in taken.items() if one.default is inspect.Parameter.empty and name not in options]
+    needed = [
+        name
+        for name, parameter in accepted.items()
+        if parameter.default is inspect.Parameter.empty and name not in options
+    ]
     if needed:
-        hint = f"{kind.__name__} takes {', '.join(taken)}"
+        hint = f"{kind.__name__} takes {', '.join(accepted)}"
         raise BadValue(f"{kind.__name__} needs {' and '.join(needed)}, which is not given.", hint=hint)
     hints = _type_hints(kind)
     for name, value in options.items():
         if name in hints and not _fits(value, hints[name]):
-            usual = taken[name].default
+            usual = accepted[name].default
             hint = "" if usual in (inspect.Parameter.empty, None) else f"PyTorch's default is {name}={usual}"
             raise BadValue(f"{kind.__name__}: {name} is {value!r:.80}; it must be {_words(hints[name])}.", hint=hint)
 
 
 def wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> T:
-    """What `make` gives; what PyTorch raises becomes an error that names the class and its options."""
+    """Return what `make` returns; whatever PyTorch raises becomes an error that names the class and its options."""
     try:
         return make()
     except ManyhandsError:
@@ -68,7 +74,7 @@ def wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> 
 
 
 def said(error: Exception) -> str:
-    """The first line of what an exception says."""
+    """Return the first line of an exception's message."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{first:.300}".rstrip(".") + "."
 
@@ -82,14 +88,15 @@ def _type_hints(kind: Any) -> dict[str, Any]:
 
 
 def _fits(value: Option, hint: Any) -> bool:
-    """Whether a value is what an annotation says. What no option can be (tensors, functions) takes no part."""
-    origin, given = typing.get_origin(hint), typing.get_args(hint)
+    """Return whether a value is what an annotation says. Alternatives that no option can be (tensors, functions) do not
+    count."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
     if origin is typing.Literal:
-        return value in given
-    if given and origin not in (tuple, list) and not _is_iterable(origin):
-        return any(_fits(value, one) for one in given)
+        return value in arguments
+    if arguments and origin not in (tuple, list) and not _is_iterable(origin):
+        return any(_fits(value, alternative) for alternative in arguments)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -99,8 +106,8 @@ def _fits(value: Option, hint: Any) -> bool:
         return isinstance(value, hint)
     if hint is type(None):
         return value is None
-    if isinstance(value, tuple) and given:
-        each = given if origin is tuple and Ellipsis not in given else given[:1] * len(value)
+    if isinstance(value, tuple) and arguments:
+        each = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(value)
         return len(value) == len(each) and all(map(_fits, value, each))
     is_many = origin in (tuple, list) or _is_iterable(origin)
     return not is_many and hint is not torch.Tensor and not inspect.isclass(hint)
@@ -111,15 +118,15 @@ def _is_iterable(origin: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """An annotation for a person: 'a number or None'."""
+    """Return an annotation in words for a person: 'a number or None'."""
     simple = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", type(None): "None"}
     if hint in simple:
         return simple[hint]
-    origin, given = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return " or ".join(map(repr, given))
-    if origin is tuple and Ellipsis not in given:
-        return f"{len(given)} numbers in brackets"
+        return " or ".join(map(repr, arguments))
+    if origin is tuple and Ellipsis not in arguments:
+        return f"{len(arguments)} numbers in brackets"
     if origin in (tuple, list) or _is_iterable(origin):
         return "numbers in brackets"
-    return " or ".join(dict.fromkeys(_words(one) for one in given if one is not torch.Tensor))
+    return " or ".join(dict.fromkeys(_words(part) for part in arguments if part is not torch.Tensor))

@@ -1,8 +1,8 @@
 """Channels as they travel between devices that share a stage by channels.
 
-What a message has of one tensor is one piece of memory, box after box along the channels; a map's channels lie last,
-as they do where packed convolutions make and read them. So a device with all its own channels at hand cuts, joins and
-hands over in one copy, and reads what comes in runs, not number by number.
+A message's part of one tensor is one piece of memory, box after box along the channels; a map's channels lie last, as
+they do where packed convolutions write and read them. So a device that holds all its own channels cuts, joins and hands
+them over in one copy, and reads what arrives in runs, not number by number.
 """
 
 from __future__ import annotations
@@ -22,39 +22,41 @@ from manyhands.schedule.channels import CHANNELS, Boxes
 
 @dataclass(frozen=True)
 class ChannelBundle:
-    """Boxes of one tensor that travel as one."""
+    """Boxes of one tensor that travel as one piece of memory."""
 
     tensor: str
     boxes: Boxes
     dtype: torch.dtype
     shape: tuple[int, ...]
     steps: tuple[Steps, ...]
-    """How the sender cuts each box out of what it holds; nothing at the receiver's."""
+    """The steps by which the sender cuts each box out of what it holds; empty at the receiver."""
 
     def room(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory for it, contiguous as it travels."""
+        """Return memory for the bundle, contiguous in the order in which it travels."""
         return torch.empty(_as_it_travels(self.shape), dtype=self.dtype, device=device)
 
     def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts, one after another, as they travel: on the CPU."""
+        """Return the parts joined one after another in the order in which they travel, on the CPU."""
         memory = self.room(parts[0].device)
         torch.cat(parts, CHANNELS, out=as_tensor(memory))
         return memory if memory.is_cpu else memory.cpu()
 
 
 def bundles_of(message: Message, network: Network, hulls: dict[str, Box] | None = None) -> tuple[ChannelBundle, ...]:
-    """What a message is made of; `hulls`: what the sender holds of each tensor."""
-    found = []
-    for (tensor, _), own in groupby(message.parts, _kind):
-        boxes = tuple(part.box for part in own)
+    """Return the bundles that a message is made of; `hulls`: what the sender holds of each tensor."""
+    bundles = []
+    for (tensor, _), parts in groupby(message.parts, _kind):
+        boxes = tuple(part.box for part in parts)
         steps = () if hulls is None else tuple(steps_to(box, hulls[tensor]) for box in boxes)
-        found.append(ChannelBundle(tensor, boxes, dtype_of(network.tensors[tensor].dtype), joined_shape(boxes), steps))
-    return tuple(found)
+        bundles.append(
+            ChannelBundle(tensor, boxes, dtype_of(network.tensors[tensor].dtype), joined_shape(boxes), steps)
+        )
+    return tuple(bundles)
 
 
 def _kind(part: Part) -> tuple[str, tuple[object, ...]]:
-    """Parts that can lie one after another along the channels."""
-    return part.tensor, tuple(one for axis, one in enumerate(part.box.intervals) if axis != CHANNELS)
+    """Return a key that is the same for parts that can lie one after another along the channels."""
+    return part.tensor, tuple(interval for axis, interval in enumerate(part.box.intervals) if axis != CHANNELS)
 
 
 def _as_it_travels(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,39 +64,41 @@ def _as_it_travels(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def as_tensor(memory: torch.Tensor) -> torch.Tensor:
-    """What travels, with its axes where they belong."""
+    """Return what travels with its axes where they belong."""
     return memory.permute(0, 3, 1, 2) if memory.dim() == 4 else memory
 
 
 def joined_shape(boxes: Boxes) -> tuple[int, ...]:
-    """The shape of boxes that lie one after another along the channels."""
+    """Return the shape of boxes that lie one after another along the channels."""
     first = boxes[0].shape
     return (*first[:CHANNELS], sum(box.shape[CHANNELS] for box in boxes), *first[CHANNELS + 1 :])
 
 
 Recipe = list[tuple[int, Steps]]
-"""In which of several tensors each piece is, and how it is cut out there."""
+"""For each piece, the number of the tensor that holds it, and the steps that cut it out there."""
 
 
-def recipe_for(wanted: Boxes, sources: Sequence[Boxes]) -> Recipe:
-    """How boxes of a tensor are put together, channel by channel, of tensors each of which holds boxes of it one after
-    another; where several hold a channel, of the first. As few pieces as possible."""
-    found: Recipe = []
-    for box in wanted:
+def recipe_for(targets: Boxes, sources: Sequence[Boxes]) -> Recipe:
+    """Return the recipe that puts boxes of a tensor together, channel by channel, from tensors each of which holds
+    boxes of it one after another. A channel that several hold is taken from the first. There are as few pieces as
+    possible."""
+    recipe: Recipe = []
+    for box in targets:
         channel, end = box.intervals[CHANNELS]
         while channel < end:
             number, place, source = _holder(channel, sources)
             low, high = source.intervals[CHANNELS]
             last = min(high, end)
             beside = steps_to(box.replace(CHANNELS, (low, high)), source)
-            _append(found, number, place + channel - low, last - channel, beside)
+            _append(recipe, number, place + channel - low, last - channel, beside)
             channel = last
     sizes = [sum(box.shape[CHANNELS] for box in boxes) for boxes in sources]
-    return [(number, tuple(step for step in steps if step != (CHANNELS, 0, sizes[number]))) for number, steps in found]
+    return [(number, tuple(step for step in steps if step != (CHANNELS, 0, sizes[number]))) for number, steps in recipe]
 
 
 def _holder(channel: int, sources: Sequence[Boxes]) -> tuple[int, int, Box]:
-    """Which source holds a channel, where in it the box begins that does, and that box."""
+    """Return the number of the source that holds a channel, the place in it where the box with that channel begins, and
+    that box."""
     for number, boxes in enumerate(sources):
         place = 0
         for box in boxes:
@@ -105,11 +109,11 @@ def _holder(channel: int, sources: Sequence[Boxes]) -> tuple[int, int, Box]:
     raise AssertionError(f"nobody has channel {channel}")
 
 
-def _append(found: Recipe, number: int, start: int, length: int, beside: Steps) -> None:
-    """A piece more, or the last one longer."""
-    if found and found[-1][0] == number:
-        (_, first, count), *others = found[-1][1]
+def _append(recipe: Recipe, number: int, start: int, length: int, beside: Steps) -> None:
+    """Add a piece to a recipe, or make its last piece longer."""
+    if recipe and recipe[-1][0] == number:
+        (_, first, count), *others = recipe[-1][1]
         if tuple(others) == beside and first + count == start:
-            found[-1] = (number, ((CHANNELS, first, count + length), *beside))
+            recipe[-1] = (number, ((CHANNELS, first, count + length), *beside))
             return
-    found.append((number, ((CHANNELS, start, length), *beside)))
+    recipe.append((number, ((CHANNELS, start, length), *beside)))

@@ -5,7 +5,7 @@
     state.json              step, seed, optimiser, its plain values, free facts, the sizes and digests of both files,
                             and its own digest
 
-Nothing in them is code. How they lie on the disk is in checkpoint_files.py.
+None of them holds code. How they lie on the disk is in checkpoint_files.py.
 """
 
 from __future__ import annotations
@@ -73,16 +73,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, eq=False)
 class Newest:
-    """The newest checkpoint that can be read, and what is wrong with every one after it."""
+    """The newest checkpoint that can be read, and what is wrong with every later one."""
 
     path: Path
     checkpoint: Checkpoint
     broken: tuple[BadFile, ...] = ()
-    """The newest first."""
+    """The errors of the later checkpoints, the newest first."""
 
     @property
     def note(self) -> str:
-        """What a person is to be told: which were passed over and why, and which is used. Empty where none was."""
+        """A note for the user: which checkpoints were passed over and why, and which is used. Empty where none was
+        passed over."""
         if not self.broken:
             return ""
         wrong = "\n".join(error.message for error in self.broken)
@@ -90,7 +91,7 @@ class Newest:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint below `folder/checkpoints` and say where. One of the same step is replaced.
+    """Write a checkpoint below `folder/checkpoints` and return its path. One of the same step is replaced.
 
     It is written beside its place, forced to disk and renamed. While an old one is replaced it has another name for a
     moment, under which `latest` finds it too.
@@ -110,7 +111,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         sync_folder(temporary)
         put_in_place(temporary, target)
     except (OSError, DiskFull, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        delete(temporary)  # what is free is counted without it
+        delete(temporary)  # so that free space is counted without it
         needed = sum(tensor.nbytes for state in tensors.values() for tensor in state.values())
         raise write_failed(target, _system_error(error), needed, what="the checkpoint") from error
     finally:
@@ -121,7 +122,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint that `save` wrote, or somebody else; BadFile says what is wrong with it."""
+    """Read a checkpoint that `save` wrote, or another program; BadFile says what is wrong with it."""
     folder = Path(folder)
     state = read_state(folder)
     check_digests(folder, state)
@@ -141,7 +142,8 @@ def load(folder: Path) -> Checkpoint:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step below `folder/checkpoints`. Broken ones are passed over."""
+    """Return the complete checkpoint of the highest step below `folder/checkpoints`; None: there is none. Broken ones
+    are passed over."""
     for path in reversed(checkpoint_folders(folder)):
         with contextlib.suppress(BadFile):
             check_digests(path, read_state(path))
@@ -150,9 +152,10 @@ def latest(folder: Path) -> Path | None:
 
 
 def load_newest(folder: Path) -> Newest | None:
-    """Read the checkpoint of the highest step that can be read; what is wrong with those after it comes along.
+    """Read the checkpoint of the highest step that can be read, together with what is wrong with later ones.
 
-    None where there is no checkpoint at all. BadFile, which names all, where there are some and none is good.
+    Return None where there is no checkpoint at all. Raise BadFile, which names all of them, where there are some and
+    none is good.
     """
     broken: list[BadFile] = []
     for path in reversed(checkpoint_folders(folder)):
@@ -170,39 +173,39 @@ def load_newest(folder: Path) -> Newest | None:
 
 
 def broken_after(folder: Path, step: int) -> list[BadFile]:
-    """What is wrong with the checkpoints of later steps, the newest first."""
-    found = []
+    """Return what is wrong with the checkpoints of later steps, the newest first."""
+    errors = []
     for path in reversed(checkpoint_folders(folder)):
         if step_of(path.name) <= step:
             break
         try:
             load(path)
         except BadFile as error:
-            found.append(error)
-    return found
+            errors.append(error)
+    return errors
 
 
 def is_any(folder: Path) -> bool:
-    """Whether there is a checkpoint below `folder/checkpoints`, complete or not."""
+    """Return whether there is a checkpoint below `folder/checkpoints`, complete or not."""
     return bool(checkpoint_folders(folder))
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints, and what killed processes left; say which were deleted.
+    """Delete all but the `keep` newest complete checkpoints, and what killed processes left; return the deleted paths.
 
-    Broken ones are not counted, so that they never push out the last that can be read.
+    Broken ones are not counted, so that they never push out the last one that can be read.
     """
     if keep < 1:
         raise BadValue(f"{keep} checkpoints are to be kept; it must be >= 1.")
-    kept = 0
+    kept_count = 0
     deleted = []
     for path in reversed(checkpoint_folders(folder)):
-        if kept == keep:
+        if kept_count == keep:
             deleted.append(path)
             continue
         with contextlib.suppress(BadFile):
             read_state(path)
-            kept += 1
+            kept_count += 1
     for path in reversed(deleted):
         delete(path)
         if os.path.lexists(path):
@@ -212,7 +215,8 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors in main memory that share nothing, as the format asks; tied weights are written twice."""
+    """Return contiguous tensors in main memory that share nothing, as the format requires; tied weights are written
+    twice."""
     for name, tensor in state.items():
         if name == "__metadata__" or tensor.is_meta or tensor.layout != torch.strided:
             why = (
@@ -240,7 +244,7 @@ def _document(checkpoint: Checkpoint, written: Path) -> dict[str, Any]:
 
 
 def _system_error(error: BaseException) -> OSError:
-    """What the system said, also where a library put it into words of its own."""
+    """Return the system's error, also where a library put it into words of its own."""
     cause = error.__cause__ if isinstance(error, DiskFull) else error
     if isinstance(cause, OSError):
         return cause

@@ -1,6 +1,6 @@
 """The files of a checkpoint: their names, sizes and digests, and how a folder takes its place.
 
-What is read is taken for hostile; a file of another checkpoint, or half a file, is refused.
+Files that are read are treated as hostile: a file of another checkpoint, or half a file, is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 VERSION = 1
 _STALE_SECONDS = 3600
-"""A temporary folder older than this is what a killed process left."""
+"""A temporary folder older than this was left by a killed process."""
 _NAME = re.compile(r"step-(\d{6,18})")
 _ASIDE = re.compile(r"\.step-(\d{6,18})\.[0-9a-f.]+\.old")
 _TEMPORARY = re.compile(r"\.step-\d{6,18}\.[0-9a-f.]+\.(?:tmp|old)")
@@ -58,13 +58,13 @@ class StateDocument(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def document_digest(document: Mapping[str, Any]) -> str:
-    """Return the digest of a state's values but the digest itself, in their order, however the file spaces them."""
+    """Return the digest of a state's values except the digest itself, in their order, however the file spaces them."""
     plain = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(plain, default=str).encode()).hexdigest()  # default: to be refused when written
 
 
 def read_state(folder: Path) -> StateDocument:
-    """What state.json says, once both files are there in the size it gives."""
+    """Return the contents of state.json, once both files are there in the size that it gives."""
     if not folder.is_dir():
         raise BadFile(f"{folder}: there is no such checkpoint; it is a folder with {STATE_FILE}.")
     path = folder / STATE_FILE
@@ -91,19 +91,19 @@ def read_state(folder: Path) -> StateDocument:
         if size != expected.bytes:
             raise BadFile(
                 f"{folder / name}: {size} bytes ({format_bytes(size)}); {STATE_FILE} says {expected.bytes}. The "
-                f"checkpoint is cut short, or mixed of two."
+                f"checkpoint is cut short, or mixed from two."
             )
     return state
 
 
 def _regular_size(path: Path) -> int:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise BadFile(f"{path}: cannot be read: {error.strerror or error}.") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise BadFile(f"{path}: is not a plain file.")
-    return found.st_size
+    return status.st_size
 
 
 def check_digests(folder: Path, state: StateDocument) -> None:
@@ -115,7 +115,7 @@ def check_digests(folder: Path, state: StateDocument) -> None:
         if digest != expected.sha256:
             raise BadFile(
                 f"{folder / name}: its SHA-256 is {digest[:16]}…; {STATE_FILE} says {expected.sha256:.16}…. The file "
-                f"was damaged, or is of another checkpoint."
+                f"was damaged, or belongs to another checkpoint."
             )
 
 
@@ -147,7 +147,7 @@ def delete(path: Path) -> None:
 
 
 def delete_stale(parent: Path) -> None:
-    """What killed processes left. An old checkpoint that stepped aside stays until one is in its place."""
+    """Delete what killed processes left. An old checkpoint that stepped aside stays until there is one in its place."""
     with contextlib.suppress(OSError):
         for path in list(parent.iterdir()):
             if not _TEMPORARY.fullmatch(path.name) or time.time() - path.stat().st_mtime < _STALE_SECONDS:
@@ -162,7 +162,8 @@ def beside(target: Path, suffix: str) -> Path:
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """A folder cannot be renamed over a full one: the old one steps aside, and back if the new one cannot come."""
+    """Move a new folder to its place. A folder cannot be renamed over a full one: the old one steps aside, and back if
+    the new one cannot take its place."""
     aside = beside(target, "old")
     replaces = os.path.lexists(target)
     if replaces:
@@ -178,7 +179,7 @@ def put_in_place(new: Path, target: Path) -> None:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Checkpoints by step, complete or not; one that stepped aside comes before the one in its place."""
+    """Return the checkpoints by step, complete or not; one that stepped aside comes before the one in its place."""
     parent = Path(folder) / CHECKPOINTS_FOLDER
     try:
         names = [entry.name for entry in parent.iterdir()]
@@ -191,6 +192,6 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def step_of(name: str) -> int:
-    """The step that a checkpoint's name says, also of one that stepped aside; -1: this is no checkpoint's name."""
+    """Return the step in a checkpoint's name, also of one that stepped aside; -1: this is no checkpoint's name."""
     match = _NAME.fullmatch(name) or _ASIDE.fullmatch(name)
     return int(match.group(1)) if match else -1

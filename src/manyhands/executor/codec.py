@@ -1,8 +1,8 @@
 """Features and gradients between stages in n bits: uniform quantisation (SPLIT Eq. 2) and its error feedback (Alg. 1).
 
 A packed box is `HEADER_BYTES` of range (its least and its greatest number, as little-endian doubles), then one code of
-n bits for each number. Fewer than eight bits lie in planes: of four, the first half of the numbers is in the low halves
-of the bytes and the second half in the high ones, so that nothing is shuffled on either side.
+n bits for each number. Fewer than eight bits lie in planes: with four, the first half of the numbers is in the low
+halves of the bytes and the second half in the high ones, so that nothing is shuffled on either side.
 
     code = round((h - least) / step), half to even           step = (greatest - least) / (2^n - 1)
     C(h) = min(least + code * step, greatest)                in float32; doubles in float64
@@ -28,13 +28,13 @@ from manyhands.schedule.actions import Action, Message, Part, Receive
 from manyhands.schedule.packing import HEADER_BYTES, packed_bits, packed_bytes
 
 CHUNK = 65_536
-"""Numbers that a CPU packs at once: what is computed with stays in the cache, whatever the size of the box."""
+"""Numbers that a CPU packs at once: the memory it works in stays in the cache, whatever the size of the box."""
 _RANGE = struct.Struct("<dd")
 assert _RANGE.size == HEADER_BYTES
 
 
 class NoRange(ValueError):
-    """A box with a number that is none: no range holds it, and no code stands for it."""
+    """The error of a box with a number that is not finite: no range holds it, and no code stands for it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Levels:
     greatest: float
     step: float
     scale: float
-    """A power of two by which numbers are multiplied on the way: 1, unless the range ends near those of the type."""
+    """A power of two by which numbers are multiplied on the way: 1, unless the range ends near the limits of the
+    type."""
 
     @classmethod
     def between(cls, least: float, greatest: float, bits: int, working: torch.dtype) -> Levels:
@@ -58,21 +59,22 @@ class Levels:
         return cls(low, high, (high - low) / (2**bits - 1), scale)
 
     def to_codes(self, numbers: torch.Tensor, into: torch.Tensor) -> None:
-        """Codes, as whole numbers of the working type."""
+        """Write the codes of numbers into `into`, as whole numbers of the working type."""
         if self.scale != 1:
             numbers = numbers * self.scale
         torch.sub(numbers, self.least, out=into)
         into.mul_(1 / self.step if self.step else 0.0).round_()
 
     def to_numbers(self, codes: torch.Tensor) -> None:
-        """The other way, in place. Two single operations: one that rounds once would differ from device to device."""
+        """Turn codes back into numbers, in place. Two single operations: one that rounds once would differ from device
+        to device."""
         codes.mul_(self.step).add_(self.least).clamp_(max=self.greatest)
         if self.scale != 1:
             codes.div_(self.scale)
 
 
 def range_of(data: torch.Tensor) -> tuple[float, float]:
-    """The least and the greatest number of a box; of an empty one, zeros."""
+    """Return the least and the greatest number of a box; zeros for an empty one."""
     if not data.numel():
         return 0.0, 0.0
     least, greatest = (float(end) for end in torch.aminmax(data))
@@ -82,7 +84,7 @@ def range_of(data: torch.Tensor) -> tuple[float, float]:
 
 
 def pack(data: torch.Tensor, bits: int, error: torch.Tensor | None = None) -> torch.Tensor:
-    """A box as bytes. `error`, of its shape and type, takes what the receiver has too much: C(h) - h."""
+    """Return a box as bytes. `error`, of its shape and type, is filled with the receiver's excess: C(h) - h."""
     flat = data.detach().reshape(-1)
     packed = torch.empty(packed_bytes(len(flat), bits), dtype=torch.uint8)
     least, greatest = range_of(flat)
@@ -107,7 +109,7 @@ def pack(data: torch.Tensor, bits: int, error: torch.Tensor | None = None) -> to
 
 
 def unpack(packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, bits: int, device: str) -> torch.Tensor:
-    """The box that `pack` made these bytes of, on a device: bytes travel there, not numbers."""
+    """Return the box that `pack` made these bytes of, on a device: the bytes travel there, not the numbers."""
     least, greatest = _RANGE.unpack(packed[:HEADER_BYTES].numpy().tobytes())
     working = _working(dtype)
     most = torch.finfo(working).max
@@ -115,18 +117,18 @@ def unpack(packed: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, bit
         raise BadValue(f"A packed box says that it lies between {least} and {greatest}.")
     body = _body(packed.to(device), bits)
     levels = Levels.between(least, greatest, bits, working)
-    found = torch.empty(math.prod(shape), dtype=dtype, device=device)
-    size = CHUNK if found.device.type == "cpu" else max(1, len(found))
-    room = torch.empty(min(size, len(found)), dtype=working, device=device) if dtype != working else None
-    for shift, inside, place in _chunks(len(found), bits, size):
+    flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
+    size = CHUNK if flat.device.type == "cpu" else max(1, len(flat))
+    room = torch.empty(min(size, len(flat)), dtype=working, device=device) if dtype != working else None
+    for shift, inside, place in _chunks(len(flat), bits, size):
         codes = body[inside]
         if bits < 8:
             codes = codes.bitwise_right_shift(shift).bitwise_and_(2**bits - 1)
-        numbers = found[place] if room is None else room[: len(codes)]
+        numbers = flat[place] if room is None else room[: len(codes)]
         levels.to_numbers(numbers.copy_(codes))
         if room is not None:
-            found[place].copy_(numbers)
-    return found.view(shape)
+            flat[place].copy_(numbers)
+    return flat.view(shape)
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
@@ -139,7 +141,8 @@ def _body(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _chunks(count: int, bits: int, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """How far a code is shifted, where in the bytes, and the numbers; planes one after another."""
+    """Yield for each chunk how far its codes are shifted, where they are in the bytes, and the numbers; planes one
+    after another."""
     planes = max(1, 8 // bits)
     width = -(-count // planes)
     for plane in range(planes):
@@ -150,12 +153,12 @@ def _chunks(count: int, bits: int, size: int) -> Iterator[tuple[int, slice, slic
 
 
 class Coding:
-    """One device's messages as they travel, and the errors of its features until their gradients are back."""
+    """The packed form of one device's messages, and the errors of its features until their gradients are back."""
 
     def __init__(self, plan: Plan, network: Network, actions: Iterable[Action]) -> None:
         self.plan, self.network = plan, network
         self._errors: dict[tuple[int, int, str, str], list[tuple[Box, torch.Tensor]]] = {}
-        """(stage that reads it, micro-batch, device, tensor) -> boxes that went there."""
+        """(stage that reads it, micro-batch, device, tensor) -> boxes that went there, with their errors."""
         self._returning = {
             (action.message.stage, action.source, part.tensor)
             for action in actions
@@ -171,10 +174,10 @@ class Coding:
     @property
     def error_bytes(self) -> int:
         """Bytes of errors that are kept now."""
-        return sum(error.nbytes for kept in self._errors.values() for _, error in kept)
+        return sum(error.nbytes for errors in self._errors.values() for _, error in errors)
 
     def bits(self, message: Message, part: Part) -> int:
-        """In how many bits a number of a message travels; 0: as it is."""
+        """Return the number of bits in which a number of a message travels; 0: as it is."""
         if message.kind not in ("value", "gradient"):
             return 0
         codec = self.plan.stages[message.stage].codec
@@ -183,7 +186,7 @@ class Coding:
         return packed_bits(codec, self.network.tensors[part.tensor].dtype)
 
     def packed(self, to: str, message: Message, part: Part, data: torch.Tensor) -> torch.Tensor:
-        """What travels of a box. A feature's error is kept where its gradient will come back."""
+        """Return a box as it travels. A feature's error is kept where its gradient will come back."""
         bits = self.bits(message, part)
         if not bits:
             return data
@@ -197,12 +200,12 @@ class Coding:
         return made
 
     def room(self, message: Message, part: Part) -> torch.Tensor | None:
-        """Memory for a packed box as it arrives, on the CPU; none: it is not packed."""
+        """Return memory for a packed box as it arrives, on the CPU; None: it is not packed."""
         bits = self.bits(message, part)
         return torch.empty(packed_bytes(part.box.volume, bits), dtype=torch.uint8) if bits else None
 
     def unpacked(self, message: Message, part: Part, arrived: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A box that has arrived, on the device that computes."""
+        """Return a box that has arrived, on the device that computes."""
         bits = self.bits(message, part)
         if not bits:
             return arrived.to(device)
@@ -210,17 +213,17 @@ class Coding:
 
     @torch.no_grad()
     def feed_back(self, source: str, message: Message, part: Part, gradient: torch.Tensor) -> None:
-        """From the gradient at C(h) to that at h, in place (Alg. 1, line 5): less error x gradient x gradient."""
+        """Turn the gradient at C(h) into that at h, in place (Alg. 1, line 5): subtract error x gradient x gradient."""
         for box, error in self._errors.get((message.stage, message.micro_batch, source, part.tensor), ()):
             common = box.intersect(part.box)
             if not common.is_empty:
-                here = gradient[place_of(common, part.box)]
-                there = here.to(_working(here.dtype))
-                change = error[place_of(common, box)].to(there) * there
-                here.copy_(there - change.mul_(there))
+                piece = gradient[place_of(common, part.box)]
+                precise = piece.to(_working(piece.dtype))
+                change = error[place_of(common, box)].to(precise) * precise
+                piece.copy_(precise - change.mul_(precise))
 
     def came_back(self, source: str, message: Message) -> None:
-        """All of a message's gradients: their errors are needed no more."""
+        """Forget the errors of a message whose gradients have all come back."""
         for part in message.parts:
             self._errors.pop((message.stage, message.micro_batch, source, part.tensor), None)
 

@@ -1,4 +1,5 @@
-"""What the coordinator hands to one device for every micro-batch: inputs of its stages, inputs for others, targets."""
+"""The feed of one device: what the coordinator sends it for every micro-batch, as inputs of its stages, inputs for
+others, and targets."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ class DeviceFeed:
         self.endpoint.mailbox.receive(COORDINATOR, step, feed_topic(batch.number), tensors)
         for number, (part, sent) in enumerate(zip(self.parts, tensors)):
             tensor = self._local_rows(number, part, sent) if part.is_local else sent
-            here = tensor.to(self.torch_device, non_blocking=True)
+            data = tensor.to(self.torch_device, non_blocking=True)
             if part.is_target:
-                batch.targets[part.name] = here
+                batch.targets[part.name] = data
             elif part.stage != AT_HOME:
-                self.runners[part.stage].put_value(batch.number, part.name, part.box, here)
+                self.runners[part.stage].put_value(batch.number, part.name, part.box, data)
             else:
-                batch.at_home[part.name] = here
-                self._share_among_stages(batch.number, part.name, here)
+                batch.at_home[part.name] = data
+                self._share_among_stages(batch.number, part.name, data)
 
     def _share_among_stages(self, micro_batch: int, name: str, whole: torch.Tensor) -> None:
         """Give this device's stages their share of an input that it has whole, for others."""

@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite, as far as one device can tell."""
+"""The search for the place where numbers stopped being finite, as far as one device can tell."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from manyhands.schedule.actions import Message, Part
 
 
 class NumberDiagnosis:
-    """Watches numbers that are sent and received, and finds the layer where those began that are not finite."""
+    """Watches numbers that are sent and received, and finds the layer where the first non-finite ones began."""
 
     def __init__(self, network: Network, device: str, in_flight: InFlightMicroBatches) -> None:
         self.network, self.device, self.in_flight = network, device, in_flight
         self.is_training = in_flight.plan.is_training
         self.first_source = ""
-        """The device that the first numbers of this round came from that were not finite."""
+        """The device that the first non-finite numbers of this round came from."""
 
     def begin_round(self) -> None:
         self.first_source = ""
 
     def watch(self, source: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember where numbers came from that are not finite, the first time in a round: a device that has them from
-        another is not their cause."""
+        """Remember where the first non-finite numbers of a round came from: a device that has them from another is not
+        their cause."""
         if self.is_training and not self.first_source and not all(map(_is_finite, tensors)):
             self.first_source = source
 
@@ -39,17 +39,17 @@ class NumberDiagnosis:
         step = self.in_flight.step_of(micro_batch)
         message = f"The loss is {number} at step {step}, on {self.device}; it began in {where}."
         if tensor is not None and tensor not in self.network.producer:
-            return DataNotFinite(message, hint="Mend the data of that step.")
+            return DataNotFinite(message, hint="Fix the data of that step.")
         return NotFinite(message, hint="Lower the learning rate, or look at the data of that step.")
 
     def packing_error(self, message: Message, part: Part, bits: int, error: NoRange) -> NotFinite:
         """Return the error of a box that has no range to be packed in."""
-        what = "The gradient of" if message.kind == "gradient" else "What is sent of"
+        subject = "The gradient of" if message.kind == "gradient" else "What is sent of"
         tensor = self._first_tensor(message.micro_batch)
         began = "" if tensor is None else f"; it began in {self._place_of(tensor)}"
         return NotFinite(
-            f"{what} '{part.tensor}' cannot be packed in {bits} bits at step {self.in_flight.step}, on {self.device}: "
-            f"{error}{began}.",
+            f"{subject} '{part.tensor}' cannot be packed in {bits} bits at step {self.in_flight.step}, on {self.device}"
+            f": {error}{began}.",
             hint="Lower the learning rate, or look at the data of that step. Features that hold infinities on "
             "purpose go as they are: codec: {bits: 32}, or cut the network elsewhere.",
         )
@@ -68,7 +68,7 @@ class NumberDiagnosis:
     def _place_of(self, tensor: str) -> str:
         if tensor in self.network.producer:
             return f"layer {self._layer_of(tensor)} ({tensor})"
-        return f"the input '{tensor}': the data holds a number that is none"
+        return f"the input '{tensor}': the data holds a number that is not finite"
 
     def _first_tensor(self, micro_batch: int) -> str | None:
         for stage, runner in self.in_flight.runners.items():
@@ -82,7 +82,7 @@ class NumberDiagnosis:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are; their sum says so, unless it overflows itself."""
+    """Return whether all numbers are finite; their sum shows it, unless it overflows itself."""
     if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())):
         return True
     return bool(torch.isfinite(tensor).all())

@@ -1,6 +1,6 @@
 """Interprets a schedule's actions with torch: one device's part of a run, as the simulator does under a virtual clock.
 
-The executor asks the policy, dispatches the action, and records its time. Who carries it out:
+The executor asks the policy for an action, dispatches it, and records its time. Actions are carried out by:
 
     forward, backward     the stage's runner (runner.py): whole samples (segments.py), tiles, or channels
     loss                  the captured loss of what the network returned (share_loss.py)
@@ -9,8 +9,8 @@ The executor asks the policy, dispatches the action, and records its time. Who c
     step                  WeightUpdates (updates.py): the optimizer, once all gradients are added up
     discard               InFlightMicroBatches (in_flight.py), which knows where every micro-batch is
 
-What the coordinator hands in comes by DeviceFeed (device_feed.py); where numbers stopped being finite, NumberDiagnosis
-(diagnosis.py) finds out.
+DeviceFeed (device_feed.py) receives what the coordinator sends; NumberDiagnosis (diagnosis.py) finds where numbers
+stopped being finite.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 class Executor:
-    """One device of a schedule. `round` runs one mini-batch; everything it waits for has the mailbox's limit."""
+    """One device of a schedule. `round` runs one mini-batch; every wait has the mailbox's time limit."""
 
     def __init__(
         self,
@@ -99,19 +99,19 @@ class Executor:
         self.loss = ShareLoss(graph, self.plan, torch_device) if has_loss else None
         self.result = RoundResult(-1)
         self.last_step: int | None = None
-        """Where the round under way ends, if that is earlier than it would."""
+        """The step at which the round under way ends, if that is earlier than it otherwise would."""
         self.on_update: Callable[[int], None] = lambda step: None
         """Called with each step that this device is done with, where a round has several."""
         self.actions_done = 0
-        """In all rounds: rises for as long as this device gets anywhere; see `runtime.stalls`."""
+        """Actions carried out in all rounds: rises for as long as this device makes progress; see `runtime.stalls`."""
         self.settled_step: int | None = None
-        """How many steps the weights and buffers have been through; None in the middle of one."""
+        """The number of steps that the weights and buffers have been through; None in the middle of one."""
         self._acts: dict[type[Action], Callable[[Any], None]] = {
             Forward: self._forward, Backward: self._backward, Loss: self._loss, Send: self.messenger.send,
             Receive: self.messenger.receive, Reduce: self.reductions.start, Await: self.reductions.finish_statistics,
             Step: self._step, Discard: self._discard,
         }  # fmt: skip
-        """Which method takes which action."""
+        """The method that carries out each type of action."""
 
     def _runner(self, geometry: StageGeometry) -> Runner:
         torch_device = torch.device(self.options.torch_device)
@@ -130,13 +130,13 @@ class Executor:
         return self.updates.stepper
 
     def rest(self) -> None:
-        """Prepare for weights that are all here; in inference they stay as they are."""
+        """Prepare the runners for weights that are all here; only in inference, where the weights stay as they are."""
         if not self.plan.is_training:
             for stage, runner in self.runners.items():
                 runner.rest(max(1, self._samples_in(stage)))
 
     def expected(self) -> dict[tuple[str, str], int]:
-        """Return (source, topic) -> bytes of every message of a round that comes here."""
+        """Return (source, topic) -> bytes of every message that this device receives in a round."""
         messages = expected_messages(self.actions, self.device, self.schedule.network)
         size = self.in_flight.feed.bytes
         if size:
@@ -145,7 +145,7 @@ class Executor:
 
     @property
     def log(self) -> DeviceLog:
-        """What was done so far."""
+        """The log of what was done so far."""
         log = self.recorder.log
         log.elements = sum(runner.elements for runner in self.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
@@ -156,7 +156,7 @@ class Executor:
         self.reductions.close()
 
     def end_at(self, step: int) -> None:
-        """End the round under way at a step: none beyond it is fed. From any thread."""
+        """End the round under way at a step: none beyond it is fed. May be called from any thread."""
         self.last_step = step
         self.endpoint.mailbox.nudge()
 
@@ -178,7 +178,7 @@ class Executor:
         return result
 
     def _round(self, step: int, steps: int) -> RoundResult:
-        """Ask the policy, act, until it says done."""
+        """Carry out the policy's actions, until it says that it is done."""
         start = time.monotonic()
         self._begin_round(step)
         policy = self.schedule.policy_of(self.device, steps)
@@ -188,7 +188,7 @@ class Executor:
         state = DeviceState(arrived, FedMicroBatches(box, step) if is_fed_singly else None)
         is_slowed, torch_device = self.slowdown.is_on, self.in_flight.feed.torch_device
         is_on_gpu = torch_device.type == "cuda"
-        with torch.no_grad():  # whoever has autograd record says so
+        with torch.no_grad():  # code that needs autograd enables it
             for action in self._in_turn(policy, state):
                 began, started = time.monotonic(), self.slowdown.now() if is_slowed else 0.0
                 self._act(action)
@@ -225,7 +225,7 @@ class Executor:
         return last - first
 
     def _in_turn(self, policy: Policy, state: DeviceState) -> Iterator[Action]:
-        """Yield what the policy says, until it is done; between any two actions an interruption is noticed."""
+        """Yield the policy's actions until it is done; between any two actions an interruption is noticed."""
         box = self.endpoint.mailbox
         if isinstance(policy, FixedOrder):
             for action in policy.actions:
@@ -236,7 +236,7 @@ class Executor:
             return
         while True:
             box.check()
-            seen = box.news
+            news = box.news
             if isinstance(policy, MiniBatches) and self.last_step is not None:
                 policy.end_at(self.last_step - self.step)
             answer = policy.next(state)
@@ -245,7 +245,7 @@ class Executor:
             if answer == DONE:
                 return
             if answer == WAIT:
-                box.wait_for_news(seen)
+                box.wait_for_news(news)
                 continue
             assert not isinstance(answer, str)
             yield answer
@@ -326,7 +326,7 @@ class Executor:
             self.on_update(self.step + number)
 
     def _discard(self, action: Discard) -> None:
-        """Give up a micro-batch: what came back was too late, or nothing comes back."""
+        """Give up a micro-batch: its gradients came back too late, or none come back."""
         if action.stage == self.work.stage and self.messenger.coding.expects_gradients:
             self.result.staleness.append(-1)
         self.in_flight.begin_pass(action.stage, action.micro_batch)

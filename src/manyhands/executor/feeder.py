@@ -1,4 +1,4 @@
-"""The coordinator's side of a run: hands every device its part of each batch, and gathers what inference gives."""
+"""The coordinator's side of a run: hands every device its part of each batch, and gathers the results of inference."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from manyhands.transport.endpoint import Endpoint
 class Feeder:
     """Cuts batches into the boxes that devices are fed with.
 
-    What a device has in its silo (`local`) is not here: in its place a batch has the samples' numbers, in the order
-    that was agreed, and the device is sent the numbers of its rows. With `laying` that is so for everything, once each
-    device was given its boxes of all samples (`preload`).
+    The coordinator does not have what a device has in its silo (`local`): in its place a batch has the samples'
+    numbers, in the agreed order, and the device is sent the numbers of its rows. With `laying` this holds for
+    everything, once each device has been given its boxes of all samples (`preload`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Feeder:
         if laying is not None:
             names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
             self.local = {device: SiloContent(names, rows) for device in self.plan.devices}
-        self._away = frozenset(name for one in self.local.values() for name in one.names)
+        self._away = frozenset(name for content in self.local.values() for name in content.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
             device: parts
             for device in self.plan.devices
@@ -64,17 +64,17 @@ class Feeder:
         self._laid = self._bound_laying()
 
     def local_names(self, device: str) -> frozenset[str]:
-        """What a device takes from its silo."""
+        """Return the names of what a device takes from its silo."""
         return self.local[device].names if device in self.local else frozenset()
 
     def _check_silos(self) -> None:
-        """What is in a silo is read there, a row for each sample."""
+        """Check that what is in a silo is read there, a row for each sample."""
         for device, parts in self.parts.items():
             for part in parts:
                 if part.name not in self._away:
                     continue
                 if not part.is_local:
-                    holders = ", ".join(name for name, one in self.local.items() if part.name in one.names)
+                    holders = ", ".join(name for name, content in self.local.items() if part.name in content.names)
                     raise BadPlan(
                         f"{device} reads '{part.name}', which only {holders} has.",
                         hint="Give the layers that read it to the device that has it.",
@@ -84,52 +84,52 @@ class Feeder:
                     raise BadPlan(f"'{part.name}' stays at its device; its first axis must be the samples'.")
 
     def _bound_laying(self) -> dict[tuple[str, bool], torch.Tensor]:
-        """All samples by name, and whether it is a target's."""
+        """Return the tensors of all samples by name, and by whether it is a target's."""
         if self.laying is None:
             return {}
         count = self.laying.count
         inputs = _typed(bound_inputs(self.graph, self.laying.inputs), self._specs, count)
-        found = {(name, False): tensor for name, tensor in inputs.items()}
+        tensors = {(name, False): tensor for name, tensor in inputs.items()}
         if self.with_targets:
             targets = _typed(self._named_targets(self.laying.targets), self._target_specs, count)
-            found |= {(name, True): tensor for name, tensor in targets.items()}
-        return found
+            tensors |= {(name, True): tensor for name, tensor in targets.items()}
+        return tensors
 
     def resident_key(self, device: str) -> str:
-        """What was to be laid out at a device, in a word; empty: nothing."""
+        """Return a key for what is preloaded on a device; empty: nothing is."""
         if self.laying is None or device not in self.parts:
             return ""
         return resident_key(self.laying.key, self.parts[device])
 
     def preload(self, device: str, step: int) -> None:
-        """Give a device its boxes of all samples; does not wait."""
+        """Send a device its boxes of all samples; does not wait."""
         rows = [
             self._laid[part.name, part.is_target][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]
         ]
-        self.endpoint.send(device, step, SAMPLES, [one.contiguous() for one in rows])
+        self.endpoint.send(device, step, SAMPLES, [row.contiguous() for row in rows])
 
     def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:
-        """One batch, to everybody who needs some of it; does not wait.
+        """Send one batch to every device that needs some of it; does not wait.
 
         Where a round has several steps, `step` is its first and `place` says which of them this is.
         """
         values = bound_inputs(self.graph, inputs)
-        wanted = {}
+        bound_targets = {}
         if self.with_targets:
-            wanted = self._checked(self._named_targets(targets), self._target_specs)
-        self._send(step, values, wanted, place)
+            bound_targets = self._checked(self._named_targets(targets), self._target_specs)
+        self._send(step, values, bound_targets, place)
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
-        """One batch without targets, by the names of the network's inputs."""
+        """Send one batch without targets, by the names of the network's inputs."""
         self._send(step, values, {}, place)
 
     def _send(
         self, step: int, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], place: int
     ) -> None:
-        own = self._checked(values, self._specs)
+        checked = self._checked(values, self._specs)
         for number in range(self._passes):
             for device, parts in self.parts.items():
-                tensors = [self._cut(device, part, own, targets, number) for part in parts]
+                tensors = [self._cut(device, part, checked, targets, number) for part in parts]
                 self.endpoint.send(device, step, feed_topic(place + number), tensors)
 
     @property
@@ -142,16 +142,16 @@ class Feeder:
 
     def _bind_targets(self, targets: Any) -> dict[str, torch.Tensor]:
         assert self.graph.loss is not None
-        found = bind_tree(self.graph.loss.input_tree[0][1], targets)
-        return {name: found[name] for name in target_names(self.graph)}
+        tensors = bind_tree(self.graph.loss.input_tree[0][1], targets)
+        return {name: tensors[name] for name in target_names(self.graph)}
 
-    def _checked(self, found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        """A batch; of what is away the numbers."""
+    def _checked(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """Return a batch whose shapes have been checked; what is away is there as the samples' numbers."""
         size = self.plan.step_size
-        away = {name: tensor for name, tensor in found.items() if name in self._away}
+        away = {name: tensor for name, tensor in tensors.items() if name in self._away}
         _check_shapes(away, dict.fromkeys(away, (size,)))
-        here = {name: tensor for name, tensor in found.items() if name not in away}
-        return away | _typed(here, specs, size)
+        present = {name: tensor for name, tensor in tensors.items() if name not in away}
+        return away | _typed(present, specs, size)
 
     def _cut(
         self,
@@ -177,7 +177,7 @@ class Feeder:
         return packed_alone(tensor[place_of(box, hull)])
 
     def _gathered(self, device: str, part: FeedPart, tensor: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """Rows of a micro-batch that do not lie side by side, as one tensor."""
+        """Return rows of a micro-batch that do not lie side by side, as one tensor."""
         spec = self._target_specs[part.name]
         axis = 0 if part.is_local else spec.batch_axis
         assert axis is not None
@@ -188,13 +188,13 @@ class Feeder:
     # Inference
 
     def expected_results(self) -> dict[tuple[str, str], int]:
-        """(device, topic) -> bytes of the outputs that come back in a round of a stream."""
-        found = {}
+        """Return (device, topic) -> bytes of the outputs that come back in a round of a stream."""
+        expected = {}
         for device, parts in self.returning.items():
             size = sum(box.volume * DTYPE_BYTES[self._network.tensors[name].dtype] for name, box in parts)
             for micro_batch in range(self.plan.micro_batches):
-                found[(device, result_topic(micro_batch))] = size
-        return found
+                expected[(device, result_topic(micro_batch))] = size
+        return expected
 
     @property
     def _network(self) -> Network:
@@ -204,20 +204,20 @@ class Feeder:
     def returning(self) -> dict[str, list[tuple[str, Box]]]:
         """Device -> the boxes of each output that it hands back, in the order they travel."""
         last = self.schedule.lowering.geometries[-1]
-        found: dict[str, list[tuple[str, Box]]] = {}
+        pieces: dict[str, list[tuple[str, Box]]] = {}
         for name in self.graph.outputs:
             for device, box in last.returning(name).pieces():
-                found.setdefault(device, []).append((name, box))
-        return found
+                pieces.setdefault(device, []).append((name, box))
+        return pieces
 
     def gather(self, step: int, place: int = 0) -> dict[str, torch.Tensor]:
-        """The outputs of one step of a stream, whole; `step` and `place` as in `send`."""
+        """Return the outputs of one step of a stream, whole; `step` and `place` as in `send`."""
         network, samples = self._network, self.plan.micro_batch_size
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.graph.outputs}
         for micro_batch in range(place, place + self._passes):
-            for name, own in rows.items():
+            for name, chunks in rows.items():
                 spec = network.tensors[name]
-                own.append(torch.empty(spec.shape_for(samples), dtype=dtype_of(spec.dtype)))
+                chunks.append(torch.empty(spec.shape_for(samples), dtype=dtype_of(spec.dtype)))
             for device, parts in self.returning.items():
                 tensors = [torch.empty(box.shape, dtype=rows[name][-1].dtype) for name, box in parts]
                 self.endpoint.mailbox.receive(device, step, result_topic(micro_batch), tensors)
@@ -229,14 +229,17 @@ class Feeder:
         }
 
 
-def _typed(found: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], samples: int) -> dict[str, torch.Tensor]:
-    """Tensors of so many samples, of the type and shape that the network was captured with."""
-    _check_shapes(found, {name: specs[name].shape_for(samples) for name in found})
-    return {name: tensor.to(dtype_of(specs[name].dtype)) for name, tensor in found.items()}
+def _typed(
+    tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], samples: int
+) -> dict[str, torch.Tensor]:
+    """Return tensors of so many samples, checked for the shape and converted to the type that the network was captured
+    with."""
+    _check_shapes(tensors, {name: specs[name].shape_for(samples) for name in tensors})
+    return {name: tensor.to(dtype_of(specs[name].dtype)) for name, tensor in tensors.items()}
 
 
-def _check_shapes(found: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, tensor in found.items():
+def _check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, tensor in tensors.items():
         shape = shapes[name]
         if not isinstance(tensor, torch.Tensor):
             raise BadData(f"A batch's '{name}' is a {type(tensor).__name__}; it must be a tensor of {shape}.")

@@ -1,6 +1,6 @@
-"""The micro-batches in flight on one device, and when their memory is let go.
+"""The micro-batches in flight on one device, and when their memory is released.
 
-What a stage keeps of a micro-batch (values, gradients) is let go when the next pass begins after the one that ended,
+What a stage keeps of a micro-batch (values, gradients) is released when the next pass begins after the one that ended,
 not at once: what the pass made may yet have to be sent.
 """
 
@@ -34,17 +34,17 @@ class InFlightMicroBatches:
         self._has_steps = plan.steps_per_round > 1
         self._batches: dict[int, InFlightMicroBatch] = {}
         self._ended: list[tuple[int, InFlightMicroBatch]] = []
-        """Stages and micro-batches whose last pass has ended, and whose tensors are yet to be let go."""
+        """Stages and micro-batches whose last pass has ended, and whose tensors are yet to be released."""
         self._turning: tuple[int, InFlightMicroBatch] | None = None
         """The last forward pass that a backward pass will follow, while what it made is yet to be sent."""
 
     def begin_round(self, step: int) -> None:
-        """Forget what a round that was interrupted left."""
+        """Begin a round, and forget what an interrupted one left."""
         self.step, self.answered = step, 0
         self.clear()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         for runner in self.runners.values():
             for number in range(self.plan.micro_batches):
                 runner.drop(number)
@@ -56,7 +56,7 @@ class InFlightMicroBatches:
         return sorted(self._batches)
 
     def fed(self, number: int) -> InFlightMicroBatch:
-        """Return a micro-batch; the first call for it takes what the coordinator handed in."""
+        """Return a micro-batch; the first call for it receives what the coordinator sent."""
         batch = self._batches.get(number)
         if batch is None:
             batch = self._batches[number] = InFlightMicroBatch(number)
@@ -67,7 +67,7 @@ class InFlightMicroBatches:
         return self._batches[number]
 
     def get(self, number: int) -> InFlightMicroBatch | None:
-        """Return a micro-batch in flight; None: it is not, or not any more."""
+        """Return a micro-batch in flight; None: it is not, or no longer, in flight."""
         return self._batches.get(number)
 
     def step_of(self, number: int) -> int:
@@ -75,7 +75,7 @@ class InFlightMicroBatches:
         return self.step + number if self._has_steps else self.step
 
     def context(self, stage: int, number: int) -> Context:
-        """Return what the operators of a stage are told for a micro-batch."""
+        """Return the context in which the operators of a stage run for a micro-batch."""
         batch = self._batches.get(number)
         context = batch.contexts.get(stage) if batch is not None else None
         if context is None:
@@ -87,26 +87,26 @@ class InFlightMicroBatches:
         return context
 
     def begin_pass(self, stage: int = -1, number: int = -1) -> None:
-        """Let go of what passes that have ended keep: others have what they need of them.
+        """Release what passes that have ended keep: others have what they need of it.
 
         `stage` and `number` name the pass that begins now, whose own tensors stay.
         """
         if self._ended:
-            kept = []
+            still_ended = []
             for ended_stage, batch in self._ended:
                 is_same = batch.number == number and ended_stage == stage
                 if is_same or (self.plan.order == "interleave" and self._is_next(batch.number, number)):
-                    kept.append((ended_stage, batch))
+                    still_ended.append((ended_stage, batch))
                 else:
                     self.runners[ended_stage].drop(batch.number)
-            self._ended = kept
+            self._ended = still_ended
         if self._turning is not None:
             turning_stage, batch = self._turning
             self.runners[turning_stage].settle(batch.number)
             self._turning = None
 
     def _is_next(self, ended: int, number: int) -> bool:
-        """Whether a micro-batch that has ended is one of the two under way: its answer is yet to be sent."""
+        """Return whether a micro-batch that has ended is one of the two under way: its answer is yet to be sent."""
         return ended != number and ended >= self.answered
 
     def end_forward(self, stage: int, batch: InFlightMicroBatch) -> None:

@@ -20,14 +20,14 @@ from manyhands.schedule.actions import Reduce, ReduceKey
 
 
 class Phase(Enum):
-    """Where a micro-batch is in one stage."""
+    """The phase of a micro-batch in one stage."""
 
     FED = "fed"
     FORWARD = "forward"
     AWAITING_GRADIENTS = "awaiting gradients"
     BACKWARD = "backward"
     DONE = "done"
-    """Its last pass has ended; weight gradients that were put off may yet be computed."""
+    """The last pass has ended; weight gradients that were put off may yet be computed."""
     DISCARDED = "discarded"
 
 
@@ -39,7 +39,7 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
     _DONE: (_FORWARD, _BACKWARD),
     _DISCARDED: tuple(Phase),
 }
-"""Phase -> those that it may follow."""
+"""Phase -> the phases that it may follow."""
 
 
 class InFlightMicroBatch:
@@ -50,19 +50,19 @@ class InFlightMicroBatch:
     def __init__(self, number: int) -> None:
         self.number = number
         self.at_home: dict[str, torch.Tensor] = {}
-        """Inputs that this device has for others, whole."""
+        """Inputs that this device holds for others, whole."""
         self.targets: dict[str, torch.Tensor] = {}
         self.phases: dict[int, Phase] = {}
         """Stage -> its phase there; a stage that is not named has not begun: FED."""
         self.contexts: dict[int, Context] = {}
-        """Stage -> what its operators are told."""
+        """Stage -> the context in which its operators run."""
         self.pending_statistics: dict[ReduceKey, tuple[Reduce, torch.Tensor]] = {}
         """All-gathers of statistics that are yet to be waited for, with this device's row."""
         self.updates_before: int | None = None
         """Updates of the weights before its forward pass, where this device runs ahead."""
 
     def enter(self, stage: int, phase: Phase) -> None:
-        """Go on to a phase in a stage; refused where the life cycle has no such step."""
+        """Go on to a phase in a stage; it is an error if the life cycle has no such step."""
         before = self.phases.get(stage, _FED)
         if before is not phase:
             assert before in _BEFORE[phase], f"m{self.number} in s{stage} is {before.value}; it cannot be {phase.value}"

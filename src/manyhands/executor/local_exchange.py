@@ -1,4 +1,4 @@
-"""What stages on one device hand to each other without a message: values forward, their gradients backward."""
+"""The exchange between stages on one device, without a message: values forward, their gradients backward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LocalExchange:
     def pass_gradients(self, stage: int, micro_batch: int) -> None:
         """Give earlier stages the gradients of what they made for a stage.
 
-        They are copies: what others give back of a tensor is added in place, and one gradient may be that of two (of
-        the terms of a sum).
+        They are copies: further gradients of a tensor are added in place, and one gradient may belong to two tensors
+        (the terms of a sum).
         """
         for producer, consumer, tensor, box in self._gradients:
             if consumer == stage:

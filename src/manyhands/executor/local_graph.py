@@ -1,7 +1,7 @@
 """A stage's graph rewritten for one device that has some channels of it (DECNN §3.2).
 
-Convolutions have the number of groups that they have here, shapes are as they are here, and a slice is made wherever an
-operator reads less than what is on the device. What remains is a graph like any other.
+Convolutions get the number of groups that they have here, shapes become the local ones, and a slice is inserted
+wherever an operator reads less than what is on the device. The result is a graph like any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalGraph:
         self._starts: dict[int, int] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._reading: dict[str, Boxes] = {}
-        """What the group under way reads from before it -> the boxes of it that are here."""
+        """Tensor that the group under way reads from before it -> the boxes of it that are here."""
         starts = {first: number for number, first in enumerate(geometry.group_starts)}
         for index in range(geometry.first, geometry.last):
             self._starts[index] = len(self._nodes)
@@ -44,32 +44,32 @@ class LocalGraph:
                 self._add(index, graph.nodes[index])
         self._starts[geometry.last] = len(self._nodes)
         made = {spec.name for node in self._nodes for spec in node.outputs}
-        kept = [name for name in self._kept() if name in made]
+        outputs = [name for name in self._kept() if name in made]
         outside = tuple(spec for name, spec in self._specs.items() if name not in made)
         self.graph = Graph(
-            name=graph.name, inputs=outside, input_tree=[[], {}], output_tree=kept, nodes=tuple(self._nodes),
+            name=graph.name, inputs=outside, input_tree=[[], {}], output_tree=outputs, nodes=tuple(self._nodes),
             weights=graph.weights, aliases={}, state={}, granularity=graph.granularity,
         )  # fmt: skip
         facts = msgspec.structs.replace(self.network, tensors={**self.network.tensors, **self._specs})
-        self.graph.__dict__["network"] = facts  # what kernels ask for; nothing is planned by it
+        self.graph.__dict__["network"] = facts  # kernels read it; nothing is planned by it
 
     def range(self, first: int, last: int) -> tuple[int, int]:
-        """The nodes of operators [first, last)."""
+        """Return the range of the nodes of operators [first, last)."""
         return self._starts[first], self._starts[last]
 
     def name(self, tensor: str, boxes: Boxes) -> str:
-        """What boxes of a tensor are called: a device's own part by the tensor's name."""
+        """Return the name of boxes of a tensor: a device's own part has the tensor's name."""
         is_own = self.geometry.is_made_here(tensor) and boxes == (self.geometry.own(self.device, tensor),)
         return tensor if is_own else tensor + "".join(map(str, boxes))
 
     def _kept(self) -> list[str]:
-        """Tensors that are read, sent or returned beside what nodes read."""
-        found = list(self.network.outputs)
+        """Return the tensors that are read, sent or returned besides what nodes read."""
+        names = list(self.network.outputs)
         for group, tensors in zip(self.geometry.groups, self.geometry.reading):
-            found += [*group.fetches, *group.sums]
-            found += [name for name, boxes in tensors[self.device].items() if self.name(name, boxes) != name]
+            names += [*group.fetches, *group.sums]
+            names += [name for name, boxes in tensors[self.device].items() if self.name(name, boxes) != name]
         later = self.network.ops[self.geometry.last :]
-        return list(dict.fromkeys([*found, *(name for op in later for name in op.inputs)]))
+        return list(dict.fromkeys([*names, *(name for op in later for name in op.inputs)]))
 
     def _add(self, index: int, node: Node) -> None:
         op = self.network.ops[index]
@@ -88,46 +88,47 @@ class LocalGraph:
         self._specs.update({spec.name: spec for spec in node.outputs})
 
     def _input(self, op: Op, name: str, box: Box) -> str:
-        """The name under which an operator finds a box of a tensor; a slice is made where more of it is here."""
+        """Return the name under which an operator finds a box of a tensor; a slice is inserted where more of it is
+        here."""
         boxes = self._reading.get(name, ())
         if self.geometry.shuffles(self.network.op_index[op.name]):  # of every group what is needed, and no more
-            known = self.name(name, boxes)
-            self._specs.setdefault(known, self._spec(known, name, Box.whole(joined_shape(boxes))))
-            return known
+            local_name = self.name(name, boxes)
+            self._specs.setdefault(local_name, self._spec(local_name, name, Box.whole(joined_shape(boxes))))
+            return local_name
         if not self.geometry.is_made_here(name):
-            hull, known = self.geometry.entering(name).hull(self.device), name
+            hull, local_name = self.geometry.entering(name).hull(self.device), name
         else:
             hull = boxes[0] if boxes else self.geometry.own(self.device, name)
-            known = self.name(name, (hull,))
-        self._specs.setdefault(known, self._spec(known, name, hull))
-        wanted, here = box.intervals[CHANNELS], hull.intervals[CHANNELS]
-        if wanted != here:  # along other axes all is here, and a window's stride passes over what it does not read
-            cut = f"{known}>{op.name}"
-            spec = self._spec(cut, name, hull.replace(CHANNELS, wanted))
-            place = (CHANNELS, wanted[0] - here[0], wanted[1] - here[0], 1)
-            node = Node(cut, "aten.slice.Tensor", (Value(known), *place), {}, (spec,), module=op.module)
+            local_name = self.name(name, (hull,))
+        self._specs.setdefault(local_name, self._spec(local_name, name, hull))
+        needed, held = box.intervals[CHANNELS], hull.intervals[CHANNELS]
+        if needed != held:  # along other axes all is here, and a window's stride passes over what it does not read
+            cut = f"{local_name}>{op.name}"
+            spec = self._spec(cut, name, hull.replace(CHANNELS, needed))
+            place = (CHANNELS, needed[0] - held[0], needed[1] - held[0], 1)
+            node = Node(cut, "aten.slice.Tensor", (Value(local_name), *place), {}, (spec,), module=op.module)
             self._nodes.append(node)
             self._specs[cut] = spec
-            known = cut
-        return known
+            local_name = cut
+        return local_name
 
-    def _spec(self, known: str, name: str, box: Box) -> TensorSpec:
-        """The facts of a box of a tensor, for one sample."""
+    def _spec(self, local_name: str, name: str, box: Box) -> TensorSpec:
+        """Return the specification of a box of a tensor, for one sample."""
         spec = self.network.tensors[name]
         shape = tuple(spec.shape[axis] if axis == spec.batch_axis else extent for axis, extent in enumerate(box.shape))
-        return msgspec.structs.replace(spec, name=known, shape=shape)
+        return msgspec.structs.replace(spec, name=local_name, shape=shape)
 
     def _cut(self, op: Op, node: Node) -> Node:
-        """An operator that makes this device's channels only."""
+        """Return an operator that makes this device's channels only."""
         name = op.outputs[0]
-        own = self.geometry.own(self.device, name)
-        spec = self._spec(name, name, own)
+        box = self.geometry.own(self.device, name)
+        spec = self._spec(name, name, box)
         arguments: tuple[Any, ...] = node.arguments
         target = node.target
         if op.channels == "grouped":
             rule = op.reads[0].rules[CHANNELS]
             assert isinstance(rule, Blocks)
-            first, last = own.intervals[CHANNELS]
+            first, last = box.intervals[CHANNELS]
             arguments = (*arguments[:_GROUPS], max(1, (last - first) // rule.outputs), *arguments[_GROUPS + 1 :])
         elif op.channels == "shaped":
             sizes = [SampleCount(spec.shape[0]), *spec.shape[1:]]
@@ -137,7 +138,7 @@ class LocalGraph:
 
 
 def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The same with other names for what it reads."""
+    """Return a node with other names for what it reads."""
     if all(old == new for old, new in names.items()):
         return node
 

@@ -1,4 +1,4 @@
-"""What a device did, as it did it: the evidence that a run was what its plan said."""
+"""The log of what a device did, as it did it: the evidence that a run was what its plan said."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_ROUNDS = 256
 
 
 class MeasuredSpan(msgspec.Struct, frozen=True):
-    """Something that went on from `start` to `end` (seconds of the device's own clock) on one track."""
+    """An activity from `start` to `end` (seconds of the device's own clock) on one track."""
 
     device: str
     track: str
@@ -43,18 +43,20 @@ class DeviceLog(msgspec.Struct):
     operators: int = 0
     """Operator executions forward, counted once for each micro-batch."""
     elements: int = 0
-    """Elements of feature maps computed forward as a tile, what overlaps with others' tiles included."""
+    """Elements of feature maps computed forward as a tile, including what overlaps with other tiles."""
     sent_kinds: dict[str, int] = {}
     """Payload bytes of messages by what they carry (Message.kind); reductions are not among them."""
     peak_bytes: int = 0
-    """Most tensor bytes alive at once in a step, counted in the step that was asked for; 0: none was."""
+    """Most tensor bytes alive at once in a step, counted in the requested step; 0: none was requested."""
     peak_parts: dict[str, int] = {}
-    """What they were: features, deltas (gradients of features), weights (with gradients and optimiser), buffers."""
+    """The same bytes by part: features, deltas (gradients of features), weights (with gradients and optimiser),
+    buffers."""
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link, by receiver."""
     received_bytes: dict[str, int] = {}
     state_bytes: dict[str, int] = {}
-    """Bytes of weights and optimiser state sent to each, as a backup or to go on with; in neither of the above."""
+    """Bytes of weights and optimiser state sent to each device, as a backup or to go on with; in neither of the
+    above."""
     busy_seconds: float = 0.0
     stage_seconds: dict[int, list[float]] = {}
     """Stage -> forward and backward seconds of each of the last rounds, without the first ones of a run."""
@@ -62,22 +64,23 @@ class DeviceLog(msgspec.Struct):
     spans: list[MeasuredSpan] = []
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the spans, which go into the trace, and every round's seconds, whose medians stages.json has."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        del found["spans"], found["stage_seconds"]
-        return found
+        """Return the log without the spans, which go into the trace, and without every round's seconds, whose medians
+        are in stages.json."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        del fields["spans"], fields["stage_seconds"]
+        return fields
 
 
 class _Known(NamedTuple):
-    """What is noted of an action each time it was taken."""
+    """The facts noted about an action each time it is carried out."""
 
     action: Action
     text: str
     computes_for: int | None
-    """The stage; None: it computes nothing."""
+    """The stage that it computes for; None: it computes nothing."""
     operators: int
     ends_here: bool
-    """Else another thread goes on with it, and tells when it has ended."""
+    """Whether it ends on this thread; else another thread goes on with it, and reports when it has ended."""
 
     @classmethod
     def of(cls, action: Action) -> _Known:
@@ -98,19 +101,19 @@ class Recorder:
     trace_steps: range = range(0)
     """Steps whose spans are kept."""
     waits_for_device: bool = True
-    """Whether an action is over when it ends here: a GPU's are in steps that are traced only."""
+    """Whether an action is complete when its call returns: on a GPU, in traced steps only."""
     watch_every: int = 0
-    """One round in so many is looked at while the run goes on; 0: none."""
+    """One round in so many is watched while the run goes on; 0: none."""
     glimpses: list[Glimpse] = field(default_factory=list)
-    """Of the last round that was looked at."""
+    """Glimpses of the last round that was watched."""
     _round: list[str] = field(default_factory=list)
     _known: dict[int, _Known] = field(default_factory=dict)
-    """Actions by their identity: a fixed schedule takes the same ones in every round."""
+    """The facts of actions, by the actions' identity: a fixed schedule has the same actions in every round."""
     step: int = 0
     is_watched: bool = False
-    """This round is. All devices look at the same ones: they have been through as many."""
+    """Whether this round is watched. All devices watch the same rounds, as they have been through as many."""
     is_traced: bool = False
-    """Whether it matters now when an action ends."""
+    """Whether it matters in this step when an action ends."""
     _seconds: dict[int, float] = field(default_factory=dict)
 
     def begin(self, step: int) -> None:
@@ -122,17 +125,17 @@ class Recorder:
             self._known.clear()
 
     def took(self, action: Action, start: float, end: float) -> None:
-        """An action of the main thread ended."""
-        known = self._known.get(id(action))
-        if known is None or known.action is not action:
-            known = self._known[id(action)] = _Known.of(action)
-        self._round.append(known.text)
-        if known.computes_for is not None:
-            self.log.operators += known.operators
+        """Record an action of the main thread that has ended."""
+        facts = self._known.get(id(action))
+        if facts is None or facts.action is not action:
+            facts = self._known[id(action)] = _Known.of(action)
+        self._round.append(facts.text)
+        if facts.computes_for is not None:
+            self.log.operators += facts.operators
             self.log.busy_seconds += end - start
-            self._seconds[known.computes_for] = self._seconds.get(known.computes_for, 0.0) + end - start
-        if known.ends_here and self.is_traced:
-            self.span(action, known.text, start, end)
+            self._seconds[facts.computes_for] = self._seconds.get(facts.computes_for, 0.0) + end - start
+        if facts.ends_here and self.is_traced:
+            self.span(action, facts.text, start, end)
 
     def sent(self, message: Message) -> None:
         self.log.sent_kinds[message.kind] = self.log.sent_kinds.get(message.kind, 0) + message.bytes
@@ -158,6 +161,6 @@ class Recorder:
         self.log.actions = self._round
         if self.log.rounds > WARM_UP_ROUNDS and (self.waits_for_device or self.step in self.trace_steps):
             for stage, seconds in self._seconds.items():
-                kept = self.log.stage_seconds.setdefault(stage, [])
-                kept.append(seconds)
-                del kept[:-MOST_ROUNDS]
+                recent = self.log.stage_seconds.setdefault(stage, [])
+                recent.append(seconds)
+                del recent[:-MOST_ROUNDS]

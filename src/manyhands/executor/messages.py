@@ -1,4 +1,4 @@
-"""Every message that a device will get in a round, by name and size: anything else is refused."""
+"""The messages that a device will receive in a round, by name and size: anything else is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manyhands.schedule.lowering import Lowering
 from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
 
 COORDINATOR = "coordinator"
-"""The name under which whoever started the run feeds inputs and gathers results."""
+"""The name under which the process that started the run feeds inputs and gathers results."""
 ROW_BYTES = 8
 """Bytes of a sample's number."""
 
@@ -37,9 +37,9 @@ class FeedPart:
     """The stage that reads it."""
     is_target: bool = False
     is_local: bool = False
-    """The device has it, in its silo or because it was preloaded there: the rows' numbers travel."""
+    """Whether the device has it, in its silo or because it was preloaded there: the rows' numbers travel."""
     scattered: tuple[Interval, ...] = ()
-    """Where the rows of `box` come from, if not from side by side: intervals of the micro-batch's rows."""
+    """The origin of the rows of `box`, if they do not lie side by side: intervals of the micro-batch's rows."""
 
     @property
     def bytes(self) -> int:
@@ -50,20 +50,20 @@ class FeedPart:
         return self.box.volume * DTYPE_BYTES[self.dtype]
 
     def room(self) -> torch.Tensor:
-        """Memory for what travels."""
+        """Return memory for what travels."""
         return torch.empty(self.bytes // ROW_BYTES, dtype=torch.int64) if self.is_local else empty(self.box, self.dtype)
 
     def cut_from(self, rows: torch.Tensor) -> torch.Tensor:
-        """This box of the samples that a silo gave."""
+        """Return this box of the samples that a silo gave."""
         shape = tuple(b - a for a, b in self.box.intervals)
-        own = rows[(slice(None), *self.box.slices()[1:])] if rows.dim() == len(shape) else rows
-        if tuple(own.shape) != shape or (rows.is_floating_point() and not dtype_of(self.dtype).is_floating_point):
+        cut = rows[(slice(None), *self.box.slices()[1:])] if rows.dim() == len(shape) else rows
+        if tuple(cut.shape) != shape or (rows.is_floating_point() and not dtype_of(self.dtype).is_floating_point):
             raise BadData(
                 f"The silo's '{self.name}' gives {str(rows.dtype).removeprefix('torch.')}{list(rows.shape)}; the "
                 f"network was captured with {self.dtype}{list(shape)}.",
                 hint="All parts of a job must be of the same samples: look at the file given with --silo.",
             )
-        return own.to(dtype_of(self.dtype))
+        return cut.to(dtype_of(self.dtype))
 
 
 def feed_parts(
@@ -75,48 +75,48 @@ def feed_parts(
     """
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
-    found = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
+    parts = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
     last = lowering.geometries[-1]
     if targets and graph.loss is not None and device in last.loss_devices:
         specs = {spec.name: spec for spec in graph.loss.inputs}
         rows = last.sample_intervals(device)
-        found += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
-    return tuple(replace(part, is_local=True) if part.name in local else part for part in found)
+        parts += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
+    return tuple(replace(part, is_local=True) if part.name in local else part for part in parts)
 
 
 def everything_fed(graph: Graph, *, targets: bool = True) -> frozenset[str]:
-    """The names of all inputs, and of the targets."""
+    """Return the names of all inputs, and of the targets."""
     return frozenset([*(spec.name for spec in graph.inputs), *(target_names(graph) if targets else ())])
 
 
-def _target(spec: TensorSpec, own: tuple[Interval, ...], samples: int) -> FeedPart:
-    """Returns a device's rows of a target, of its own samples; one that has no rows goes to everybody."""
+def _target(spec: TensorSpec, intervals: tuple[Interval, ...], samples: int) -> FeedPart:
+    """Return a device's rows of a target, those of its own samples; a target without rows goes to every device."""
     box = Box.whole(spec.shape_for(samples))
     if spec.batch_axis is None:
         return FeedPart(spec.name, box, spec.dtype, is_target=True)
-    rows = tuple((first * spec.rows_per_sample, last * spec.rows_per_sample) for first, last in own)
+    rows = tuple((first * spec.rows_per_sample, last * spec.rows_per_sample) for first, last in intervals)
     start, count = rows[0][0], sum(last - first for first, last in rows)
     box = box.replace(spec.batch_axis, (start, start + count))
     return FeedPart(spec.name, box, spec.dtype, is_target=True, scattered=rows if len(rows) > 1 else ())
 
 
 def expected_messages(actions: Iterable[Action], device: str, network: Network) -> dict[tuple[str, str], int]:
-    """(source, topic) -> bytes, from the device's own actions."""
-    found: dict[tuple[str, str], int] = {}
+    """Return (source, topic) -> bytes of the messages that a device receives, from its own actions."""
+    expected: dict[tuple[str, str], int] = {}
     for action in actions:
         if isinstance(action, Receive):
-            found[(action.source, action.message.topic)] = action.message.bytes
+            expected[(action.source, action.message.topic)] = action.message.bytes
         elif isinstance(action, Reduce):
             sizes = hop_bytes(action, network)
             for number, hops in enumerate(rounds_of(action)):
                 for hop in hops:
                     if hop.target == device:
-                        found[(hop.source, topic(action, number, hop.chunk))] = sizes[hop.chunk]
-    return found
+                        expected[(hop.source, topic(action, number, hop.chunk))] = sizes[hop.chunk]
+    return expected
 
 
 def runs_here(plan: Plan, network: Network) -> None:
-    """Refuse a plan that can be simulated, but not run by the executor; the message names the stage and why."""
+    """Refuse a plan that can be simulated, but not run by the executor; the message names the stage and the reason."""
     for index, stage in enumerate(plan.stages):
         shares_samples = stage.share.splits_samples and len(stage.devices) > 1
         if not plan.is_training and plan.batch_norm == "synchronised" and shares_samples:
@@ -135,7 +135,8 @@ def runs_here(plan: Plan, network: Network) -> None:
 
 
 def _has_running_statistics(index: int, stage: Stage, network: Network) -> None:
-    """In a stream no statistics travel: a batch norm that keeps none would normalise each share by itself."""
+    """Refuse a batch norm that keeps no statistics: in a stream none travel, so it would normalise each share by
+    itself."""
     for op in network.ops[slice(*op_range(stage, network))]:
         if op.statistics and not any(network.weights[name].buffer for name in op.weights):
             raise BadPlan(
@@ -146,9 +147,9 @@ def _has_running_statistics(index: int, stage: Stage, network: Network) -> None:
 
 
 def plan_bytes(schedule_actions: dict[str, Sequence[Action]], network: Network) -> dict[tuple[str, str], int]:
-    """(source, target) -> bytes that a plan says travel between two devices in one round."""
-    found: dict[tuple[str, str], int] = {}
+    """Return (source, target) -> bytes that a plan sends between two devices in one round."""
+    totals: dict[tuple[str, str], int] = {}
     for device, actions in schedule_actions.items():
         for (source, _), size in expected_messages(actions, device, network).items():
-            found[(source, device)] = found.get((source, device), 0) + size
-    return found
+            totals[(source, device)] = totals.get((source, device), 0) + size
+    return totals

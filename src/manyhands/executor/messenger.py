@@ -27,7 +27,7 @@ _OF_WEIGHTS = frozenset({"weights", "weight-gradient"})
 
 
 class Messenger:
-    """Sends and receives what a schedule's messages say, for one device."""
+    """Sends and receives the messages of a schedule, for one device."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Messenger:
         return runner.gradient(micro_batch, tensor, box)
 
     def _maker(self, tensor: str) -> Runner:
-        """Return the runner of the stage, of those on this device, that makes a tensor."""
+        """Return the runner of the stage on this device that makes a tensor."""
         return next(runner for runner in self.runners.values() if runner.geometry.is_made_here(tensor))
 
     # In
@@ -134,31 +134,31 @@ class Messenger:
         started = self.slowdown.now()
         self.diagnosis.watch(action.source, tensors)
         for part, tensor in zip(message.parts, tensors):
-            here = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
+            data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
             if message.kind == "gradient":
-                self.coding.feed_back(action.source, message, part, here)
-            self._incoming(action.source, message, part, here)
+                self.coding.feed_back(action.source, message, part, data)
+            self._incoming(action.source, message, part, data)
         if message.kind == "gradient":
             self.coding.came_back(action.source, message)
         self.slowdown.stretch(started)
 
-    def _incoming(self, source: str, message: Message, part: Part, here: torch.Tensor) -> None:
+    def _incoming(self, source: str, message: Message, part: Part, data: torch.Tensor) -> None:
         """Put a box that has arrived where it is read, or add it there."""
         name, micro_batch = part.tensor, message.micro_batch
         if message.kind == "weights":
-            self.weights.tensors[name].copy_(here)
+            self.weights.tensors[name].copy_(data)
             self.weights.tensors[name].grad = None
         elif message.kind == "weight-gradient":
-            dense_gradient(self.weights.tensors[name]).add_(here)
+            dense_gradient(self.weights.tensors[name]).add_(data)
         elif message.kind == "partial":
             runner = self.runners[message.stage]
             assert isinstance(runner, ChannelRunner)
-            runner.put_partial(micro_batch, source, name, here)
+            runner.put_partial(micro_batch, source, name, data)
         elif message.kind == "gradient":
-            self._maker(name).add_gradient(micro_batch, name, part.box, here)
+            self._maker(name).add_gradient(micro_batch, name, part.box, data)
         elif message.kind == "output":
-            self.runners[message.stage].put_output(micro_batch, name, part.box, here)
+            self.runners[message.stage].put_output(micro_batch, name, part.box, data)
         elif message.kind in ("halo-gradient", "output-gradient") and not part.is_value:
-            self.runners[message.stage].add_gradient(micro_batch, name, part.box, here)
+            self.runners[message.stage].add_gradient(micro_batch, name, part.box, data)
         else:
-            self.runners[message.stage].put_value(micro_batch, name, part.box, here)
+            self.runners[message.stage].put_value(micro_batch, name, part.box, data)

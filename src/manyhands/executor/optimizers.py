@@ -1,6 +1,6 @@
 """Optimiser facts -> PyTorch optimisers over some of the weights, whose state travels as tensors and plain values.
 
-A state has one entry per weight and key of PyTorch's, `weight/key`: keys hold no slash, so the last one divides.
+A state has one entry per weight and key of PyTorch's, `weight/key`: keys hold no slash, so the last one separates.
 Entries of several workers are merged by uniting their dictionaries, and each worker takes out its own.
 """
 
@@ -41,8 +41,9 @@ def _looked_up(*names: str) -> frozenset[Any]:
 
 
 FUSED_STEPS = _looked_up("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
-"""Under a mode (`PeakBytes`) PyTorch looks up an operator at its first use, and where two threads do that at once goes
-on with the one that it has freed (2.13). This module is read by one thread: here they are looked up, and kept."""
+"""Operators of fused steps, looked up here and kept. Under a mode (`PeakBytes`) PyTorch looks up an operator at its
+first use, and where two threads do that at once it goes on with the one that it has freed (2.13). This module is read
+by one thread."""
 
 
 class Stepper:
@@ -52,11 +53,11 @@ class Stepper:
         self.optimizer = optimizer
         self._probes = _Probes(optimizer)
         self.weights: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
+        stepped_ids: set[int] = set()
         for name, tensor in weights.items():
-            if tensor.requires_grad and id(tensor) not in seen:  # a tied weight is stepped once
+            if tensor.requires_grad and id(tensor) not in stepped_ids:  # a tied weight is stepped once
                 self.weights[name] = tensor
-                seen.add(id(tensor))
+                stepped_ids.add(id(tensor))
         self._start()
 
     def _start(self) -> None:
@@ -69,18 +70,18 @@ class Stepper:
             self._torch, self._schedule = _construct(self.optimizer, over)
 
     def _laid_as_rows(self) -> dict[str, _Row]:
-        """For weights in channels_last, leaves over the same memory that are contiguous: a fused step, which knows no
+        """Return, for weights in channels_last, contiguous leaves over the same memory: a fused step, which knows no
         axes, copies the gradients of others first, and takes two to three times as long."""
-        found = {}
+        rows = {}
         for name, weight in self.weights.items():
             order = memory_order(weight)
-            seen = weight.detach().permute(order)
-            if seen.is_contiguous() and not weight.is_contiguous():
-                found[name] = _Row(seen.requires_grad_(), order)
-        return found
+            view = weight.detach().permute(order)
+            if view.is_contiguous() and not weight.is_contiguous():
+                rows[name] = _Row(view.requires_grad_(), order)
+        return rows
 
     def _stepped(self, name: str) -> torch.Tensor:
-        """What PyTorch's optimiser has for a weight."""
+        """Return the tensor that PyTorch's optimiser has for a weight."""
         row = self._rows.get(name)
         return self.weights[name] if row is None else row.leaf
 
@@ -90,7 +91,7 @@ class Stepper:
             if weight.grad is not None and weight.grad.stride() != weight.stride():
                 dense_gradient(weight)  # a fused step takes both for rows of numbers
         if any(_laid(weight) != self._laid[name] for name, weight in self.weights.items()):
-            self.load(*self.state(), self.steps_done)  # somebody has laid them out anew
+            self.load(*self.state(), self.steps_done)  # they have been laid out anew
         for name, row in self._rows.items():
             gradient = self.weights[name].grad
             row.leaf.grad = None if gradient is None else gradient.permute(row.order)
@@ -115,7 +116,7 @@ class Stepper:
 
     @property
     def learning_rate(self) -> float:
-        """What the next step will use."""
+        """The learning rate of the next step."""
         return float(self._torch.param_groups[0]["lr"])
 
     def state_tensors(self) -> list[torch.Tensor]:
@@ -124,7 +125,7 @@ class Stepper:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def state(self, *, copy: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.
+        """Return tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.
 
         Without `copy` the tensors are those in use, which the next step will change.
         """
@@ -149,9 +150,9 @@ class Stepper:
         """
         if steps_done < 0:
             raise BadValue(f"The state is of step {steps_done}; steps are >= 0.")
-        found = dict(self._find(tensors, scalars, steps_done))
+        states = dict(self._find(tensors, scalars, steps_done))
         self._start()
-        for name, entries in found.items():
+        for name, entries in states.items():
             row = self._rows.get(name)
             self._torch.state[self._stepped(name)] = entries if row is None else row.as_rows(entries)
         self._torch.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
@@ -163,21 +164,21 @@ class Stepper:
     def _find(
         self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], steps_done: int
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(weight, its state) for those that have one. All is checked before anything is changed."""
-        given: dict[str, set[str]] = {}
+        """Yield (weight, its state) for the weights that have one. Everything is checked before anything is changed."""
+        stored_keys: dict[str, set[str]] = {}
         for entry in (*tensors, *scalars):
             name, _, key = entry.rpartition(SEPARATOR)
-            given.setdefault(name, set()).add(key)
-        if steps_done == 0 and not any(name in given for name in self.weights):
+            stored_keys.setdefault(name, set()).add(key)
+        if steps_done == 0 and not any(name in stored_keys for name in self.weights):
             return  # before the first step there is nothing to miss
         expected = {name: self._probes.of(weight) for name, weight in self.weights.items()}
         missing = [
-            _entry(name, key) for name, keys in expected.items() for key in keys if key not in given.get(name, ())
+            _entry(name, key) for name, keys in expected.items() for key in keys if key not in stored_keys.get(name, ())
         ]
         if missing:
             raise BadFile(f"The state of {self.optimizer.name} at step {steps_done} lacks {_named(missing)}.")
         for name, weight in self.weights.items():
-            strange = sorted(given.get(name, set()) - set(expected[name]))
+            strange = sorted(stored_keys.get(name, set()) - set(expected[name]))
             if strange:
                 raise BadFile(
                     f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does "
@@ -194,20 +195,20 @@ class Stepper:
 
 
 class _Row(NamedTuple):
-    """A weight as its memory lies, for a step that goes over it number by number."""
+    """A weight in the order of its memory, for a step that goes over it number by number."""
 
     leaf: torch.Tensor
     order: tuple[int, ...]
     """The weight's axes in the leaf's order."""
 
     def as_weight(self, value: torch.Tensor) -> torch.Tensor:
-        """A state's tensor, seen with the weight's axes."""
+        """Return a state's tensor with the weight's axes."""
         if value.dim() != len(self.order):
             return value
         return value.permute([self.order.index(axis) for axis in range(len(self.order))])
 
     def as_rows(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """The other way round, all that is kept for a weight."""
+        """Return all that is kept for a weight, with the leaf's axes."""
         return {
             key: value.permute(self.order)
             if isinstance(value, torch.Tensor) and value.dim() == len(self.order)
@@ -217,12 +218,13 @@ class _Row(NamedTuple):
 
 
 def _laid(weight: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Where its memory is, and in which order its numbers lie there."""
+    """Return where a weight's memory is, and the order in which its numbers lie there."""
     return weight.data_ptr(), weight.stride()
 
 
 class _Probes:
-    """What an optimiser keeps for a weight: found by stepping a small one of its type and device, with as many axes."""
+    """The state that an optimiser keeps for a weight, found by stepping a small one of its type and device, with as
+    many axes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -237,20 +239,21 @@ class _Probes:
 
 
 def build(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> Stepper:
-    """The optimiser over the trainable tensors of `weights`; a worker that holds none has schedules all the same."""
+    """Return the optimiser over the trainable tensors of `weights`; for a worker that holds none it still has the
+    schedules."""
     return Stepper(optimizer, weights)
 
 
 def validate(optimizer: Optimizer, steps: int | None = None) -> None:
-    """Refuse, before anything starts, an optimiser that cannot be built, makes no step, or whose schedule is over
-    before so many steps."""
+    """Refuse, before anything starts, an optimiser that cannot be built, makes no step, or whose schedule ends before
+    so many steps."""
     _state_after_a_step(optimizer, (4, 4))
     if steps is not None:
         check_length(optimizer, _construct(optimizer, [])[1], steps)
 
 
 def at_start(optimizer: Optimizer) -> Optimizer:
-    """The optimiser as it is at its first step, without its schedule.
+    """Return the optimiser as it is at its first step, without its schedule.
 
     Measuring and trying plans take as many steps as they need, which may be more than the schedule has.
     """
@@ -263,14 +266,15 @@ def at_start(optimizer: Optimizer) -> Optimizer:
 
 
 def slots(optimizer: Optimizer) -> int:
-    """How many numbers the optimiser keeps for each parameter once it has stepped: SGD 0, with momentum 1, Adam 2."""
+    """Return how many numbers the optimiser keeps for each parameter once it has stepped: SGD 0, with momentum 1, Adam
+    2."""
     state = _state_after_a_step(optimizer, (4, 4))
-    kept = sum(value.numel() for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
-    return math.ceil(kept / 16)
+    count = sum(value.numel() for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return math.ceil(count / 16)
 
 
 def with_lower_rate(optimizer: Optimizer) -> Optimizer:
-    """The same with a tenth of its learning rate: what to try after one that diverged."""
+    """Return the same optimiser with a tenth of its learning rate: what to try after a run that diverged."""
     rate = optimizer.options.get("lr")
     if rate is None:
         rate = inspect.signature(getattr(torch.optim, optimizer.name)).parameters["lr"].default
@@ -280,19 +284,19 @@ def with_lower_rate(optimizer: Optimizer) -> Optimizer:
 
 
 def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_device: str = "cpu") -> float:
-    """How fast an optimiser's step passes over what it reads and writes, one step after another: measured on a graph's
-    weights; 0 where there is nothing to measure."""
+    """Return how many bytes per second an optimiser's step passes over, reading and writing, one step after another:
+    measured on a graph's weights; 0 where there is nothing to measure."""
     if optimizer is None:
         return 0.0
-    wanted = Optimizer.from_dict(optimizer)
+    parsed = Optimizer.from_dict(optimizer)
     device = torch.device(torch_device)
     weights = Weights.copied(graph, device=device).trainable()
-    byte_count = passed_bytes(graph, wanted)
+    byte_count = passed_bytes(graph, parsed)
     if not byte_count:
         return 0.0
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 1e-6)
-    stepper = build(wanted, weights)
+    stepper = build(parsed, weights)
     seconds = []
     for _ in range(_TIMED_STEPS):
         start = now(device)
@@ -302,13 +306,14 @@ def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_
 
 
 def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:
-    """What a step passes over: weights, gradients and its own state, (3 + 2 slots) times in all."""
+    """Return the bytes that a step passes over: weights, gradients and its own state, (3 + 2 slots) times the weights'
+    in all."""
     trained = sum(weight.bytes for weight in graph.network.weights.values() if weight.trainable)
     return trained * (3 + 2 * slots(optimizer))
 
 
 def optimizer_names() -> list[str]:
-    """Those of this PyTorch that workers can run."""
+    """Return the names of this PyTorch's optimisers that workers can run."""
     return sorted(set(classes(torch.optim, torch.optim.Optimizer)) - set(_REFUSED_OPTIMIZERS))
 
 
@@ -334,10 +339,10 @@ def _construct(optimizer: Optimizer, weights: list[torch.Tensor]) -> tuple[torch
     return built, scheduler(optimizer, built)
 
 
-def _may_fuse(kind: Any, given: Mapping[str, Option], weights: Sequence[torch.Tensor]) -> bool:
-    """Whether a step may pass over weights, gradients and state once, in place of once for every operation: on a CPU
-    that takes a third of the time. Whoever gives one of the options about it has the last word."""
-    if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(given):
+def _may_fuse(kind: Any, options: Mapping[str, Option], weights: Sequence[torch.Tensor]) -> bool:
+    """Return whether a step may pass over weights, gradients and state once, in place of once for every operation: on a
+    CPU that takes a third of the time. Options about fusing that are given have the last word."""
+    if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(options):
         return False
     return all(weight.is_cpu and weight.dtype in (torch.float32, torch.float64) for weight in weights)
 
@@ -347,12 +352,15 @@ def _entry(name: str, key: str) -> str:
 
 
 def _named(entries: list[str]) -> str:
-    rest = len(entries) - _MOST_NAMED
-    return ", ".join(f"'{entry:.120}'" for entry in entries[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    remaining = len(entries) - _MOST_NAMED
+    return ", ".join(f"'{entry:.120}'" for entry in entries[:_MOST_NAMED]) + (
+        f" and {remaining} more" if remaining > 0 else ""
+    )
 
 
 def _restored(entry: str, value: Any, like: Any, weight: torch.Tensor) -> Any:
-    """A copy of a state's entry, laid out as PyTorch would have it; PyTorch's own loading would change its type."""
+    """Return a copy of a state's entry, laid out as PyTorch would have it; PyTorch's own loading would change its
+    type."""
     if not isinstance(like, torch.Tensor):
         if isinstance(value, (bool, int, float)):
             return value
@@ -372,8 +380,9 @@ def _restored(entry: str, value: Any, like: Any, weight: torch.Tensor) -> Any:
 
 
 def _shape_of(like: torch.Tensor, weight: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a probe's state, carried over to the weight: axes as long as the probe's are as long as its."""
+    """Return the shape of a probe's state, carried over to the weight: axes as long as the probe's become as long as
+    the weight's."""
     if like.dim() != weight.dim():
         return tuple(like.shape)
     sizes = (*_PROBE_SIZES, *[2] * weight.dim())
-    return tuple(real if own == probe else own for own, probe, real in zip(like.shape, sizes, weight.shape))
+    return tuple(real if size == probe else size for size, probe, real in zip(like.shape, sizes, weight.shape))

@@ -1,4 +1,4 @@
-"""What a device is told about a run beside graph, plan and weights."""
+"""The options of a device for a run, beside graph, plan and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ExecutorOptions:
     memory_step: int = -1
     """The step in which tensor bytes are counted; it takes a little longer."""
     watch_every: int = 0
-    """One round in so many is looked at while the run goes on; 0: none."""
+    """One round in so many is watched while the run goes on; 0: none."""
     with_targets: bool = True
     slowdown: float = 1.0
     """Computing takes so many times as long as it must: this device stands for a slower one."""
@@ -30,4 +30,4 @@ class ExecutorOptions:
     local_names: frozenset[str] = frozenset()
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""
     resident: ResidentDataset | None = None
-    """Where those lie that were preloaded here; None: they are in the silo."""
+    """The memory of those that were preloaded here; None: they are in the silo."""

@@ -1,4 +1,4 @@
-"""What packing a feature costs on this machine (SPLIT Fig. 11): a line over its size, measured once and kept.
+"""The cost of packing a feature on this machine (SPLIT Fig. 11): a line over its size, measured once and kept.
 
 packing      upstream, with the error that is kept for the gradient: a constant and so much for each byte
 unpacking    downstream, for each byte
@@ -30,7 +30,7 @@ _REFRESH = "Delete it; it is measured again when it is needed."
 
 
 class PackingCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of the codec, by the byte."""
+    """The codec's seconds, per byte."""
 
     packing_seconds: float
     packing_seconds_per_byte: float
@@ -45,7 +45,8 @@ class PackingCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise BadValue(f"{name} is {getattr(self, name)}; it must be from 0 to below 1.")
 
     def between(self, upstream_slowdown: float = 1.0, downstream_slowdown: float = 1.0) -> dict[str, float]:
-        """By the names under which `split_profile` takes them, on sides that are so many times slower than this."""
+        """Return the costs by the names under which `split_profile` takes them, on sides that are so many times slower
+        than this."""
         return {
             "packing_seconds": self.packing_seconds * upstream_slowdown,
             "packing_seconds_per_byte": self.packing_seconds_per_byte * upstream_slowdown,
@@ -58,15 +59,15 @@ _PER_BYTE = ("packing_seconds_per_byte", "unpacking_seconds_per_byte", "feedback
 
 
 def measure_packing(threads: int | None = None, *, seconds: float = 1.0, timer: Timer = stopwatch) -> PackingCost:
-    """The codec on this machine with so many threads (None: as torch is set), in about `seconds`."""
+    """Measure the codec on this machine with so many threads (None: as torch is set), in about `seconds`."""
     machine = identify(threads)
     with with_threads(machine.threads):
         trials = [*_trials("small", SMALL_BYTES), *_trials("large", LARGE_BYTES)]
-        found = interleave(trials, repeats=25, least_repeats=3, seconds=seconds, timer=timer)
+        measured = interleave(trials, repeats=25, least_repeats=3, seconds=seconds, timer=timer)
 
-    def line(what: str) -> tuple[float, float]:
-        """A constant, and seconds per byte, through both sizes."""
-        small, large = found.median(f"{what} small"), found.median(f"{what} large")
+    def line(operation: str) -> tuple[float, float]:
+        """Return the line through both sizes: a constant, and seconds per byte."""
+        small, large = measured.median(f"{operation} small"), measured.median(f"{operation} large")
         per_byte = max(0.0, large - small) / (LARGE_BYTES - SMALL_BYTES)
         return max(0.0, small - per_byte * SMALL_BYTES), per_byte
 
@@ -95,7 +96,7 @@ def packing_path(machine: Machine, folder: Path | None = None) -> Path:
 
 
 def packing_cost(threads: int | None = None, *, refresh: bool = False, folder: Path | None = None) -> PackingCost:
-    """What is stored for this machine, or measured now, and stored."""
+    """Return the cost stored for this machine, or measure it now and store it."""
     path = packing_path(identify(threads), folder)
     if path.exists() and not refresh:
         return _load(path)

@@ -31,13 +31,13 @@ _BLOCK = 128
 _LEAST_SQUARE, _MOST_SQUARE = 1e-20, 1e36
 """Sums of squares beyond these are formed again in float64: single precision may have lost or overflown some."""
 LONGEST = 1e300
-"""A longer norm is said to be so long: JSON knows no infinity."""
+"""A longer norm is reported as this one: JSON knows no infinity."""
 
 Numbers = NDArray[Any]
 
 
 class SumRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one device saw of one gradient sum: projections, of which None says that some numbers were not finite."""
+    """One device's record of one gradient sum: projections, of which None says that some numbers were not finite."""
 
     stage: int
     first: int
@@ -63,21 +63,21 @@ class SumRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def numbers_in(memory: memoryview, dtype: torch.dtype) -> Numbers:
-    """Memory as numbers that numpy computes well with; a copy where it does not, or does not know their type."""
+    """Return memory as numbers that numpy computes well with; a copy where it does not, or does not know their type."""
     if dtype in KNOWN_TO_NUMPY and dtype != torch.float16:
         return numpy.frombuffer(memory, str(dtype).removeprefix("torch."))
     return torch.frombuffer(memory, dtype=dtype).float().numpy() if len(memory) else numpy.zeros(0, "float32")
 
 
 def projection(parts: Sequence[Numbers]) -> float | None:
-    """The projection of some rows laid end to end; None where not all of their numbers are finite."""
+    """Return the projection of some rows laid end to end; None where not all of their numbers are finite."""
     with numpy.errstate(all="ignore"):
         total = sum(_salt(place) * _of_row(part) for place, part in enumerate(parts))
         return total if math.isfinite(total) else _again(parts)
 
 
 def projection_and_norm(parts: Sequence[Numbers]) -> tuple[float | None, float]:
-    """The same, and the Euclidean norm; (None, 0) where not all numbers are finite."""
+    """Return the projection of some rows, and their Euclidean norm; (None, 0) where not all numbers are finite."""
     with numpy.errstate(all="ignore"):
         total = squares = 0.0
         for place, part in enumerate(parts):
@@ -86,13 +86,14 @@ def projection_and_norm(parts: Sequence[Numbers]) -> tuple[float | None, float]:
             squares += of_squares
         if math.isfinite(total) and math.isfinite(squares):
             return total, math.sqrt(squares)
-        found = _again(parts)
-        squares = 0.0 if found is None else sum(_squares_exactly(part) for part in parts)
-        return found, min(math.sqrt(squares), LONGEST)
+        exact = _again(parts)
+        squares = 0.0 if exact is None else sum(_squares_exactly(part) for part in parts)
+        return exact, min(math.sqrt(squares), LONGEST)
 
 
 def _again(parts: Sequence[Numbers]) -> float | None:
-    """In float64: the numbers may be finite, and only their products too large for single precision."""
+    """Return the projection, formed in float64: the numbers may be finite, and only their products too large for single
+    precision."""
     if not all(bool(numpy.isfinite(part).all()) for part in parts):
         return None
     total = sum(_salt(place) * _of_row(part.astype(numpy.float64)) for place, part in enumerate(parts))
@@ -110,7 +111,7 @@ def _of_row(part: Numbers) -> float:
 
 
 def _of_both(part: Numbers) -> tuple[float, float]:
-    """Projection and sum of squares of a row, block by block."""
+    """Return the projection and the sum of squares of a row, formed block by block."""
     count = part.size // COLUMNS
     weights, columns = _rows(count), _columns(part.dtype.char)
     total = squares = 0.0
@@ -120,21 +121,21 @@ def _of_both(part: Numbers) -> tuple[float, float]:
         each = numpy.einsum("ij,j->i", flat.reshape(last - first, COLUMNS), columns)
         total += float(numpy.einsum("i,i->", each.astype(numpy.float64), weights[first:last]))
         squares += _squares(flat)
-    rest = part[count * COLUMNS :]
-    return total + _rest(part, count), squares + (_squares(rest) if rest.size else 0.0)
+    tail = part[count * COLUMNS :]
+    return total + _rest(part, count), squares + (_squares(tail) if tail.size else 0.0)
 
 
 def _rest(part: Numbers, count: int) -> float:
     """Return the projection of what does not fill a row."""
-    rest = part[count * COLUMNS :]
-    if not rest.size:
+    tail = part[count * COLUMNS :]
+    if not tail.size:
         return 0.0
-    return float(numpy.einsum("i,i->", rest, _columns(part.dtype.char)[: rest.size])) * float(_rows(count + 1)[count])
+    return float(numpy.einsum("i,i->", tail, _columns(part.dtype.char)[: tail.size])) * float(_rows(count + 1)[count])
 
 
 def _squares(flat: Numbers) -> float:
-    found = float(numpy.einsum("i,i->", flat, flat))
-    return found if _LEAST_SQUARE < found < _MOST_SQUARE else _squares_exactly(flat)
+    total = float(numpy.einsum("i,i->", flat, flat))
+    return total if _LEAST_SQUARE < total < _MOST_SQUARE else _squares_exactly(flat)
 
 
 def _squares_exactly(flat: Numbers) -> float:
@@ -158,12 +159,12 @@ def _rows_up_to(bits: int) -> Numbers:
 
 @lru_cache(maxsize=4096)
 def _salt(place: int) -> float:
-    """So that two tensors that changed places are noticed."""
+    """Return the factor of the part at `place`, so that two tensors that changed places are noticed."""
     return float(_drawn(1, 3 + place)[0])
 
 
 def _drawn(count: int, stream: int) -> Numbers:
-    """Numbers of either sign between 0.5 and 1.5 that are exact in half precision too (SplitMix64)."""
+    """Return numbers of either sign between 0.5 and 1.5 that are exact in half precision too (SplitMix64)."""
     mixed = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
     mixed += numpy.uint64(stream * 0xD1342543DE82EF95 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,7 +1,7 @@
-"""Weight gradients are added up on a thread of their own, bucket by bucket, while backward goes on.
+"""The sum of weight gradients, formed on a thread of its own, bucket by bucket, while backward goes on.
 
-Each chunk is sent straight from the gradients' memory and the sum comes back into it; to the chunk that this
-device sums itself the others' are added from where the mailbox has them. `wait` lets go of the gradients' memory: an
+Each chunk is sent straight from the gradients' memory and the sum comes back into it; the others' chunks are added to
+the one that this device sums itself from where the mailbox has them. `wait` releases the gradients' memory: an
 optimiser may write into it.
 """
 
@@ -30,7 +30,7 @@ OnSpan = Callable[[Reduce, float, float], None]
 
 
 def row_of(tensor: torch.Tensor) -> memoryview:
-    """A dense tensor's memory as one row, in the order it lies in."""
+    """Return a dense tensor's memory as one row, in the order in which it lies."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(memory_order(tensor))
     return as_bytes(tensor)
@@ -56,7 +56,8 @@ class Reducer:
         self._work.put((reduce, step, gradients))
 
     def wait(self) -> None:
-        """Until every bucket handed over is added up. The mailbox limits each wait inside; this adds a little."""
+        """Wait until every bucket handed over is added up. The mailbox limits each wait inside; this limit is a little
+        longer."""
         limit = self.endpoint.mailbox.limit_seconds + 10
         with self._change, self.endpoint.mailbox.waiting():
             while self._open and self._error is None:
@@ -68,9 +69,9 @@ class Reducer:
         self.endpoint.release()
 
     def take_records(self) -> list[SumRecord]:
-        """What this device saw of the sums since this was last asked; to be asked after `wait`."""
-        found, self._records = self._records, []
-        return found
+        """Return this device's records of the sums since the last call; to be called after `wait`."""
+        records, self._records = self._records, []
+        return records
 
     def _moved(self) -> int:
         return sum(self.endpoint.mailbox.received_bytes.values())
@@ -88,7 +89,7 @@ class Reducer:
                     start = time.monotonic()
                     self._reduce(reduce, step, gradients)
                     self.on_span(reduce, start, time.monotonic())
-            except Exception as error:  # whatever it is, `wait` tells it: a thread that died would be waited for
+            except Exception as error:  # whatever it is, `wait` raises it instead of waiting for a dead thread
                 self._error = error
             with self._change:
                 self._open -= 1
@@ -103,24 +104,24 @@ class Reducer:
             [(hop, topic(reduce, number, hop.chunk)) for hop in hops]
             for number, hops in enumerate(gradient_rounds(reduce.devices))
         ]
-        box, own, dtype = self.endpoint.mailbox, self.endpoint.name, staged[0].dtype
+        box, device, dtype = self.endpoint.mailbox, self.endpoint.name, staged[0].dtype
         before = [projection_and_norm(_as_numbers(chunk, dtype)) for chunk in chunks]
         received, sums, after = [], [], dict[int, float | None]()
         for hop, name in (pair for pairs in rounds for pair in pairs):
-            if hop.target == own and not hop.adds:  # no sum comes before this device's part of it has arrived there
+            if hop.target == device and not hop.adds:  # no sum comes before this device's part of it has arrived there
                 box.post(hop.source, step, name, chunks[hop.chunk])
         for pairs in rounds:
             added: dict[int, None] = {}
             for hop, name in pairs:
-                if hop.source == own:
+                if hop.source == device:
                     self.endpoint.send(hop.target, step, name, chunks[hop.chunk])
-            for hop, name in pairs:  # added in the order of the hops, whoever is first: the same bits in every run
-                if hop.target == own and hop.adds:
+            for hop, name in pairs:  # added in the order of the hops, not of arrival: the same bits in every run
+                if hop.target == device and hop.adds:
                     came = _split(box.take(hop.source, step, name), chunks[hop.chunk])
                     received.append(projection(_as_numbers(came, dtype)))
                     _add(chunks[hop.chunk], came, dtype)
                     added[hop.chunk] = None
-                elif hop.target == own:
+                elif hop.target == device:
                     box.receive(hop.source, step, name, chunks[hop.chunk])
                     after[hop.chunk] = projection(_as_numbers(chunks[hop.chunk], dtype))
             for chunk in added:
@@ -128,7 +129,7 @@ class Reducer:
                 sums.append(after[chunk])
         self._records.append(
             SumRecord(
-                reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(one for one, _ in before),
+                reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
                 tuple(norm for _, norm in before), tuple(received), tuple(sums),
                 tuple(after[chunk] for chunk in range(len(chunks))),
             )
@@ -139,7 +140,7 @@ class Reducer:
 
 
 def _numbers(memory: memoryview, dtype: torch.dtype) -> Any:
-    """Memory as numbers for numpy, which adds on one thread; as a tensor where it does not know them.
+    """Return memory as numbers for numpy, which adds on one thread; as a tensor where numpy does not know their type.
 
     torch would start a second set of threads for this one, and the two would fight for the cores that compute.
     """
@@ -153,12 +154,12 @@ def _as_numbers(parts: list[memoryview], dtype: torch.dtype) -> list[Numbers]:
 
 
 def _split(came: memoryview, parts: list[memoryview]) -> list[memoryview]:
-    """What came for a chunk, cut where the chunk's own memory is."""
-    found, place = [], 0
+    """Return what arrived for a chunk, cut where the chunk's own memory is cut."""
+    pieces, place = [], 0
     for part in parts:
-        found.append(came[place : place + len(part)])
+        pieces.append(came[place : place + len(part)])
         place += len(part)
-    return found
+    return pieces
 
 
 def _add(parts: list[memoryview], came: list[memoryview], dtype: torch.dtype) -> None:

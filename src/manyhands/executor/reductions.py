@@ -54,7 +54,7 @@ class Reductions:
         """The projection of those weights when their norm was last formed, the norm, and rounds since then."""
 
     def start(self, action: Reduce) -> None:
-        """Begin a reduction; statistics are also waited for, unless the action says later."""
+        """Begin a reduction; statistics are also waited for, unless the action puts that off."""
         if action.what == "statistics":
             self._gather_statistics(action)
         else:
@@ -122,16 +122,16 @@ class Reductions:
         self.recorder.span(reduce, str(reduce), start, end)
 
     def wait(self) -> None:
-        """Wait until all gradients that were handed over are sums."""
+        """Wait until all gradients that were handed over have been summed."""
         self.reducer.wait()
 
     def take_records(self) -> list[SumRecord]:
-        """Return what this device saw of the sums since this was last called, with the weights as they are now."""
+        """Return this device's records of the sums since the last call, with the weights as they are now."""
         return [self._with_weights(record) for record in self.reducer.take_records()]
 
     def _with_weights(self, record: SumRecord) -> SumRecord:
-        """Return the record of a sum with what the weights have come to by it. Their norm changes slowly: it is formed
-        anew after some rounds, or when the weights have moved far."""
+        """Return the record of a sum with the projection and the norm of the weights that it led to. Their norm changes
+        slowly: it is formed anew after some rounds, or when the weights have moved far."""
         weights = [self.weights.tensors[name].detach().cpu() for name in self._summed[record.key]]
         rows = [numbers_in(row_of(weight), weight.dtype) for weight in weights]
         now = projection(rows)

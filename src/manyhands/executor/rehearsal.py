@@ -4,10 +4,10 @@ Upstream runs forward on weights that are behind, features are packed and unpack
 upstream replays when the bound makes it wait: as late as K allows, which is the worst that can happen.
 
     grouped     K+1 forward passes, then their updates: the i-th finds weights i updates on
-    window      from the K+1st on, every one finds weights K updates on
+    window      from the K+1st on, every pass finds weights K updates on
 
 It trains as the executor does, operator by operator, and serves to find out what K and bits do to accuracy before any
-device is asked: calibration, and the studies of convergence.
+device takes part: calibration, and the studies of convergence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Batch = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 @dataclass
 class Score:
-    """Over some batches, at rest. Loss is the mean of theirs; accuracy is None where targets are not classes."""
+    """The score over some batches, in inference. Loss is the mean of theirs; accuracy is None where targets are not
+    classes."""
 
     loss: float
     accuracy: float | None
@@ -50,7 +51,7 @@ class _UnderWay:
     context: Context
     inputs: Mapping[str, torch.Tensor]
     made: Tensors | None
-    """Its forward pass, where no update came after it."""
+    """The output of its forward pass, where no update came after it."""
     gradients: Tensors
 
 
@@ -79,12 +80,12 @@ class Rehearsal:
         self.upstream = Piece(graph, self.weights, 0, position)
         self.downstream = Piece(graph, self.weights, position)
         self._whole = Piece(graph, self.weights)
-        wanted = trained_weights(graph)
+        trained = trained_weights(graph)
         ours = [
-            {name: self.weights.tensors[name] for name in one.weight_names if name in wanted}
-            for one in (self.upstream, self.downstream)
+            {name: self.weights.tensors[name] for name in piece.weight_names if name in trained}
+            for piece in (self.upstream, self.downstream)
         ]
-        self._up, self._down = (build(optimizer, own) for own in ours)
+        self._up, self._down = (build(optimizer, weights) for weights in ours)
         self._trained = {**ours[0], **ours[1]}
         self._learns = bool(ours[0])
         """Whether anything upstream is trained: else nothing comes back."""
@@ -98,7 +99,8 @@ class Rehearsal:
         self._begun: deque[int] = deque()
 
     def train(self, inputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> float:
-        """One mini-batch: its loss. Numbers that are none end up in the loss, or as one: nan."""
+        """Train on one mini-batch and return its loss. Numbers that are not finite end up in the loss, or as a loss of
+        nan."""
         inputs, targets = self._here(inputs), self._here(targets)
         context = Context(True, self.seed, self.steps_done, 0, self._samples(inputs))
         self.steps_done += 1
@@ -131,7 +133,7 @@ class Rehearsal:
         return loss
 
     def _carried(self, features: Tensors) -> tuple[Tensors, Tensors]:
-        """Features as they arrive, and what packing has changed of them."""
+        """Return the features as they arrive, and what packing has changed of them."""
         arrived: Tensors = {}
         errors: Tensors = {}
         for name, tensor in features.items():
@@ -140,10 +142,10 @@ class Rehearsal:
             if not bits:
                 arrived[name] = tensor
                 continue
-            here = tensor.detach().cpu()
-            error = torch.empty_like(here, memory_format=torch.contiguous_format)
-            packed = pack(here, bits, error)
-            arrived[name] = unpack(packed, tuple(here.shape), here.dtype, bits, str(self.device))
+            local = tensor.detach().cpu()
+            error = torch.empty_like(local, memory_format=torch.contiguous_format)
+            packed = pack(local, bits, error)
+            arrived[name] = unpack(packed, tuple(local.shape), local.dtype, bits, str(self.device))
             if spec.differentiable and self.codec.error_feedback:
                 errors[name] = error.to(self.device)
         return arrived, errors
@@ -151,16 +153,16 @@ class Rehearsal:
     def _downstream(
         self, context: Context, inputs: Tensors, arrived: Tensors, targets: Tensors
     ) -> tuple[float, Tensors]:
-        """Forward, loss, backward, step; the gradients of what arrived."""
+        """Run downstream forward, loss, backward and step; return the loss and the gradients of what arrived."""
         entered: Tensors = {}
         for name in dict.fromkeys([*self.downstream.inputs, *arrived]):
             tensor = arrived[name].detach() if name in arrived else inputs[name]
             is_learnt = name in arrived and self.network.tensors[name].differentiable
             entered[name] = tensor.requires_grad_() if is_learnt else tensor
-        left = self.downstream({name: entered[name] for name in self.downstream.inputs}, context)
-        values = {**entered, **left}
+        outputs = self.downstream({name: entered[name] for name in self.downstream.inputs}, context)
+        values = {**entered, **outputs}
         loss, gradients = self._loss_for(context.samples)(values, targets, context.samples)
-        backward_piece(entered, left, gradients)
+        backward_piece(entered, outputs, gradients)
         self._down.step()
         self._down.zero()
         return float(loss), {name: gradients[name] for name in arrived if name in gradients}
@@ -168,15 +170,15 @@ class Rehearsal:
     @torch.no_grad()
     def _with_feedback(self, gradients: Tensors, errors: Tensors) -> Tensors:
         """Return the gradients as upstream takes them, corrected by the error of packing (Alg. 1, line 5)."""
-        found: Tensors = {}
+        corrected: Tensors = {}
         for name, gradient in gradients.items():
             bits = packed_bits(self.codec, self.network.tensors[name].dtype) if self.codec.gradients else 0
             if bits:
-                here = gradient.cpu()
-                gradient = unpack(pack(here, bits), tuple(here.shape), here.dtype, bits, str(self.device))
+                local = gradient.cpu()
+                gradient = unpack(pack(local, bits), tuple(local.shape), local.dtype, bits, str(self.device))
             error = errors.get(name)
-            found[name] = gradient if error is None else gradient - error * gradient * gradient
-        return found
+            corrected[name] = gradient if error is None else gradient - error * gradient * gradient
+        return corrected
 
     def _catch_up(self) -> None:
         """Update upstream where the bound allows no further batch under way."""
@@ -206,7 +208,7 @@ class Rehearsal:
         self._updates += 1
 
     def score(self, batches: Iterable[Batch]) -> Score:
-        """Loss and accuracy at rest, as the weights are now."""
+        """Return loss and accuracy in inference, with the weights as they are now."""
         total, count, right, answers = 0.0, 0, 0, 0
         for inputs, targets in batches:
             inputs, targets = self._here(inputs), self._here(targets)
@@ -224,12 +226,12 @@ class Rehearsal:
         return Score(total / max(count, 1), right / answers if answers else None)
 
     def norm(self) -> float:
-        """The sum of all trained weights' sizes: ‖w‖₁ of Eq. 6."""
+        """Return the sum of all trained weights' sizes: ‖w‖₁ of Eq. 6."""
         with torch.no_grad():
             return float(sum(float(weight.abs().sum(dtype=torch.float64)) for weight in self._trained.values()))
 
     def state(self) -> Tensors:
-        """Copies of all weights and buffers."""
+        """Return copies of all weights and buffers."""
         return {name: tensor.detach().clone() for name, tensor in self.weights.tensors.items()}
 
     @torch.no_grad()
@@ -247,8 +249,8 @@ class Rehearsal:
         return 1
 
     def _loss_for(self, samples: int) -> ShareLoss:
-        found = self._losses.get(samples)
-        if found is None:
+        loss = self._losses.get(samples)
+        if loss is None:
             plan = Plan(self.network.name, samples, (Stage((0, len(self.network.layers)), ("here",)),))
-            found = self._losses[samples] = ShareLoss(self.graph, plan, self.device)
-        return found
+            loss = self._losses[samples] = ShareLoss(self.graph, plan, self.device)
+        return loss

@@ -1,4 +1,4 @@
-"""A dataset that is resident on a device: of each part that it is fed all samples' rows, preloaded before step one."""
+"""A dataset that is resident on a device: all samples' rows of each part that it is fed, preloaded before step one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resident_bytes(parts: Sequence[FeedPart], samples: int) -> int:
 
 
 def resident_key(laying: str, parts: Sequence[FeedPart]) -> str:
-    """Return a name for what is preloaded of these parts: a device that had one of this key before has all of it."""
+    """Return a name for what is preloaded of these parts: a device that had data of this key before has all of it."""
     listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts]
     return hashlib.sha256("\n".join([laying, *listed]).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What one round of actions gave on one device."""
+"""The result of one round of actions on one device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from manyhands.executor.projections import SumRecord
 
 @dataclass
 class RoundResult:
-    """What one round gave on this device: its part of the losses, where it computes them."""
+    """The result of one round on this device: its part of the losses, where it computes them."""
 
     step: int
     losses: list[float] = field(default_factory=list)
-    """One, or with order replay one for each step of the round."""
+    """One loss, or with order replay one for each step of the round."""
     staleness: list[int] = field(default_factory=list)
     """Updates between the forward pass of each step and its own, where this device runs ahead; -1: discarded."""
     seconds: float = 0.0
     sums: list[SumRecord] = field(default_factory=list)
-    """What this device saw of the sums of gradients: see `runtime.agreement`."""
+    """This device's records of the sums of gradients: see `runtime.agreement`."""
     not_finite_from: str = ""
-    """The device that the first numbers came from that were not finite: another, or this one itself."""
+    """The device that the first non-finite numbers came from: another, or this one itself."""
 
     def add_loss(self, number: float, *, is_step: bool) -> None:
         """Add the loss of a micro-batch to the round's, or append it where every micro-batch is a step of its own."""

@@ -1,4 +1,4 @@
-"""One stage on one device: what the executor asks of it, whichever way the stage is shared.
+"""The runner of one stage on one device: what the executor asks of it, whichever way the stage is shared.
 
 SegmentRunner (here)          whole samples: segments of the captured graph, recorded by autograd
 TileRunner (tiles.py)         tiles of the image: operator by operator, over boxes
@@ -35,19 +35,19 @@ class Runner(Protocol):
         """Elements of maps that were computed as tiles."""
 
     def rest(self, samples: int) -> None:
-        """The weights are all here and will not change any more; passes are of so many samples."""
+        """Prepare for weights that are all here and will not change any more, and for passes of so many samples."""
 
     def drop(self, micro_batch: int) -> None:
         """Forget a micro-batch."""
 
     def settle(self, micro_batch: int) -> None:
-        """A forward pass has ended, and what it made has been read by everybody but its own backward pass."""
+        """Note that a forward pass has ended, and that everything but its own backward pass has read what it made."""
 
     def features(self) -> list[torch.Tensor]:
-        """The values that are held now."""
+        """Return the values that are held now."""
 
     def feature_gradients(self) -> list[torch.Tensor]:
-        """Their gradients."""
+        """Return the gradients of values that are held now."""
 
     def forward(self, action: Forward, context: Context) -> None: ...
 
@@ -60,7 +60,7 @@ class Runner(Protocol):
         """Take all devices' rows, in the order of the devices."""
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, on the CPU, to be sent."""
+        """Return a box of a tensor, on the CPU, to be sent."""
 
     def put_value(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None: ...
 
@@ -69,29 +69,29 @@ class Runner(Protocol):
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None: ...
 
     def outputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """What the network returns, for the loss."""
+        """Return what the network returns, for the loss."""
 
     def put_output(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
-        """A part of that, from another device of this stage."""
+        """Take a part of the network's outputs from another device of this stage."""
 
-    def take_gradients(self, micro_batch: int, found: Mapping[str, torch.Tensor]) -> None:
-        """What the loss gave back."""
+    def take_gradients(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of the outputs from the loss."""
 
     def output_gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        """A part of that, for another device of this stage."""
+        """Return a part of the outputs' gradients, for another device of this stage."""
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
-        """This device's part of the outputs, for whoever started a stream."""
+        """Return this device's part of the outputs, for the process that started a stream."""
 
     def first_not_finite(self, micro_batch: int, context: Context) -> str | None:
-        """Where numbers stopped being numbers, as far as this device can tell."""
+        """Return the tensor where numbers stopped being finite, as far as this device can tell."""
 
 
 class ForwardOnly:
-    """What a runner that has no way back answers to what is asked on one."""
+    """The base of a runner without a backward pass: it refuses what belongs to one."""
 
     def settle(self, micro_batch: int) -> None:
-        """Nothing is kept for a way back."""
+        """Do nothing: nothing is kept for a backward pass."""
 
     def feature_gradients(self) -> list[torch.Tensor]:
         return []
@@ -104,7 +104,7 @@ class ForwardOnly:
 
 
 class SegmentRunner:
-    """A stage whose devices compute whole samples."""
+    """The runner of a stage whose devices compute whole samples."""
 
     elements = 0
 
@@ -118,9 +118,9 @@ class SegmentRunner:
         kernels: Mapping[str, Call],
     ) -> None:
         self.graph, self.geometry, self.device = graph, geometry, device
-        own = [a for a in actions if isinstance(a, (Forward, Backward, Reduce)) and a.stage == geometry.index]
-        norms = {a.first for a in own if isinstance(a, Reduce) and a.what == "statistics"}
-        self.segments = Segments(graph, weights, bounds_of(own, norms), kernels=kernels, shared_norms=norms)
+        stage_actions = [a for a in actions if isinstance(a, (Forward, Backward, Reduce)) and a.stage == geometry.index]
+        norms = {a.first for a in stage_actions if isinstance(a, Reduce) and a.what == "statistics"}
+        self.segments = Segments(graph, weights, bounds_of(stage_actions, norms), kernels=kernels, shared_norms=norms)
         self.in_flight: dict[int, SegmentMicroBatch] = {}
         self._boxes: dict[str, Box] = {}
 
@@ -129,10 +129,10 @@ class SegmentRunner:
             piece.rest(samples)
 
     def micro_batch(self, micro_batch: int) -> SegmentMicroBatch:
-        found = self.in_flight.get(micro_batch)
-        if found is None:
-            found = self.in_flight[micro_batch] = SegmentMicroBatch()
-        return found
+        batch = self.in_flight.get(micro_batch)
+        if batch is None:
+            batch = self.in_flight[micro_batch] = SegmentMicroBatch()
+        return batch
 
     def drop(self, micro_batch: int) -> None:
         self.in_flight.pop(micro_batch, None)
@@ -161,26 +161,26 @@ class SegmentRunner:
         gradient = batch.gradients.get(norm.output)
         if gradient is None:
             gradient = torch.zeros_like(data)
-        scaled, own = norm.own_sums(data, gradient, batch.moments[reduce.first])
-        batch.scaled[reduce.first] = (scaled, own, [])
-        return own
+        scaled, sums = norm.own_sums(data, gradient, batch.moments[reduce.first])
+        batch.scaled[reduce.first] = (scaled, sums, [])
+        return sums
 
     def take_gathered(self, reduce: Reduce, rows: list[torch.Tensor]) -> None:
         batch = self.micro_batch(reduce.micro_batch)
         if not reduce.backward:
             batch.moments[reduce.first] = merged(rows)
             return
-        scaled, own, _ = batch.scaled[reduce.first]
-        batch.scaled[reduce.first] = (scaled, own, rows)
+        scaled, sums, _ = batch.scaled[reduce.first]
+        batch.scaled[reduce.first] = (scaled, sums, rows)
 
     def _hull(self, tensor: str) -> Box:
-        """The box of a tensor that this device holds."""
-        found = self._boxes.get(tensor)
-        if found is None:
+        """Return the box of a tensor that this device holds."""
+        hull = self._boxes.get(tensor)
+        if hull is None:
             made_here = self.geometry.is_made_here(tensor)
             layout = self.geometry.owned(tensor) if made_here else self.geometry.entering(tensor)
-            found = self._boxes[tensor] = layout.hull(self.device)
-        return found
+            hull = self._boxes[tensor] = layout.hull(self.device)
+        return hull
 
     def value(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         return cut_out(self.micro_batch(micro_batch).values[tensor], self._hull(tensor), box)
@@ -195,20 +195,20 @@ class SegmentRunner:
         values[tensor][place_of(box, hull)] = data
 
     def gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
-        found = self.micro_batch(micro_batch).gradients.get(tensor)
-        if found is None:
+        collected = self.micro_batch(micro_batch).gradients.get(tensor)
+        if collected is None:
             return torch.zeros(box.shape, dtype=dtype_of(self.graph.network.tensors[tensor].dtype))
-        return cut_out(found, self._hull(tensor), box)
+        return cut_out(collected, self._hull(tensor), box)
 
     def add_gradient(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         gradients, hull = self.micro_batch(micro_batch).gradients, self._hull(tensor)
-        known = gradients.get(tensor)
-        if known is None and box == hull:
+        collected = gradients.get(tensor)
+        if collected is None and box == hull:
             gradients[tensor] = data
             return
-        if known is None:
-            known = gradients[tensor] = data.new_zeros(hull.shape)
-        known[place_of(box, hull)] += data
+        if collected is None:
+            collected = gradients[tensor] = data.new_zeros(hull.shape)
+        collected[place_of(box, hull)] += data
 
     def outputs(self, micro_batch: int) -> dict[str, torch.Tensor]:
         values = self.micro_batch(micro_batch).values
@@ -217,8 +217,8 @@ class SegmentRunner:
     def put_output(self, micro_batch: int, tensor: str, box: Box, data: torch.Tensor) -> None:
         raise AssertionError("outputs are gathered in tiled stages only")
 
-    def take_gradients(self, micro_batch: int, found: Mapping[str, torch.Tensor]) -> None:
-        self.micro_batch(micro_batch).add_gradients(found)
+    def take_gradients(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        self.micro_batch(micro_batch).add_gradients(gradients)
 
     def output_gradient(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
         raise AssertionError("outputs are gathered in tiled stages only")

@@ -22,19 +22,19 @@ REFUSED = {
 
 
 def schedule_names() -> list[str]:
-    """Those of this PyTorch that workers can run."""
+    """Return the names of this PyTorch's schedules that workers can run."""
     return sorted(set(_known()) - set(REFUSED))
 
 
 def resolve_schedule(name: str) -> type[LRScheduler]:
-    """The class of a schedule; refused, with those that may be used, where workers cannot run it."""
-    found: type[LRScheduler] = resolve("schedule", name, _known(), REFUSED)
-    return found
+    """Return the class of a schedule; one that workers cannot run is refused, with those that may be used."""
+    kind: type[LRScheduler] = resolve("schedule", name, _known(), REFUSED)
+    return kind
 
 
 def scheduler(optimizer: Optimizer, built: torch.optim.Optimizer) -> LRScheduler | None:
-    """What sets the rates of `built`, PyTorch's optimiser: made as anyone would with PyTorch alone, in the same order,
-    so that rates are the same to the last bit."""
+    """Return the scheduler that sets the rates of `built`, PyTorch's optimiser: made as with PyTorch alone, in the same
+    order, so that rates are the same to the last bit."""
     made = []
     for name, options in optimizer.schedule:
         kind = resolve_schedule(name)
@@ -49,10 +49,10 @@ def check_length(optimizer: Optimizer, made: LRScheduler | None, steps: int) -> 
     """Refuse a run that is longer than one of its schedules can go on: OneCycleLR's total_steps."""
     schedulers = made._schedulers if isinstance(made, SequentialLR) else [made]
     begins = (0, *optimizer.milestones)
-    for one, begin, end in zip(schedulers, begins, (*optimizer.milestones, steps)):
-        most = getattr(one, "total_steps", None)
+    for schedule, begin, end in zip(schedulers, begins, (*optimizer.milestones, steps)):
+        most = getattr(schedule, "total_steps", None)
         if most is not None and min(end, steps) - begin > most:
-            name = type(one).__name__
+            name = type(schedule).__name__
             raise BadValue(
                 f"The schedule {name} is over after {most} steps; it is to go on for {min(end, steps) - begin}.",
                 hint=f"Give it total_steps={min(end, steps) - begin}, or train for fewer steps.",

@@ -17,11 +17,12 @@ from manyhands.executor.statistics import Moments
 
 
 class SegmentTape:
-    """What one segment's forward pass left for the way back."""
+    """The record that one segment's forward pass leaves for its backward pass."""
 
     def __init__(self) -> None:
         self.left: dict[str, torch.Tensor] = {}
-        """What left the segment -> a number to begin backward at, where gradients go on from it; else nothing."""
+        """Tensor that left the segment -> a number to begin backward at, where gradients go on from it; else
+        nothing."""
         self.given: dict[str, torch.Tensor] = {}
         self.found: dict[str, torch.Tensor] = {}
         """Gradients of what left, and of what entered."""
@@ -29,18 +30,18 @@ class SegmentTape:
         """The input of a batch norm over several devices, which autograd does not record."""
 
     def entering(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as the segment's operators may read it, its gradient to be found by name."""
+        """Return the tensor as the segment's operators may read it, its gradient to be found by name."""
         made: torch.Tensor = _Enter.apply(_token(), tensor, name, self.found)  # type: ignore[no-untyped-call]
         return made
 
-    def leaving(self, left: Mapping[str, torch.Tensor]) -> None:
-        """Note what left the segment."""
-        for name, tensor in left.items():
+    def leaving(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Note the tensors that left the segment."""
+        for name, tensor in outputs.items():
             if tensor.requires_grad:
                 self.left[name] = _Leave.apply(tensor, name, self.given)  # type: ignore[no-untyped-call]
 
     def backward(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """From gradients of what left to those of what entered; weights' are added to theirs."""
+        """Return the gradients of what entered, from those of what left; gradients of weights are added to theirs."""
         self.given.update({name: gradients[name] for name in self.left if name in gradients})
         roots = [self.left[name] for name in self.given]
         self.left = {}
@@ -50,16 +51,18 @@ class SegmentTape:
 
 
 def _token() -> torch.Tensor:
-    """Something to be differentiated by, so that autograd records."""
+    """Return something to be differentiated by, so that autograd records."""
     return torch.empty((), requires_grad=True)
 
 
 class _Enter(torch.autograd.Function):
-    """Hands a tensor on without keeping it, and its gradient to whoever asks by name."""
+    """Hands a tensor on without keeping it, and stores its gradient by name."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, tensor: torch.Tensor, name: str, found: dict[str, Any]) -> torch.Tensor:
-        ctx.name, ctx.found = name, found
+    def forward(
+        ctx: Any, token: torch.Tensor, tensor: torch.Tensor, name: str, gradients: dict[str, Any]
+    ) -> torch.Tensor:
+        ctx.name, ctx.found = name, gradients
         return tensor.detach()
 
     @staticmethod
@@ -72,8 +75,8 @@ class _Leave(torch.autograd.Function):
     """A number in place of a tensor that is not kept; backward goes on with the gradient given by name."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str, given: dict[str, Any]) -> torch.Tensor:
-        ctx.name, ctx.given = name, given
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, gradients: dict[str, Any]) -> torch.Tensor:
+        ctx.name, ctx.given = name, gradients
         return tensor.new_zeros(())
 
     @staticmethod
@@ -86,13 +89,13 @@ class SegmentMicroBatch:
     """The tensors of one in-flight micro-batch by name; of a shared tensor, this device's box of it."""
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What came in, and what was made here while somebody has yet to read it."""
+    """Tensors that came in, and those made here that are yet to be read."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     tapes: dict[int, SegmentTape] = field(default_factory=dict)
-    """By the segment's first operator."""
+    """The tapes, by the segment's first operator."""
     moments: dict[int, Moments] = field(default_factory=dict)
     scaled: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
-    """Batch norm -> what the way back through it was prepared with."""
+    """Batch norm -> what its backward pass was prepared with."""
 
     def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
         collected = self.gradients.get(name)

@@ -43,7 +43,7 @@ class Segments:
         last_reader = {name: piece.first for piece in pieces for name in piece.inputs if name in self.made}
         self._read_up = {piece.first: [n for n, at in last_reader.items() if at == piece.first and n not in later]
                          for piece in pieces}  # fmt: skip
-        """First operator -> what was made here and is read by nobody after the segment."""
+        """First operator of a segment -> the tensors made here that nothing reads after it."""
 
     def forward(self, batch: SegmentMicroBatch, first: int, last: int, context: Context) -> None:
         """Run operators [first, last); what leaves each segment is kept for those that follow and for sending."""
@@ -55,17 +55,17 @@ class Segments:
         norm = self.norms.get(start) if context.training else None
         if not context.training or not context.records:
             with torch.no_grad():
-                left = piece({name: batch.values[name].detach() for name in piece.inputs}, context)
+                outputs = piece({name: batch.values[name].detach() for name in piece.inputs}, context)
         elif norm is not None:
             tape = batch.tapes[start] = SegmentTape()
             tape.data = batch.values[norm.input].detach()
-            left = {norm.output: norm.forward(tape.data, batch.moments[start])}
+            outputs = {norm.output: norm.forward(tape.data, batch.moments[start])}
         else:
             tape = batch.tapes[start] = SegmentTape()
             with torch.enable_grad():
-                left = piece({name: self._entering(batch, tape, name) for name in piece.inputs}, context)
-                tape.leaving(left)
-        batch.values.update({name: tensor.detach() for name, tensor in left.items()})
+                outputs = piece({name: self._entering(batch, tape, name) for name in piece.inputs}, context)
+                tape.leaving(outputs)
+        batch.values.update({name: tensor.detach() for name, tensor in outputs.items()})
         for name in self._read_up[start]:
             del batch.values[name]
 
@@ -77,12 +77,12 @@ class Segments:
         return name not in self.inputs and self.graph.network.tensors[name].differentiable
 
     def settle(self, batch: SegmentMicroBatch) -> None:
-        """Let go of what was made here: everybody has read it."""
+        """Forget the values that were made here: everything that needs them has read them."""
         for name in self.made & batch.values.keys():
             del batch.values[name]
 
     def backward(self, batch: SegmentMicroBatch, first: int, last: int) -> None:
-        """Gradients of operators [first, last), last to first; memory falls on the way."""
+        """Compute the gradients of operators [first, last), last to first; memory falls on the way."""
         for start in reversed([start for start in self.pieces if first <= start < last]):
             tape = batch.tapes.pop(start)
             norm = self.norms.get(start)
@@ -90,15 +90,16 @@ class Segments:
                 batch.add_gradients(tape.backward(batch.gradients))
             elif start in batch.scaled:
                 assert tape.data is not None
-                scaled, own, rows = batch.scaled.pop(start)
-                made = norm.backward(tape.data, scaled, own, rows, batch.moments.pop(start))
+                scaled, sums, rows = batch.scaled.pop(start)
+                made = norm.backward(tape.data, scaled, sums, rows, batch.moments.pop(start))
                 if self._has_gradient(norm.input):
                     batch.add_gradient(norm.input, made)
-            for name in self.pieces[start].outputs:  # whoever reads these has been passed
+            for name in self.pieces[start].outputs:  # everything that reads these has been passed
                 batch.gradients.pop(name, None)
 
     def first_not_finite(self, batch: SegmentMicroBatch, context: Context) -> str | None:
-        """Run the micro-batch again, operator by operator: the first tensor with a number that is none, by name."""
+        """Run the micro-batch again, operator by operator, and return the name of the first tensor with a number that
+        is not finite."""
         values = {name: batch.values[name] for name in self.inputs if name in batch.values}
         for piece in self.pieces.values():
             weights = Weights(
@@ -108,8 +109,8 @@ class Segments:
                 node = self.graph.nodes[op]
                 if node.updates:
                     continue
-                one = Piece(self.graph, weights, op, op + 1)
-                for name in one.inputs:
+                single = Piece(self.graph, weights, op, op + 1)
+                for name in single.inputs:
                     if name not in values:
                         if name not in batch.values:
                             return None  # came from elsewhere and is gone
@@ -124,8 +125,8 @@ class Segments:
                             )
                         }
                     else:
-                        made = one(values, context)
-                bad_weight = not all(_is_finite(weights.tensors[name]) for name in one.weight_names)
+                        made = single(values, context)
+                bad_weight = not all(_is_finite(weights.tensors[name]) for name in single.weight_names)
                 for name, tensor in made.items():
                     if bad_weight or not _is_finite(tensor):
                         return name
@@ -134,7 +135,7 @@ class Segments:
 
 
 def node_input(node: Node) -> str:
-    """The first tensor an operator reads."""
+    """Return the first tensor an operator reads."""
     return next(record.name for record in records_of(node) if isinstance(record, Value))
 
 
@@ -143,6 +144,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def bounds_of(actions: Iterable[Action], norms: Iterable[int]) -> set[int]:
-    """Every operator at which an action begins or ends; a shared batch norm stands alone."""
-    found = {end for a in actions if isinstance(a, (Forward, Backward)) for end in (a.first, a.last)}
-    return found | {end for op in norms for end in (op, op + 1)}
+    """Return every operator at which an action begins or ends; a shared batch norm stands alone."""
+    bounds = {end for a in actions if isinstance(a, (Forward, Backward)) for end in (a.first, a.last)}
+    return bounds | {end for op in norms for end in (op, op + 1)}

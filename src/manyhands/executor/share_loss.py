@@ -16,25 +16,25 @@ from manyhands.graph.weights import Weights
 
 
 def target_names(graph: Graph) -> tuple[str, ...]:
-    """The loss's inputs that are targets."""
+    """Return the loss's inputs that are targets."""
     assert graph.loss is not None
     return tuple(dict.fromkeys(tree_leaves(graph.loss.input_tree[0][1])))
 
 
 def trained_weights(graph: Graph) -> set[str]:
-    """Weights that a gradient reaches: one that the loss does not depend on has none, as on one device."""
+    """Return the weights that a gradient reaches: one that the loss does not depend on has none, as on one device."""
     network = graph.network
     reached = _outputs_in_loss(graph)
-    found: set[str] = set()
+    weights: set[str] = set()
     for op in reversed(network.ops):
         if any(name in reached and network.tensors[name].differentiable for name in op.outputs):
             reached.update(op.inputs)
-            found.update(name for name in op.weights if network.weights[name].trainable)
-    return found
+            weights.update(name for name in op.weights if network.weights[name].trainable)
+    return weights
 
 
 def _outputs_in_loss(graph: Graph) -> set[str]:
-    """Outputs of the network that the loss depends on; without a loss, all of them."""
+    """Return the network's outputs that the loss depends on; without a loss, all of them."""
     if graph.loss is None:
         return set(graph.outputs)
     reached = set(graph.loss.outputs)
@@ -61,17 +61,17 @@ class ShareLoss:
     def __call__(
         self, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], samples: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """This share's part of the loss, and its gradients by output."""
+        """Return this share's part of the loss, and its gradients by output."""
         leaves = {name: values[name].detach() for name in dict.fromkeys(self.outputs.values())}
         for tensor in leaves.values():
             if tensor.is_floating_point() and self.plan.is_training:
                 tensor.requires_grad_()
-        given = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
+        inputs = {name: leaves[output] for name, output in self.outputs.items()} | dict(targets)
         with torch.set_grad_enabled(self.plan.is_training):
             try:
-                value = self.piece(given, Context(samples=samples))[self.loss.outputs[0]]
+                value = self.piece(inputs, Context(samples=samples))[self.loss.outputs[0]]
             except IndexError:
-                check_leaves(self.labels, given, "The targets")
+                check_leaves(self.labels, inputs, "The targets")
                 raise
             if self.is_mean:
                 value = value * (samples / self.plan.step_size)

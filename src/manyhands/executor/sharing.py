@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunnerSetup:
-    """What a runner is made of beside the geometry of its stage."""
+    """The facts that a runner is made from, beside the geometry of its stage."""
 
     graph: Graph
     weights: Weights
@@ -47,7 +47,7 @@ RunnerFactory = Callable[[StageGeometry, RunnerSetup], "Runner"]
 
 
 def segment_runner(geometry: StageGeometry, setup: RunnerSetup) -> Runner:
-    """Returns a runner of whole samples."""
+    """Return a runner of whole samples."""
     from manyhands.executor.runner import SegmentRunner
     from manyhands.graph.kernels import kernel_calls
 
@@ -77,16 +77,16 @@ _runners: dict[str, RunnerFactory] = {
     "tiles": _tile_runner,
     "channels": _channel_runner,
 }
-"""Name of a way of sharing -> what makes the runner of such a stage."""
+"""Name of a way of sharing -> the factory of the runners of such a stage."""
 
 
 def make_runner(geometry: StageGeometry, setup: RunnerSetup) -> Runner:
-    """Returns what runs a stage on a device, by the way in which the stage is shared."""
+    """Return the runner of a stage on a device, by the way in which the stage is shared."""
     return _runners[geometry.sharing](geometry, setup)
 
 
 def register_sharing(share: type[Share], geometry: type[StageGeometry], runner: RunnerFactory = segment_runner) -> None:
-    """Adds a way of sharing a stage, which plans name by the tag of `share`.
+    """Add a way of sharing a stage, which plans name by the tag of `share`.
 
     `geometry` says what each device has, computes and exchanges of such a stage, `runner` makes what computes it: by
     default one for devices that compute whole samples, each as one box.
@@ -97,7 +97,7 @@ def register_sharing(share: type[Share], geometry: type[StageGeometry], runner: 
 
 
 def unregister_sharing(share: type[Share]) -> None:
-    """Takes back `register_sharing`; what came with manyhands stays."""
+    """Undo `register_sharing`; what came with manyhands stays."""
     unregister_share(share_name(share))
     unregister_geometry(share)
     _runners.pop(share_name(share), None)

@@ -1,4 +1,4 @@
-"""A device that stands for a slower one: after computing it sleeps."""
+"""The slowdown of a device that stands for a slower one: after computing it sleeps."""
 
 from __future__ import annotations
 

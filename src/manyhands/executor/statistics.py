@@ -1,4 +1,4 @@
-"""Batch normalisation over all devices of a stage: exact statistics from everybody's count, mean and variance.
+"""Batch normalisation over all devices of a stage: exact statistics from each one's count, mean and variance.
 
 Forward (Chan et al. 1979, over devices i):   n = Σ n_i,  μ = Σ n_i μ_i / n,  σ² = Σ n_i (σ_i² + (μ_i - μ)²) / n
 Backward:  dx = w/σ · (dy - Σ dy / n - x̂ · Σ(dy · x̂) / n), both sums over all devices; PyTorch's evaluation kernel
@@ -29,13 +29,13 @@ class Moments:
     _scale: torch.Tensor | None = None
 
     def inverse(self, epsilon: float) -> torch.Tensor:
-        """1/σ: of one normalisation, so always with the same epsilon."""
+        """Return 1/σ, computed once: it is of one normalisation, so always with the same epsilon."""
         if self._inverse is None:
             self._inverse = (self.variance + epsilon).rsqrt_()
         return self._inverse
 
     def scale(self, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-        """w/σ: with the same weight too."""
+        """Return w/σ, computed once: always with the same weight too."""
         if self._scale is None:
             inverse = self.inverse(epsilon)
             self._scale = inverse if weight is None else inverse * weight
@@ -43,14 +43,14 @@ class Moments:
 
 
 def own_moments(data: torch.Tensor) -> torch.Tensor:
-    """Count, means and variances of what is here, as one row to send."""
+    """Return count, means and variances of what is here, as one row to send."""
     count = data.numel() // data.shape[1] if data.shape[1] else 0
     mean, variance = _aten.batch_norm_update_stats.default(data, None, None, 0.0)
     return torch.cat([mean.new_full((1,), float(count)), mean, variance])
 
 
 def merged(rows: list[torch.Tensor]) -> Moments:
-    """Everybody's rows, in the order of the devices, as the moments of all."""
+    """Return the moments of all devices' data, from their rows in the order of the devices."""
     channels = (rows[0].numel() - 1) // 2
     if len(rows) == 2:
         return _merged_two(rows[0], rows[1], channels)
@@ -65,7 +65,8 @@ def merged(rows: list[torch.Tensor]) -> Moments:
 
 
 def _merged_two(first: torch.Tensor, second: torch.Tensor, channels: int) -> Moments:
-    """Two rows, in few calls: the variance of all is the mean one, and what the distance of the means adds."""
+    """Return the moments of two rows, in few calls: the variance of all is the mean one, plus what the distance of the
+    means adds."""
     counts = first[0].item(), second[0].item()
     total = sum(counts)
     share = counts[1] / total
@@ -75,14 +76,14 @@ def _merged_two(first: torch.Tensor, second: torch.Tensor, channels: int) -> Mom
 
 
 def follow(mean: torch.Tensor, variance: torch.Tensor, moments: Moments, momentum: float) -> None:
-    """Running statistics, moved towards those of a batch; of the variance its unbiased estimate."""
+    """Move running statistics towards those of a batch; the variance towards its unbiased estimate."""
     unbiased = moments.count / max(1.0, moments.count - 1.0)
     mean.mul_(1 - momentum).add_(moments.mean, alpha=momentum)
     variance.mul_(1 - momentum).add_(moments.variance, alpha=momentum * unbiased)
 
 
 class SharedBatchNorm:
-    """One batch norm of a graph, run by given moments in training."""
+    """One batch norm of a graph, run with given moments in training."""
 
     def __init__(self, node: Node, weights: Weights) -> None:
         data, weight, bias, running_mean, running_variance, _, momentum, epsilon, _ = node.arguments
@@ -109,7 +110,7 @@ class SharedBatchNorm:
     def own_sums(
         self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
+        """Return w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
         inverse = moments.inverse(self.epsilon)
         weight = self.weight if self.weight is not None else torch.ones_like(moments.mean)
         scaled, of_weight, of_bias = _aten.native_batch_norm_backward.default(
@@ -120,11 +121,11 @@ class SharedBatchNorm:
 
     @torch.no_grad()
     def backward(
-        self, data: torch.Tensor, scaled: torch.Tensor, own: torch.Tensor, rows: list[torch.Tensor], moments: Moments
+        self, data: torch.Tensor, scaled: torch.Tensor, sums: torch.Tensor, rows: list[torch.Tensor], moments: Moments
     ) -> torch.Tensor:
-        """The gradient of the input; the weights' own gradients are added to theirs."""
-        channels = own.numel() // 2
-        for parameter, part in ((self.weight, own[:channels]), (self.bias, own[channels:])):
+        """Return the gradient of the input; those of the weights are added to theirs."""
+        channels = sums.numel() // 2
+        for parameter, part in ((self.weight, sums[:channels]), (self.bias, sums[channels:])):
             if parameter is not None and parameter.requires_grad:
                 parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
         total = torch.stack(rows).sum(0)

@@ -1,4 +1,4 @@
-"""What a device holds at its fullest moment, by part: the paper's Fig. 6.2 for a run of our own."""
+"""The memory that a device holds at its fullest moment, by part: the paper's Fig. 6.2 for a run of our own."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ class TensorMemory:
         return [*tensors, *gradients, *(self.stepper.state_tensors() if self.stepper is not None else [])]
 
     def _parts(self, total: int) -> dict[str, int]:
-        seen: set[int] = set()
-        weights = _bytes(self._static(), seen)
-        gradients = _bytes((tensor for runner in self.runners.values() for tensor in runner.feature_gradients()), seen)
-        features = _bytes((tensor for runner in self.runners.values() for tensor in runner.features()), seen)
-        rest = max(0, total - weights - gradients - features)
-        if not any(runner.elements for runner in self.runners.values()):  # autograd keeps features where none can look
-            features, rest = features + rest, 0
-        return {"features": features, "deltas": gradients, "weights": weights, "buffers": rest}
+        counted: set[int] = set()
+        weights = _bytes(self._static(), counted)
+        gradients = _bytes(
+            (tensor for runner in self.runners.values() for tensor in runner.feature_gradients()), counted
+        )
+        features = _bytes((tensor for runner in self.runners.values() for tensor in runner.features()), counted)
+        buffers = max(0, total - weights - gradients - features)
+        if not any(runner.elements for runner in self.runners.values()):  # autograd keeps features out of sight
+            features, buffers = features + buffers, 0
+        return {"features": features, "deltas": gradients, "weights": weights, "buffers": buffers}
 
 
-def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Return the bytes of storages not seen before, each counted once."""
+def _bytes(tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
+    """Return the bytes of storages not counted before, each counted once."""
     total = 0
     for tensor in tensors:
         address, size = storage_of(tensor)
-        if address not in seen:
-            seen.add(address)
+        if address not in counted:
+            counted.add(address)
             total += size
     return total

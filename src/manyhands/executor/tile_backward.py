@@ -1,7 +1,7 @@
 """Backward in a tiled stage: the gradients of each operator's inputs and weights, from that of its output.
 
 A gradient is collected over the box that this device owns or computes; what belongs to other tiles, the rim, is sent
-to them. Weight gradients are computed when nobody waits for them.
+to them. Weight gradients are computed when nothing waits for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TileBackward:
 
     def _let_go(self, batch: TileMicroBatch, index: int) -> None:
         """Forget what nothing reads once an operator has been differentiated."""
-        for name in self.stage.network.ops[index].outputs:  # whoever reads these has been passed
+        for name in self.stage.network.ops[index].outputs:  # everything that reads these has been passed
             batch.gradients.pop(name, None)
             batch.fresh.discard(name)
         batch.statistics.pop(index, None)
@@ -89,21 +89,22 @@ class TileBackward:
             rims += [part for part in operator.input_gradients(call) if part is not None]
 
     def _differentiate_whole(self, batch: TileMicroBatch, index: int, context: Context) -> None:
-        """An operator that every tile computes whole: run again, recorded, and differentiated by autograd."""
+        """Differentiate an operator that every tile computes whole: it is run again, recorded, and differentiated by
+        autograd."""
         piece, network = self.stage.pieces[index], self.stage.network
         roots = [name for name in network.ops[index].outputs if name in batch.gradients]
         if not roots:
             return
         with torch.enable_grad():
-            given = {name: batch.values[name].tensor.detach() for name in piece.inputs}
-            for name, tensor in given.items():
+            inputs = {name: batch.values[name].tensor.detach() for name in piece.inputs}
+            for name, tensor in inputs.items():
                 if network.tensors[name].differentiable and name not in network.inputs:
                     tensor.requires_grad_()
-            made = piece(given, context)
+            made = piece(inputs, context)
             pairs = [(made[name], batch.gradients[name].tensor) for name in roots if made[name].requires_grad]
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        for name, tensor in given.items():
+        for name, tensor in inputs.items():
             if tensor.grad is not None:
                 whole = Box.whole(tensor.shape)
                 self.add(batch, name, BoxTensor(whole, tensor.grad), whole, fresh=True)
@@ -122,8 +123,10 @@ class TileBackward:
         elif way.trains:
             inputs = batch.waiting.pop(index, None) or self.memory.inputs(batch, way.inputs)
             has_sums = index in self.stage.geometry.rim_first  # over all pieces, when its row was sent
-            given = gradient.tensor if has_sums else gradient.view(way.over)
-            operator.weight_gradients(WeightGradientCall(inputs, given, way.over, context, batch.statistics.get(index)))
+            output_gradient = gradient.tensor if has_sums else gradient.view(way.over)
+            operator.weight_gradients(
+                WeightGradientCall(inputs, output_gradient, way.over, context, batch.statistics.get(index))
+            )
         if part == "weights":
             return
         if self.ways.is_grouped and any(way.others):
@@ -150,24 +153,24 @@ class TileBackward:
         value = self.memory.value
         inputs = [None if name is None else value(batch, name) for name in way.derived]
         output = value(batch, way.name) if way.derives_output else None
-        given = formatted_like(gradient.view(out), [*inputs, output])
+        output_gradient = formatted_like(gradient.view(out), [*inputs, output])
         total = batch.totals.get(index)
         parts = self.operators[index].input_gradients(
             InputGradientCall(
-                inputs, output, given, out, wanted, context, batch.notes.get(index), may_overwrite,
+                inputs, output, output_gradient, out, wanted, context, batch.notes.get(index), may_overwrite,
                 batch.statistics.get(index), total, None if total is None else way.corrected,
             )
         )  # fmt: skip
         memory = [memory_of(part.tensor) for part in parts if part is not None]
         if not may_overwrite:
-            memory.append(memory_of(given))
+            memory.append(memory_of(output_gradient))
         for name, part, box in zip(way.inputs, parts, way.collected):
             if part is not None:
                 alone = len(memory) == 1 or memory.count(memory_of(part.tensor)) == 1
                 self.add(batch, name, part, box, fresh=alone and 0 not in part.tensor.stride())
 
     def add(self, batch: TileMicroBatch, tensor: str, part: BoxTensor, within: Box, *, fresh: bool) -> None:
-        """Add to a tensor's gradient what lies inside `within`; `fresh`: the part's memory is nobody else's."""
+        """Add to a tensor's gradient what lies inside `within`; `fresh`: nothing else uses the part's memory."""
         box, collected = self.ways.collected_box(tensor), batch.gradients.get(tensor)
         if box.is_empty:
             return

@@ -4,9 +4,9 @@
     gradient over a box of the output ──input_gradients──▶ gradients over the demand of that box
                                       ──weight_gradients─▶ added to the weights' own
 
-The boxes come from outside: an operator knows nothing of tiles, groups or messages. Callers have said that autograd
-records nothing (an executor says it for a whole round); what an operator knows no formula for it runs again on the
-crops, recorded.
+The boxes come from outside: an operator knows nothing of tiles, groups or messages. Callers have switched
+autograd off (an executor does so for a whole round); what an operator knows no formula for it runs again on the crops,
+recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from manyhands.graph.weights import Weights
 
 
 class TileOperator:
-    """One operator of a graph, on boxes. This class runs any operator again to have its gradients."""
+    """One operator of a graph, on boxes. This class runs any operator again to obtain its gradients."""
 
     def __init__(self, graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> None:
         self.graph, self.index, self.weights, self.kernel = graph, index, weights, kernel
@@ -38,42 +38,43 @@ class TileOperator:
         self.sources: list[TensorSpec] = [graph.network.tensors[read.tensor] for read in self.op.reads]
         self.dtype: torch.dtype = getattr(torch, self.output.dtype)
         self._demands: dict[tuple[int, Box], Box] = {}
-        """Boxes of inputs that were asked for: the same in every step."""
+        """Boxes of inputs that were requested: the same in every step."""
 
     def rest(self) -> None:
-        """The weights will not change any more, and every pass computes the same box."""
+        """Prepare for weights that will not change any more, and for passes that all compute the same box."""
 
     def samples(self, out: Box) -> int:
-        """How many samples a box of the output is of."""
+        """Return the number of samples that a box of the output holds."""
         axis = self.output.batch_axis
         return 1 if axis is None else out.shape[axis] // self.output.rows_per_sample
 
     def extents(self, number: int, out: Box) -> tuple[int, ...]:
-        """The whole shape of an input, for as many samples as `out` has."""
+        """Return the whole shape of an input, for as many samples as `out` has."""
         return self.sources[number].shape_for(self.samples(out))
 
     def demand(self, number: int, out: Box) -> Box:
-        """The box of an input that makes `out`."""
-        found = self._demands.get((number, out))
-        if found is None:
-            found = self.op.reads[number].demand(out, self.extents(number, out))
-            self._demands[number, out] = found
-        return found
+        """Return the box of an input that is needed to make `out`."""
+        box = self._demands.get((number, out))
+        if box is None:
+            box = self.op.reads[number].demand(out, self.extents(number, out))
+            self._demands[number, out] = box
+        return box
 
     def raw_demand(self, number: int, out: Box) -> Box:
-        """The same, with the zeros beyond the border that the operator would like to find in place."""
+        """Return the demand, with the zeros beyond the border that the operator would like to find in place."""
         return self.demand(number, out)
 
     def forward(self, call: ForwardCall) -> Tensor:
-        """`out` of the output, from inputs that hold at least its demand; written to `into` where that is given."""
+        """Return `out` of the output, from inputs that hold at least its demand; written to `into` where that is
+        given."""
         out = call.out
         return placed(self._again(self._crops(call.inputs, out), out, call.context), call.into)
 
     def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
-        """Gradients of the wanted inputs, over boxes that contain their demand; None where that is empty.
+        """Return gradients of the wanted inputs, over boxes that contain their demand; None where that is empty.
 
         `inputs` and `output` hold what `op.derives_from` names, over the demand of `out` and over `out`. The result may
-        be (or be a part of) `gradient` itself: whoever adds to it must own it first.
+        be (or be a part of) `gradient` itself: a caller must own it before adding to it.
         """
         out, wanted = call.out, call.wanted
         if not any(wanted):
@@ -82,9 +83,11 @@ class TileOperator:
         leaves = [crop.detach().requires_grad_() if want else crop for crop, want in zip(crops, wanted, strict=True)]
         with torch.enable_grad():
             made = self._again(leaves, out, call.context)
-        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-        found = iter(torch.autograd.grad(made, asked, call.gradient, allow_unused=True) if made.requires_grad else ())
-        gradients = [next(found, None) if want else None for want in wanted]
+        wanted_leaves = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        derivatives = iter(
+            torch.autograd.grad(made, wanted_leaves, call.gradient, allow_unused=True) if made.requires_grad else ()
+        )
+        gradients = [next(derivatives, None) if want else None for want in wanted]
         return [
             None if part is None or part.numel() == 0 else BoxTensor(self.demand(number, out), part)
             for number, part in enumerate(gradients)
@@ -97,14 +100,14 @@ class TileOperator:
             return
         with torch.enable_grad():
             made = self._again(self._crops(call.inputs, out), out, call.context)
-        found = torch.autograd.grad(made, self.trainable, call.gradient, allow_unused=True)
-        for parameter, part in zip(self.trainable, found, strict=True):
+        parts = torch.autograd.grad(made, self.trainable, call.gradient, allow_unused=True)
+        for parameter, part in zip(self.trainable, parts, strict=True):
             if part is not None:
                 add_gradient(parameter, part)
 
     @cached_property
     def trainable(self) -> list[Tensor]:
-        """Its weights that collect gradients."""
+        """The operator's weights that collect gradients."""
         return [self.weights.tensors[name] for name in self.op.weights if self.weights.tensors[name].requires_grad]
 
     @cached_property
@@ -113,7 +116,7 @@ class TileOperator:
         return Piece(self.graph, self.weights, self.index, self.index + 1, kernels=calls)
 
     def _crops(self, inputs: Sequence[BoxTensor | None], out: Box) -> list[Tensor]:
-        """Each input over its demand; where only its shape matters, something of that shape."""
+        """Return each input over its demand; where only its shape matters, a placeholder of that shape."""
         crops = []
         for number, source in enumerate(inputs):
             box = self.demand(number, out)
@@ -130,12 +133,12 @@ class TileOperator:
 
 
 def placed(made: Tensor, into: Tensor | None) -> Tensor:
-    """What was made, in the place asked for."""
+    """Return what was made, in `into` where that is given."""
     return made if into is None else into.copy_(made)
 
 
 def blank(box: Box, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Something of the shape of a box, without its memory."""
+    """Return a tensor of the shape of a box, without its memory."""
     return torch.zeros((), dtype=dtype, device=device).expand(box.shape)
 
 
@@ -145,45 +148,45 @@ def add_gradient(parameter: Tensor, part: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a map's memory has no gaps, in one of the two formats."""
+    """Return whether a map's memory has no gaps, in one of the two formats."""
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two maps on the CPU lie in memory alike, without gaps: for calls that write where they are told without
-    a look at its format."""
-    if not one.is_cpu or not other.is_cpu:
+def are_alike(first: Tensor, second: Tensor) -> bool:
+    """Return whether two maps on the CPU lie in memory alike, without gaps: for calls that write to a given place
+    without a look at its format."""
+    if not first.is_cpu or not second.is_cpu:
         return False
-    if one.is_contiguous() and other.is_contiguous():
+    if first.is_contiguous() and second.is_contiguous():
         return True
     last = torch.channels_last
-    return one.is_contiguous(memory_format=last) and other.is_contiguous(memory_format=last)
+    return first.is_contiguous(memory_format=last) and second.is_contiguous(memory_format=last)
 
 
 def format_of(tensor: Tensor) -> torch.memory_format | None:
-    """In which order a map's memory lies, also of a part of one; None where both orders are the same."""
+    """Return the format in which a map's memory lies, also of a part of one; None where both formats are the same."""
     if tensor.dim() != 4 or tensor.shape[1] == 1 or tensor.shape[2] * tensor.shape[3] == 1:
         return None
     return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
 
 
 def formatted_like(gradient: Tensor, others: Sequence[BoxTensor | None]) -> Tensor:
-    """A gradient in the memory format of what it is read beside: operators on maps in two formats take many times as
-    long. Kernels of neighbours may differ in it."""
-    for one in others:
-        wanted = None if one is None else format_of(one.tensor)
-        if wanted is not None:
-            return gradient if format_of(gradient) in (None, wanted) else gradient.contiguous(memory_format=wanted)
+    """Return a gradient in the memory format of what it is read beside: operators on maps in two formats take many
+    times as long. Kernels of neighbours may differ in it."""
+    for other in others:
+        layout = None if other is None else format_of(other.tensor)
+        if layout is not None:
+            return gradient if format_of(gradient) in (None, layout) else gradient.contiguous(memory_format=layout)
     return gradient
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor is a part of."""
+    """Return the address of the memory that a tensor is a part of."""
     return tensor.untyped_storage().data_ptr()
 
 
 def widened(tensor: Tensor, box: Box, wide: Box, value: float = 0.0) -> Tensor:
-    """A tensor of `box` as one of `wide`, which need not contain it: cut, and filled up with `value`."""
+    """Return a tensor of `box` as one of `wide`, which need not contain it: cut, and filled up with `value`."""
     if box == wide:
         return tensor
     amounts: list[int] = []

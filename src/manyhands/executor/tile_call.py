@@ -35,12 +35,13 @@ class BoxTensor(msgspec.Struct, eq=False, gc=False):
 
 
 Notes = dict[str, BoxTensor]
-"""What one operator keeps of one micro-batch from its forward pass for its backward, each with the box it is over."""
+"""The tensors that one operator keeps of one micro-batch from its forward pass for its backward, each with the box it
+is over."""
 
 
 @dataclass(slots=True)
 class GatheredStatistics:
-    """What the statistics of all tiles say at one operator, for one micro-batch."""
+    """The combined statistics of all tiles at one operator, for one micro-batch."""
 
     result: Tensor | None = None
     """The output of a pool."""
@@ -58,13 +59,13 @@ class ForwardCall(msgspec.Struct, frozen=True, eq=False, gc=False):
     out: Box
     context: Context
     into: Tensor | None = None
-    """Where to write the result; None: into memory of its own."""
+    """The memory to write the result to; None: memory of its own."""
     notes: Notes | None = None
     """Filled for the backward pass; None: there will be none."""
     may_overwrite: bool = False
     """Whether nothing reads the first input after this call, so that its memory may become the result's."""
     statistics: GatheredStatistics | None = None
-    """What all tiles' statistics say, where the operator gathers them."""
+    """The combined statistics of all tiles, where the operator gathers them."""
 
 
 class InputGradientCall(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -80,14 +81,15 @@ class InputGradientCall(msgspec.Struct, frozen=True, eq=False, gc=False):
     wanted: Sequence[bool]
     context: Context
     notes: Notes | None = None
-    """What the forward pass noted; without it, or over another box, it is computed again."""
+    """The notes of the forward pass; without them, or over another box, they are computed again."""
     may_overwrite: bool = False
     """Whether nothing reads the gradient after this call, so that its memory may become the result's."""
     statistics: GatheredStatistics | None = None
     total: Tensor | None = None
     """All tiles' backward statistics, added up."""
     corrected: Box | None = None
-    """Where a normalization adds its correction; of a pool, the box of its input whose gradient is computed."""
+    """The box in which a normalization adds its correction; for a pool, the box of its input whose gradient is
+    computed."""
 
 
 class WeightGradientCall(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 class _TileConvolution(TileOperator):
-    """What plain and transposed convolutions share."""
+    """The common part of plain and transposed convolutions."""
 
     transposed = False
 
@@ -37,11 +37,11 @@ class _TileConvolution(TileOperator):
         super().__init__(*arguments)
         self.axes = [rule for rule in self.op.reads[0].rules[2:] if isinstance(rule, (Window, Spread))]
         assert len(self.axes) == 2, f"{self.node.name} is not a convolution over rows and columns"
-        given = (*self.node.arguments, *(None for _ in range(7)))
-        assert isinstance(given[1], Weight)
-        self.weight = self.weights.tensors[given[1].name]
-        self.bias = self.weights.tensors[given[2].name] if isinstance(given[2], Weight) else None
-        self.groups = int(given[6] or 1)
+        node_arguments = (*self.node.arguments, *(None for _ in range(7)))
+        assert isinstance(node_arguments[1], Weight)
+        self.weight = self.weights.tensors[node_arguments[1].name]
+        self.bias = self.weights.tensors[node_arguments[2].name] if isinstance(node_arguments[2], Weight) else None
+        self.groups = int(node_arguments[6] or 1)
         self.stride = [rule.stride for rule in self.axes]
         self.dilation = [rule.dilation for rule in self.axes]
         kernel = self.kernel
@@ -59,14 +59,14 @@ class _TileConvolution(TileOperator):
             self.packed = call if isinstance(call, PackedConvolution) else None
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As its kernel wants it."""
+        """Call a function with the flags that the kernel wants."""
         if not self.has_flags or self.kernel is None:
             return function(*arguments)
         with Flags(self.kernel):
             return function(*arguments)
 
     def _formatted(self, tensor: Tensor) -> Tensor:
-        """In the format its kernel reads; without a kernel, as it is."""
+        """Return a tensor in the format that the kernel reads; without a kernel, as it is."""
         return tensor if self.kernel is None else tensor.contiguous(memory_format=self.format)
 
     def _convolved(self, data: Tensor, padding: list[int]) -> Tensor:
@@ -90,14 +90,14 @@ class _TileConvolution(TileOperator):
         if self.is_product:
             return self._product_derived(self._formatted(gradient), data, mask)
         bias_shape = None if self.bias is None else list(self.bias.shape)
-        found: list[Tensor] = self._called(
+        gradients: list[Tensor] = self._called(
             _aten.convolution_backward.default, self._formatted(gradient), data, self._formatted(self.weight),
             bias_shape, self.stride, padding, self.dilation, self.transposed, [0, 0], self.groups, mask,
         )  # fmt: skip
-        return found
+        return gradients
 
     def _product_derived(self, gradient: Tensor, data: Tensor, mask: list[bool]) -> list[Tensor]:
-        """As `convolution_backward` gives them; what was not asked for is empty."""
+        """Return the gradients as `convolution_backward` does; those that the mask leaves out are empty."""
         rows_last, matrix, none = gradient.movedim(1, -1), self.weight.flatten(1), gradient.new_empty(0)
         rows = rows_last.reshape(-1, rows_last.shape[-1])
         of_data = (rows_last @ matrix).movedim(-1, 1) if mask[0] else none
@@ -105,7 +105,7 @@ class _TileConvolution(TileOperator):
         return [of_data, of_weight.view(self.weight.shape) if mask[1] else none, rows.sum(0) if mask[2] else none]
 
     def _like_input(self, shape: tuple[int, ...], gradient: Tensor) -> Tensor:
-        """Something with the input's shape and format: its values do not matter, its memory is not used."""
+        """Return a tensor with the input's shape and format: its values do not matter, its memory is not used."""
         if self.format is torch.channels_last:
             return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=self.format)
         return gradient.new_empty(()).expand(shape)
@@ -133,9 +133,9 @@ class Convolution(_TileConvolution):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._read: dict[tuple[Box, Box], tuple[Box, list[int] | None]] = {}
-        """What is held and what is made of it -> which box is read, and the padding on both sides of it."""
+        """(box held, box made of it) -> the box that is read, and the padding on both sides of it."""
         self._gradients: dict[Box, tuple[Box, list[int]]] = {}
-        """What is differentiated -> the box of the input's gradient, and the padding that it leaves out."""
+        """The box that is differentiated -> the box of the input's gradient, and the padding that it leaves out."""
 
     def raw_demand(self, number: int, out: Box) -> Box:
         box, raw = self.demand(0, out), self._raw(out)
@@ -145,7 +145,7 @@ class Convolution(_TileConvolution):
         return box
 
     def _raw(self, out: Box) -> Box:
-        """What the windows cover, also beyond the border."""
+        """Return the box that the windows cover, also beyond the border."""
         rows, columns = (
             (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
             for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
@@ -153,11 +153,12 @@ class Convolution(_TileConvolution):
         return self._input_box(rows, columns, out)
 
     def _data(self, source: BoxTensor, out: Box) -> tuple[Tensor, list[int]]:
-        """The input with zeros wherever windows reach over the border, but for those the convolution adds itself."""
-        known = self._read.get((source.box, out))
-        if known is None:
-            known = self._read[source.box, out] = self._to_read(source.box, out)
-        box, padding = known
+        """Return the input with zeros wherever windows reach over the border, but for those that the convolution adds
+        itself."""
+        entry = self._read.get((source.box, out))
+        if entry is None:
+            entry = self._read[source.box, out] = self._to_read(source.box, out)
+        box, padding = entry
         if padding is not None:
             return source.view(box), padding
         raw = self._raw(out)
@@ -183,10 +184,10 @@ class Convolution(_TileConvolution):
         gradient, out = call.gradient, call.out
         if not call.wanted[0]:
             return [None]
-        known = self._gradients.get(out)
-        if known is None:
-            known = self._gradients[out] = self._to_derive(out)
-        box, padding = known
+        entry = self._gradients.get(out)
+        if entry is None:
+            entry = self._gradients[out] = self._to_derive(out)
+        box, padding = entry
         if box.is_empty:
             return [None]
         like = self._like_input(box.shape, gradient)
@@ -208,7 +209,8 @@ class TransposedConvolution(_TileConvolution):
     transposed = True
 
     def _full(self, demand: Box, out: Box) -> Box:
-        """What the demanded inputs make in all: mostly a little more than `out`, by output padding less."""
+        """Return the box that the demanded inputs make in all: mostly a little more than `out`, by output padding
+        less."""
         rows, columns = (
             (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
             for w, (a, b) in zip(self.axes, demand.intervals[2:], strict=True)
@@ -252,11 +254,11 @@ class TransposedConvolution(_TileConvolution):
 
 
 def _is_even(inner: Interval, outer: Interval) -> bool:
-    """Whether as much is missing on both sides."""
+    """Return whether as much is missing on both sides."""
     return inner[0] - outer[0] == outer[1] - inner[1]
 
 
 def _even_padding(box: Box, raw: Box) -> list[int] | None:
-    """The zeros on both sides that make `raw` of `box`; None where the sides differ."""
+    """Return the zeros on both sides that make `raw` of `box`; None where the sides differ."""
     pairs = list(zip(box.intervals[2:], raw.intervals[2:], strict=True))
     return [low - first for (low, _), (first, _) in pairs] if all(_is_even(*pair) for pair in pairs) else None

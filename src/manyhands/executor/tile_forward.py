@@ -23,7 +23,7 @@ class TileForward:
     def __init__(self, stage: TiledStage) -> None:
         self.stage, self.operators, self.ways, self.memory = stage, stage.operators, stage.ways, stage.memory
         self.elements = 0
-        """Elements of maps computed so far: the share this device has of the work."""
+        """Elements of maps computed so far: this device's share of the work."""
         first = stage.geometry.first
         nodes = stage.graph.nodes[first : stage.geometry.last]
         self._counters = {first + place: name for place, name in counters(nodes, stage.graph.outputs).items()}
@@ -31,7 +31,7 @@ class TileForward:
         self._counts_at = max(self._counters, default=-1)
 
     def run(self, batch: TileMicroBatch, action: Forward, context: Context) -> None:
-        """Run one action; values are let go as soon as nothing reads them any more."""
+        """Run one action; values are released as soon as nothing reads them any more."""
         if action.part == "interior":
             self._compute_interior(batch, action.first, context)
             return
@@ -47,7 +47,7 @@ class TileForward:
                 batch.beyond.pop(name, None)
 
     def _compute_whole(self, batch: TileMicroBatch, index: int, context: Context) -> None:
-        """An operator on tensors that every tile has whole, or an update of buffers."""
+        """Compute an operator on tensors that every tile has whole, or update buffers."""
         piece = self.stage.pieces[index]
         if self.stage.graph.nodes[index].updates and not (context.training and context.moves_buffers):
             return
@@ -93,7 +93,7 @@ class TileForward:
         notes: Notes | None,
         statistics: GatheredStatistics | None,
     ) -> None:
-        """An operator that reads a map in pieces: each piece by itself."""
+        """Compute an operator that reads a map in pieces: each piece by itself."""
         assert way.out is not None
         pieces = [*inputs, *batch.beyond[way.inputs[0]]]
         parts = [(piece, box) for piece in pieces if (box := in_common(piece.box, way.out)) is not None]
@@ -148,7 +148,7 @@ class TileForward:
             self.operators[index].forward(ForwardCall(inputs, box, context, into))
 
 
-def _inside(room: BoxTensor | None, given: BoxTensor, box: Box) -> torch.Tensor | None:
-    """Return the place for `box` in a room, where it lies in memory as what is given does."""
+def _inside(room: BoxTensor | None, source: BoxTensor, box: Box) -> torch.Tensor | None:
+    """Return the place for `box` in a room, if it lies in memory as `source` does; else None."""
     into = None if room is None else room.view(box)
-    return into if into is not None and are_alike(given.view(box), into) else None
+    return into if into is not None and are_alike(source.view(box), into) else None

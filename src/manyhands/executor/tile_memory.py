@@ -1,6 +1,6 @@
-"""The memory of a tiled stage on one device: how large the box of each map is that is kept, and in which format.
+"""The memory of a tiled stage on one device: the size of the box that is kept of each map, and its format.
 
-It is the same in every step, so it is found once, and a step looks it up.
+It is the same in every step, so it is computed once, and a step looks it up.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TileMemory:
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Box]]:
         """Yield for every map the box around all that is ever here, with room for the zeros that convolutions pad with;
-        for one in pieces what is owned, as the others have memory of their own."""
+        for a map in pieces what is owned, as the other pieces have memory of their own."""
         for name in self.geometry.maps:
             if name in self.ways.in_pieces:
                 yield name, self.ways.owned(name)
@@ -97,7 +97,7 @@ class TileMemory:
     def _room_for(self, tensor: str, inside: Box) -> _Room:
         box = self.buffer(tensor)
         layout = torch.channels_last if tensor in self._channels_last else torch.contiguous_format
-        rests = [place_of(rest, box) for rest in without([box], inside)]
+        rests = [place_of(part, box) for part in without([box], inside)]
         return _Room(box, box.shape, self.dtype(tensor), layout, rests)
 
     def zeros(self, tensor: str) -> BoxTensor:
@@ -106,7 +106,7 @@ class TileMemory:
         return BoxTensor(box, torch.zeros(box.shape, dtype=self.dtype(tensor), device=self.torch_device))
 
     def value(self, batch: TileMicroBatch, tensor: str) -> BoxTensor:
-        """Return a tensor's value; where nobody needed any of it, any value will do."""
+        """Return a tensor's value; where nothing needed any of it, any value will do."""
         value = batch.values.get(tensor)
         if value is None:
             nothing = Box(tuple((0, 0) for _ in self.geometry.shape(tensor)))

@@ -1,4 +1,5 @@
-"""What one device keeps of one in-flight micro-batch in a tiled stage: boxes of values and gradients, by tensor."""
+"""The tensors that one device keeps of one in-flight micro-batch in a tiled stage: boxes of values and gradients, by
+tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class TileMicroBatch:
     values: dict[str, BoxTensor] = field(default_factory=dict)
     gradients: dict[str, BoxTensor] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
-    """Gradients whose memory is nobody else's: they may be added to in place."""
+    """Gradients whose memory nothing else uses: they may be added to in place."""
     statistics: dict[int, GatheredStatistics] = field(default_factory=dict)
     """Operator that gathers statistics -> those of all tiles, forward."""
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -40,21 +41,21 @@ class TileMicroBatch:
 
     def features(self) -> list[torch.Tensor]:
         """Return every tensor of values that is kept now."""
-        kept = [*self.values.values(), *self.rooms.values()]
+        parts = [*self.values.values(), *self.rooms.values()]
         for group in (*self.beyond.values(), *self.waiting.values()):
-            kept += group
+            parts += group
         for note in self.notes.values():
-            kept += note.values()
-        return [part.tensor for part in kept]
+            parts += note.values()
+        return [part.tensor for part in parts]
 
     def feature_gradients(self) -> list[torch.Tensor]:
         """Return every tensor of gradients that is kept now."""
-        kept = [*self.gradients.values()]
+        parts = [*self.gradients.values()]
         for rims in self.rims.values():
-            kept += rims
-        return [part.tensor for part in kept]
+            parts += rims
+        return [part.tensor for part in parts]
 
     def piece_of(self, tensor: str, box: Box) -> BoxTensor:
-        """Return whatever holds a piece of a map."""
+        """Return the tensor that holds a piece of a map."""
         parts: list[BoxTensor] = [*self.beyond.get(tensor, ()), self.values[tensor]]
         return next(part for part in parts if holds(part.box, box))

@@ -23,14 +23,14 @@ class Concatenation(TileOperator):
         return torch.cat(parts, axis) if into is None else torch.cat(parts, axis, out=into)
 
     def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
-        found: list[BoxTensor | None] = []
+        gradients: list[BoxTensor | None] = []
         first = 0
         for number, want in enumerate(call.wanted):
             box = self.demand(number, call.out)
             size = box.shape[self._axis]
-            found.append(BoxTensor(box, call.gradient.narrow(self._axis, first, size)) if want else None)
+            gradients.append(BoxTensor(box, call.gradient.narrow(self._axis, first, size)) if want else None)
             first += size
-        return found
+        return gradients
 
     @property
     def _axis(self) -> int:
@@ -66,8 +66,8 @@ class Regrouping(TileOperator):
         if name not in ("transpose", "swapaxes"):
             return []
         order = list(range(rank))
-        one, other = (axis % rank for axis in self.node.arguments[1:3])
-        order[one], order[other] = other, one
+        first, second = (axis % rank for axis in self.node.arguments[1:3])
+        order[first], order[second] = second, first
         return order
 
 
@@ -109,9 +109,9 @@ class Padding(TileOperator):
         return [BoxTensor(demand, BoxTensor(out, call.gradient).view(self._shifted(demand)))]
 
     def _shifted(self, demand: Box) -> Box:
-        """Where an input box lies in the output."""
-        given = self.node.arguments[1]
-        before = [given[2 * (3 - axis)] if 2 * (3 - axis) < len(given) else 0 for axis in range(4)]
+        """Return where an input box lies in the output."""
+        amounts = self.node.arguments[1]
+        before = [amounts[2 * (3 - axis)] if 2 * (3 - axis) < len(amounts) else 0 for axis in range(4)]
         return demand.shift(before)
 
 
@@ -137,7 +137,7 @@ class PixelShuffle(TileOperator):
         return torch.pixel_unshuffle(data, factor) if to_channels else torch.pixel_shuffle(data, factor)
 
     def _full(self, demand: Box, out: Box) -> Box:
-        """What a crop becomes."""
+        """Return the box that a crop becomes."""
         factor = self.node.arguments[1]
         if "unshuffle" in self.node.target:
             inner = [(a // factor, b // factor) for a, b in demand.intervals[2:]]

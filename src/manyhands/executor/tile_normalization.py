@@ -35,39 +35,40 @@ _aten = torch.ops.aten
 
 
 class Normalization(StatisticsOperator):
-    """What all normalizations share."""
+    """The common part of all normalizations."""
 
     moments_of_samples = True
     """Whether samples have moments of their own, so that features are samples times channels."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        given = self.node.arguments
-        weight, bias, epsilon = self._arguments(given)
+        node_arguments = self.node.arguments
+        weight, bias, epsilon = self._arguments(node_arguments)
         self.weight, self.bias = self._weight(weight), self._weight(bias)
         self.epsilon = float(epsilon)
         self.channels = self.sources[0].shape[1]
         self._zeros_and_ones: tuple[Tensor, Tensor] | None = None
         self._unused: tuple[Tensor, Tensor] | None = None
-        """What PyTorch wants to write a batch's moments to, of which there are none."""
+        """The tensors that PyTorch wants to write a batch's moments to; there are none, so they are empty."""
 
-    def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Weight, bias and epsilon among the arguments."""
-        return given[1], given[2], given[7]
+    def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return weight, bias and epsilon from among the arguments."""
+        return arguments[1], arguments[2], arguments[7]
 
     def _weight(self, argument: Any) -> Tensor | None:
         return self.weights.tensors[argument.name] if isinstance(argument, Weight) else None
 
     def _features(self, tensor: Tensor) -> Tensor:
-        """A tensor with its features as the second axis. One sample's is itself: a view of it would lie in memory in an
-        order that PyTorch's backward kernel beside a tensor in another order takes for a third, and adds up wrongly."""
+        """Return a tensor with its features as the second axis. A single sample is returned as it is: a view of it
+        would lie in memory in an order that PyTorch's backward kernel beside a tensor in another order takes for a
+        third, and adds up wrongly."""
         samples, channels, rows, columns = tensor.shape
         if not self.moments_of_samples or samples == 1:
             return tensor
         return tensor.reshape(1, samples * channels, rows, columns)
 
     def _per_feature(self, parameter: Tensor | None, moments: Moments, default: float) -> Tensor:
-        """A weight or bias for each feature."""
+        """Return a weight or bias for each feature."""
         if parameter is None:
             return torch.full_like(moments.mean, default)
         times = moments.mean.numel() // self.channels
@@ -122,7 +123,7 @@ class Normalization(StatisticsOperator):
         return self._row(of_weight, of_bias)
 
     def _sums(self, data: BoxTensor, gradient: BoxTensor, over: Box, moments: Moments) -> tuple[Tensor, Tensor]:
-        """For each feature, Σ dy·x̂ and Σ dy over a box."""
+        """Return for each feature Σ dy·x̂ and Σ dy over a box."""
         if over.is_empty:
             return torch.zeros_like(moments.mean), torch.zeros_like(moments.mean)
         weight = None if moments.mean.device.type == "cpu" else torch.ones_like(moments.mean)  # CUDA's needs one
@@ -133,12 +134,12 @@ class Normalization(StatisticsOperator):
         return of_weight, of_bias
 
     def _row(self, of_weight: Tensor, of_bias: Tensor) -> Tensor:
-        """The sums as they travel."""
+        """Return the sums as they travel."""
         return torch.cat([of_weight, of_bias])
 
     def _shares(self, total: Tensor, moments: Moments) -> Sequence[Tensor]:
-        """For each feature, Σ w·dy·x̂ and Σ w·dy over all tiles, times -1/(n·σ). The weight is in the sums of groups
-        already, and in w/σ for others."""
+        """Return for each feature Σ w·dy·x̂ and Σ w·dy over all tiles, times -1/(n·σ). The weight is in the sums of
+        groups already, and in w/σ for others."""
         return (total.view(2, -1) * (self._scale(moments) * (-1.0 / moments.count))).unbind(0)
 
     def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
@@ -169,29 +170,29 @@ class Normalization(StatisticsOperator):
                 self._affine_in_place(gradient, scale, offset)
                 return [BoxTensor(out, gradient.addcmul_(data, slope.view(leading)))]
             return [BoxTensor(out, self._affine(data, slope, offset).addcmul_(gradient, scale.view(leading)))]
-        found = gradient * scale.view(leading)
+        input_gradient = gradient * scale.view(leading)
         if not inside.is_empty:
-            BoxTensor(out, found).view(inside).add_(self._affine(inputs[0].view(inside), slope, offset))
-        return [BoxTensor(out, found)]
+            BoxTensor(out, input_gradient).view(inside).add_(self._affine(inputs[0].view(inside), slope, offset))
+        return [BoxTensor(out, input_gradient)]
 
     def rim_gradient(self, gradient: Tensor, statistics: GatheredStatistics) -> Tensor:
-        """The input's gradient where nothing is corrected: in places that belong to other tiles."""
+        """Return the input's gradient where nothing is corrected: in places that belong to other tiles."""
         assert statistics.moments is not None
         leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
         return gradient * self._scale(statistics.moments).view(leading)
 
     def _scale(self, moments: Moments) -> Tensor:
-        """w/σ for each feature."""
+        """Return w/σ for each feature."""
         weight = None if self.weight is None else self._per_feature(self.weight, moments, 1.0)
         return moments.scale(weight, self.epsilon)
 
     def _affine(self, data: Tensor, slope: Tensor, offset: Tensor) -> Tensor:
-        """data · slope + offset for each feature: PyTorch's fastest kernel for that is batch norm's own."""
+        """Return data · slope + offset for each feature: PyTorch's fastest kernel for that is batch norm's own."""
         made = torch.batch_norm(self._features(data), slope, offset, *self._neutral(slope), False, 0.0, 0.0, False)
         return made.view(data.shape) if self.moments_of_samples else made
 
     def _affine_in_place(self, data: Tensor, slope: Tensor, offset: Tensor) -> None:
-        """The same, over its own memory; every element is read before it is written."""
+        """Write data · slope + offset over the data's own memory; every element is read before it is written."""
         self._write_normalized(data, slope, offset, *self._neutral(slope), 0.0, data)
 
     def _write_normalized(
@@ -204,7 +205,7 @@ class Normalization(StatisticsOperator):
         epsilon: float,
         into: Tensor,
     ) -> None:
-        """By given moments, into given memory that lies as the data does."""
+        """Normalise by given moments, into given memory that lies as the data does."""
         if self._unused is None:
             self._unused = data.new_empty(0), data.new_empty(0)
         first, second = self._unused
@@ -213,7 +214,7 @@ class Normalization(StatisticsOperator):
         )
 
     def _neutral(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Moments that change nothing: zeros and ones."""
+        """Return moments that change nothing: zeros and ones."""
         if self._zeros_and_ones is None or self._zeros_and_ones[0].shape != like.shape:
             self._zeros_and_ones = torch.zeros_like(like), torch.ones_like(like)
         return self._zeros_and_ones
@@ -253,14 +254,14 @@ class BatchNorm(Normalization):
         return own_moments(inputs[0].view(owned))
 
     def combine(self, rows: Sequence[Tensor], shares: Sequence[int]) -> GatheredStatistics:
-        """The moments of all; the running statistics follow them."""
+        """Return the moments of all tiles; the running statistics follow them."""
         moments = merged(list(rows))
         if self.running_mean is not None and self.running_variance is not None:
             follow(self.running_mean, self.running_variance, moments, self.momentum)
         return GatheredStatistics(moments=moments)
 
     def needs_sums(self, context: Context) -> bool:
-        """Whether it normalises by the batch at hand."""
+        """Return whether the operator normalises by the batch at hand."""
         return bool(self.by_batch) and (context.training or self.running_mean is None)
 
     def forward(self, call: ForwardCall) -> Tensor:
@@ -304,12 +305,12 @@ class GroupNorm(Normalization):
     def _group_count(self) -> int:
         return int(self.node.arguments[1])
 
-    def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        given = (*given, *(None for _ in range(3)))
-        return given[2], given[3], 1e-5 if given[4] is None else given[4]
+    def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        arguments = (*arguments, *(None for _ in range(3)))
+        return arguments[2], arguments[3], 1e-5 if arguments[4] is None else arguments[4]
 
     def local_statistics(self, inputs: Sequence[BoxTensor], owned: Box) -> Tensor:
-        """Means and variances of what is owned, for each sample and group."""
+        """Return means and variances of what is owned, for each sample and group."""
         samples = owned.shape[0]
         if owned.is_empty:
             return inputs[0].tensor.new_zeros(2 * samples * self.groups)
@@ -321,10 +322,12 @@ class GroupNorm(Normalization):
         counted = [
             torch.cat([row.new_full((1,), share * together), row]) for row, share in zip(rows, shares, strict=True)
         ]
-        found = merged(counted)
+        group_moments = merged(counted)
         return GatheredStatistics(
             moments=Moments(
-                found.count, found.mean.repeat_interleave(together), found.variance.repeat_interleave(together)
+                group_moments.count,
+                group_moments.mean.repeat_interleave(together),
+                group_moments.variance.repeat_interleave(together),
             )
         )
 
@@ -344,5 +347,5 @@ class InstanceNorm(GroupNorm):
     def _group_count(self) -> int:
         return self.channels
 
-    def _arguments(self, given: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        return given[1], given[2], given[7]
+    def _arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        return arguments[1], arguments[2], arguments[7]

@@ -36,7 +36,7 @@ _BY_NAME: dict[str, type[TileOperator]] = {
 
 
 def tile_operator(graph: Graph, index: int, weights: Weights, kernel: Kernel | None = None) -> TileOperator:
-    """Operator `index` of a graph on boxes, with these weights and, for a convolution, by this kernel."""
+    """Return operator `index` of a graph on boxes, with these weights and, for a convolution, by this kernel."""
     node, op = graph.nodes[index], graph.network.ops[index]
     name = node.target.split(".")[1]
     kind: type[TileOperator] = TileOperator

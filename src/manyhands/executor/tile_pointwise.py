@@ -20,9 +20,9 @@ Backward = Callable[..., Tensor]
 
 
 def _numbers(node: Node, *defaults: float) -> list[float]:
-    """The numbers after the first argument, or what is meant where they are not given."""
-    given = [float(number) for number in node.arguments[1 : 1 + len(defaults)]]
-    return given + list(defaults[len(given) :])
+    """Return the numbers after the first argument, with defaults for those that are not given."""
+    numbers = [float(number) for number in node.arguments[1 : 1 + len(defaults)]]
+    return numbers + list(defaults[len(numbers) :])
 
 
 def _relu_backward(gradient: Tensor, values: Tensor, place: Tensor | None = None) -> Tensor:
@@ -104,10 +104,10 @@ class Activation(TileOperator):
         assert values is not None, f"{self.node.name} needs the values it derives from"
         if not call.wanted[0]:
             return [None]
-        given = values.view(out)
+        crop = values.view(out)
         if call.may_overwrite and self.derives_in_place and is_dense(gradient):
-            return [BoxTensor(out, self.derivative(gradient, given, gradient))]
-        return [BoxTensor(out, self.derivative(gradient, given))]
+            return [BoxTensor(out, self.derivative(gradient, crop, gradient))]
+        return [BoxTensor(out, self.derivative(gradient, crop))]
 
 
 class _Combination(TileOperator):
@@ -118,12 +118,12 @@ class _Combination(TileOperator):
         self.numbers = [None if isinstance(a, Value) else a for a in self.node.arguments[:2]]
 
     def _operands(self, inputs: Sequence[BoxTensor | None], out: Box) -> list[Any]:
-        """Both operands in the order of the call, which is the order of the reads."""
+        """Return both operands in the order of the call, which is the order of the reads."""
         crops = iter(self._crops(inputs, out))
         return [next(crops) if number is None else number for number in self.numbers]
 
     def _reduced(self, part: Tensor, number: int, out: Box) -> BoxTensor:
-        """The gradient of an input that may have been broadcast."""
+        """Return the gradient of an input that may have been broadcast."""
         box = self.demand(number, out)
         return BoxTensor(box, part if tuple(part.shape) == box.shape else part.sum_to_size(box.shape))
 
@@ -184,7 +184,7 @@ class Copy(TileOperator):
 
 
 def pointwise(node: Node, dtypes: set[str]) -> type[TileOperator]:
-    """The class that knows a formula for an operator, or the one that runs it again."""
+    """Return the class that knows a formula for an operator, or the one that runs it again."""
     if len(dtypes) > 1 or not dtypes & {"float32", "float64"}:
         return TileOperator
     if node.target in _ACTIVATIONS:

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 class _WindowPool(TileOperator):
-    """What pools over sliding windows share."""
+    """The common part of pools over sliding windows."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -28,7 +28,7 @@ class _WindowPool(TileOperator):
         self.dilation = [rule.dilation for rule in self.axes]
 
     def _raw(self, out: Box) -> Box:
-        """What the windows cover, also beyond the border."""
+        """Return the box that the windows cover, also beyond the border."""
         inner = (
             (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
             for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
@@ -67,24 +67,24 @@ class MaxPool(_WindowPool):
             return [None]
         assert inputs[0] is not None, f"{self.node.name} needs its input"
         raw, settings = self._raw(out), (self.windows, self.stride, [0, 0], self.dilation)
-        kept = notes.get("places") if notes is not None else None
-        if kept is not None and kept.box == out:
-            data, places = self._like_data(inputs[0], raw), kept.tensor
+        noted = notes.get("places") if notes is not None else None
+        if noted is not None and noted.box == out:
+            data, places = self._like_data(inputs[0], raw), noted.tensor
         else:
             data = self._data(inputs[0], out)
             if self._is_halving(data):
                 return [BoxTensor(raw, _halved_backward(data, gradient))]
             _, places = _aten.max_pool2d_with_indices.default(data, *settings)
-        found = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
-        return [BoxTensor(raw, found)]
+        input_gradient = _aten.max_pool2d_with_indices_backward.default(gradient, data, *settings, False, places)
+        return [BoxTensor(raw, input_gradient)]
 
     def _data(self, source: BoxTensor, out: Box) -> Tensor:
-        """The input over all windows, with nothing larger beyond the border."""
+        """Return the input over all windows, with nothing larger beyond the border."""
         demand = self.demand(0, out)
         return widened(source.view(demand), demand, self._raw(out), -inf)
 
     def _like_data(self, source: BoxTensor, raw: Box) -> Tensor:
-        """Something with the shape and format of the input over all windows."""
+        """Return a tensor with the shape and format of the input over all windows."""
         if source.box.contains(raw):
             return source.view(raw)
         is_last = source.tensor.is_contiguous(memory_format=torch.channels_last)
@@ -103,10 +103,10 @@ def _halved_backward(data: Tensor, gradient: Tensor) -> Tensor:
     upper, lower = wide[:, :, 0::2], wide[:, :, 1::2]  # from here on, gradients
     torch.mul(gradient, is_upper, out=upper)
     torch.sub(gradient, upper, out=lower)
-    found = torch.empty_like(data)
-    torch.mul(wide, left >= right, out=found[..., 0::2])
-    torch.sub(wide, found[..., 0::2], out=found[..., 1::2])
-    return found
+    input_gradient = torch.empty_like(data)
+    torch.mul(wide, left >= right, out=input_gradient[..., 0::2])
+    torch.sub(wide, input_gradient[..., 0::2], out=input_gradient[..., 1::2])
+    return input_gradient
 
 
 class AveragePool(_WindowPool):
@@ -126,14 +126,16 @@ class AveragePool(_WindowPool):
         raw = self._raw(out)
         shares = gradient / self._divisors(out, gradient)
         like = gradient.new_empty(()).expand(raw.shape)
-        found = _aten.avg_pool2d_backward.default(shares, like, self.windows, self.stride, [0, 0], False, True, 1)
-        return [BoxTensor(raw, found)]
+        input_gradient = _aten.avg_pool2d_backward.default(
+            shares, like, self.windows, self.stride, [0, 0], False, True, 1
+        )
+        return [BoxTensor(raw, input_gradient)]
 
     def _divisors(self, out: Box, like: Tensor) -> Tensor | float:
-        given = (*self.node.arguments, *(None for _ in range(7)))
-        if given[6]:
-            return float(given[6])
-        with_padding = given[5] is None or bool(given[5])
+        arguments = (*self.node.arguments, *(None for _ in range(7)))
+        if arguments[6]:
+            return float(arguments[6])
+        with_padding = arguments[5] is None or bool(arguments[5])
         counts = []
         for axis, rule in enumerate(self.axes, start=2):
             first = torch.arange(*out.intervals[axis]) * rule.stride - rule.padding
@@ -165,7 +167,7 @@ class AdaptiveAveragePool(TileOperator):
         return [BoxTensor(demand, torch.matmul(rows.t(), torch.matmul(gradient, columns)))]
 
     def _means(self, axis: int, demand: Box, out: Box, like: Tensor) -> Tensor:
-        """[outputs, inputs]: each row has the same share on every element of its window, together 1."""
+        """Return a matrix [outputs, inputs]: each row has the same share on every element of its window, together 1."""
         rule = Adaptive(axis, self.sources[0].shape[axis], self.output.shape[axis])
         low, high = demand.intervals[axis]
         matrix = like.new_zeros(out.shape[axis], high - low)

@@ -57,16 +57,16 @@ class Resampling(TileOperator):
             full = self._full(demand)
             spread, sizes = widened(gradient, out, full).contiguous(), (full.shape[2:], demand.shape)
             if self.linear:
-                found = _aten.upsample_bilinear2d_backward.default(spread, *sizes, False)
+                input_gradient = _aten.upsample_bilinear2d_backward.default(spread, *sizes, False)
             else:
-                found = _aten.upsample_nearest2d_backward.default(spread, *sizes)
-            return [BoxTensor(demand, found)]
+                input_gradient = _aten.upsample_nearest2d_backward.default(spread, *sizes)
+            return [BoxTensor(demand, input_gradient)]
         for axis in reversed(self.changed):
             gradient = self._scattered(gradient, axis, demand, out)
         return [BoxTensor(demand, gradient)]
 
     def _full(self, demand: Box) -> Box:
-        """What a crop becomes."""
+        """Return the box that a crop becomes."""
         inner = ((a * factor, b * factor) for factor, (a, b) in zip(self.factors, demand.intervals[2:], strict=True))
         return Box((*demand.intervals[:2], *inner))
 
@@ -77,18 +77,19 @@ class Resampling(TileOperator):
         return torch.lerp(data.index_select(axis, first), data.index_select(axis, second), share)
 
     def _scattered(self, gradient: Tensor, axis: int, demand: Box, out: Box) -> Tensor:
-        """The other way round: every output's gradient goes to the elements it was made from."""
+        """Return the crop's gradient: every output's gradient goes to the elements that the output was made from."""
         first, second, share = self._places(axis, demand, out, gradient)
         shape = list(gradient.shape)
         shape[axis] = demand.shape[axis]
-        found = gradient.new_zeros(shape)
+        scattered = gradient.new_zeros(shape)
         if second is None or share is None:
-            return found.index_add_(axis, first, gradient)
+            return scattered.index_add_(axis, first, gradient)
         of_second = gradient * share
-        return found.index_add_(axis, first, gradient - of_second).index_add_(axis, second, of_second)
+        return scattered.index_add_(axis, first, gradient - of_second).index_add_(axis, second, of_second)
 
     def _places(self, axis: int, demand: Box, out: Box, like: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """For each output of the box, the one or two elements of the crop it is made from, and the second's share."""
+        """Return for each output of the box the one or two elements of the crop that it is made from, and the second's
+        share."""
         key = axis, like.dtype, like.device
         if key not in self._tables:
             self._tables[key] = self._table(axis, like)
@@ -100,13 +101,13 @@ class Resampling(TileOperator):
         return places - low, (places + 1).clamp(max=last) - low, shares.view([-1 if a == axis else 1 for a in range(4)])
 
     def _table(self, axis: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For the whole axis, the element each output is made from, and the next one's share."""
+        """Return for the whole axis the element that each output is made from, and the next one's share."""
         before, after = self.sources[0].shape[axis], self.output.shape[axis]
-        if not self.linear:  # torch itself says which element it takes: rounding decides where two are as near
+        if not self.linear:  # torch itself shows which element it takes: rounding decides where two are as near
             ramp = torch.arange(before, dtype=like.dtype, device=like.device).view(1, 1, before, 1)
             factor = resampling_factors(self.node, 2)[axis - 2]
-            taken = _aten.upsample_nearest2d.default(ramp, [after, 1], factor, None)
-            return taken.flatten().long(), None
+            nearest = _aten.upsample_nearest2d.default(ramp, [after, 1], factor, None)
+            return nearest.flatten().long(), None
         places = torch.arange(after, dtype=like.dtype, device=like.device)
         scales = resampling_scales(self.node, self.sources[0].shape[2:], self.output.shape[2:])
         scale = torch.tensor(scales[axis - 2], dtype=like.dtype, device=like.device)

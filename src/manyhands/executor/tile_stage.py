@@ -18,7 +18,7 @@ from manyhands.schedule.tiles import TileGeometry
 
 
 class TiledStage:
-    """What forward and backward of a tiled stage share; nothing here belongs to a micro-batch."""
+    """The common part of forward and backward in a tiled stage; nothing here belongs to a micro-batch."""
 
     def __init__(
         self,

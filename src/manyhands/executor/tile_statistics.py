@@ -35,8 +35,8 @@ class StatisticsOperator(TileOperator):
         raise AssertionError("an operator with statistics must say which")
 
     def combine(self, rows: Sequence[Tensor], shares: Sequence[int]) -> GatheredStatistics:
-        """Return what all tiles' rows say, in the order of the devices; `shares`: how many places of a plane each
-        owns."""
+        """Return the combined statistics of all tiles, from their rows in the order of the devices; `shares`: how many
+        places of a plane each owns."""
         raise AssertionError("an operator with statistics must combine them")
 
     def forward(self, call: ForwardCall) -> Tensor:
@@ -113,7 +113,7 @@ class GlobalPool(StatisticsOperator):
 
 
 class FromShape(StatisticsOperator):
-    """A tensor of a shape of its own: the map only says where it is made, and of which type. No sums at all."""
+    """A tensor of a shape of its own: the map only determines its device and its type. It needs no sums at all."""
 
     def local_statistics(self, inputs: Sequence[BoxTensor], owned: Box) -> Tensor:
         return inputs[0].tensor.new_empty(0)

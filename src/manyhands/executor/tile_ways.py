@@ -1,5 +1,6 @@
-"""What one device does at each operator of a tiled stage: boxes, and how long values are kept. The same in every step,
-so it is asked of the geometry once, and a step looks it up.
+"""The boxes of one device at each operator of a tiled stage, and how long values are kept.
+
+They are the same in every step, so they are taken from the geometry once, and a step looks them up.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ class ForwardWay(msgspec.Struct, frozen=True):
     """An operator on maps, forward."""
 
     name: str
-    """What it makes."""
+    """The tensor that it makes."""
     inputs: tuple[str, ...]
     is_map: bool
-    """Else the sums of everybody are its result."""
+    """Whether it makes a map; else the sums of all tiles are its result."""
     out: Box | None
-    """What is computed here; of a result that is no map, all of it; None: nothing."""
+    """The box that is computed here; of a result that is no map, all of it; None: nothing."""
     elements: int
     notes: bool
     """Whether a backward pass will read what it notes."""
     is_last_reader: bool
-    """Nothing reads its only input afterwards: its memory may become the output's."""
+    """Whether nothing reads its only input afterwards: then its memory may become the output's."""
     next: int | None
     """The operator that alone reads what this one makes, all of it and no more, place by place."""
 
@@ -40,19 +41,19 @@ class BackwardWay(msgspec.Struct, frozen=True):
     """An operator on maps, backward."""
 
     name: str
-    """What it made."""
+    """The tensor that it made."""
     inputs: tuple[str, ...]
     derived: tuple[str | None, ...]
-    """Those of the inputs whose values the derivative reads."""
+    """The inputs whose values the derivative reads; None in place of the others."""
     derives_output: bool
     trains: bool
     """Whether this tile has a part of its weights' gradients."""
     over: Box
-    """Where this tile's part of sums over the map lies: by groups what it owns, else what it computed."""
+    """The box of this tile's part of sums over the map: by groups what it owns, else what it computed."""
     out: Box
-    """What this tile differentiates of the output; of one in pieces, what it owns."""
+    """The box of the output that this tile differentiates; of an operator in pieces, what it owns."""
     corrected: Box | None
-    """Where sums of all tiles are added to the gradient of its input; None: it reads no map."""
+    """The box of its input's gradient to which sums of all tiles are added; None: it reads no map."""
     maps: tuple[bool, ...]
     """Inputs whose gradients are wanted, and are of maps; `others`: of tensors that every tile has whole."""
     others: tuple[bool, ...]
@@ -70,7 +71,7 @@ class TileWays:
         self._on_maps = on_maps
         """Operators that read maps."""
         self.is_grouped = geometry.share.backward_groups is not None
-        """Backward by groups of its own; else it is the adjoint of forward."""
+        """Whether backward has groups of its own; else it is the adjoint of forward."""
         self.forward, self.backward = cache(self._forward), cache(self._backward)
         self.owned, self.collected_box, self.shares = (
             cache(self._owned),
@@ -80,15 +81,16 @@ class TileWays:
         ops = range(geometry.first, geometry.last)
         self.differentiable = frozenset(index for index in ops if self._is_differentiable(index))
         self.fetched_in_pieces = frozenset(self.network.ops[index].inputs[0] for index in geometry.rim_first)
-        """Maps of which others' places come beside sums: a normalisation alone reads them."""
+        """Maps whose places on other tiles arrive beside sums: a normalisation alone reads them."""
         self.piecewise = {
             index: self.network.ops[first].inputs[0] for first in geometry.rim_first for index in self._chain(first)
         }
-        """These normalisations, and what is computed place by place after them, up to an operator that reads beyond:
-        piece by piece, each in memory of its own, where a part of a larger one would have gaps. -> What was fetched."""
+        """These normalisations, and what is computed place by place after them up to an operator that reads beyond ->
+        the map that was fetched. They go piece by piece, each in memory of its own, where a part of a larger one would
+        have gaps."""
         self.in_pieces = frozenset(self.network.ops[index].inputs[0] for index in self.piecewise)
         self.kept: set[str] = set()
-        """Values that the way back reads."""
+        """Values that the backward pass reads."""
         self.done_backward: dict[int, list[str]] = {}
         """Operator -> values that nothing reads once it has been differentiated."""
         if geometry.plan.is_training:
@@ -132,9 +134,9 @@ class TileWays:
     # Boxes
 
     def _chain(self, first: int) -> list[int]:
-        found = [first]
+        chain = [first]
         while True:
-            name = self.network.ops[found[-1]].outputs[0]
+            name = self.network.ops[chain[-1]].outputs[0]
             readers = self.network.readers.get(name, ())
             op = self.network.ops[readers[0]] if len(readers) == 1 and name not in self.network.outputs else None
             if (
@@ -143,18 +145,18 @@ class TileWays:
                 or op.inputs != (name,)
                 or op.outputs[0] not in self._maps
             ):
-                return found
+                return chain
             if op.weights or op.tiling != "local" or self.geometry.reads_beyond(op) or self._is_sent(name):
-                return found
+                return chain
             if self._computed.get(op.outputs[0]) != self._computed[self.network.ops[first].outputs[0]]:
-                return found  # less is read of it here than was normalised
-            found.append(readers[0])
+                return chain  # less is read of it here than was normalised
+            chain.append(readers[0])
 
     def _is_sent(self, tensor: str) -> bool:
         return any(tensor in group.fetches for group in self.geometry.groups)
 
     def out_box(self, index: int) -> Box | None:
-        """What this device computes of an operator on maps; None: nothing."""
+        """Return the box that this device computes of an operator on maps; None: nothing."""
         box = self._computed.get(self.network.ops[index].outputs[0])
         return None if box is None or box.is_empty else box
 
@@ -162,13 +164,13 @@ class TileWays:
         return self.geometry.own(self.device, tensor)
 
     def _shares(self, index: int) -> list[int]:
-        """How many places of the map that an operator reads each device owns."""
+        """Return how many places of the map that an operator reads each device owns."""
         name = self.network.ops[index].inputs[0]
         boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
         return [box.shape[2] * box.shape[3] for box in boxes]
 
     def _collected_box(self, tensor: str) -> Box:
-        """The box of a tensor's gradient that this device collects."""
+        """Return the box of a tensor's gradient that this device collects."""
         if tensor in self.in_pieces:
             return self.owned(tensor)  # what belongs to others has left
         return self.geometry.gradient_box(self.device, tensor)
@@ -189,8 +191,8 @@ class TileWays:
         return self.geometry.regions[name][self.device] if self.is_grouped else self._weight_box(index)
 
     def _collected(self, index: int, tensor: str) -> Box:
-        """The box of an input's gradient that an operator adds to: complete beyond what is owned only if both are in
-        one backward group."""
+        """Return the box of an input's gradient that an operator adds to: complete beyond what is owned only if both
+        are in one backward group."""
         if self.is_grouped and tensor in self.geometry.maps and not self._same_group(index, tensor):
             return self.owned(tensor)
         return self.collected_box(tensor)
@@ -239,14 +241,14 @@ class TileWays:
             for name in group.fetches:
                 if self._sends(group.fetches, name):
                     last[name] = max(last[name], group.first)
-        found: dict[int, list[str]] = defaultdict(list)
+        unused_after: dict[int, list[str]] = defaultdict(list)
         for name, index in last.items():
             leaves = name in self.network.outputs or any(
                 reader >= self.geometry.last for reader in self.network.readers.get(name, ())
             )
             if name not in self.kept and not leaves:
-                found[index].append(name)
-        return dict(found)
+                unused_after[index].append(name)
+        return dict(unused_after)
 
     def _needed_backward(self) -> tuple[set[str], dict[int, list[str]]]:
         last: dict[str, int] = {}
@@ -262,7 +264,7 @@ class TileWays:
             for name in group.values:
                 if self._sends(group.values, name):
                     last[name] = min(last.get(name, group.last - 1), group.last - 1)
-        found: dict[int, list[str]] = defaultdict(list)
+        unused_after: dict[int, list[str]] = defaultdict(list)
         for name, index in last.items():
-            found[index].append(name)
-        return set(last), dict(found)
+            unused_after[index].append(name)
+        return set(last), dict(unused_after)

@@ -1,7 +1,7 @@
 """A tiled stage on one device: every operator forward and backward over boxes, by the stage's geometry (TILE §4).
 
 Nothing here is recorded by autograd: each operator says what its derivative reads (`Op.derives_from`), so a value is
-kept for exactly as long as something will read it, and weight gradients are computed when nobody waits for them.
+kept for exactly as long as something will read it, and weight gradients are computed when nothing waits for them.
 
     TiledStage (tile_stage.py)            operators, boxes and memory of the stage on this device
     TileForward, TileBackward             run its actions
@@ -61,7 +61,7 @@ class TileRunner:
         self.in_flight.pop(micro_batch, None)
 
     def settle(self, micro_batch: int) -> None:
-        """Boxes are let go one by one, as operators are passed."""
+        """Do nothing: boxes are released one by one, as operators are passed."""
 
     def features(self) -> list[torch.Tensor]:
         return [tensor for batch in self.in_flight.values() for tensor in batch.features()]
@@ -182,7 +182,7 @@ class TileRunner:
         return cut_out(returned, Box.whole(returned.shape), box)
 
     def results(self, micro_batch: int) -> list[torch.Tensor]:
-        """Return this device's part of what the network returns, for whoever started a stream."""
+        """Return this device's part of what the network returns, for the process that started a stream."""
         values = self.in_flight[micro_batch].values
         return [
             cut_out(values[name].tensor, values[name].box, box)

@@ -26,11 +26,11 @@ class WeightUpdates:
         self.count, self._last = 0, None
 
     def is_done(self, micro_batch: int) -> bool:
-        """Whether another stage of this device has updated the weights already."""
+        """Return whether another stage of this device has updated the weights already."""
         return self._last == micro_batch
 
     def update(self, micro_batch: int) -> list[SumRecord]:
-        """Wait for the sums of gradients and step; return what was seen of the sums."""
+        """Wait for the sums of gradients and step; return the records of the sums."""
         self._last = micro_batch
         self.count += 1
         self.reductions.wait()
