@@ -26,7 +26,7 @@ def judged(
     channel: ControlChannel,
     invitation: Invitation | None,
     members: Mapping[str, Member],
-    wanted: Collection[str] | None,
+    allowed_names: Collection[str] | None,
     max_devices: int | None,
     book: KeyBook | None = None,
 ) -> Member | Refusal:
@@ -34,7 +34,7 @@ def judged(
     `book`: the keys that names belong to."""
     if hello.protocol != PROTOCOL or hello.version != __version__:
         return other_version(f"{hello.name:.64}", hello.version, hello.protocol)
-    may_choose = wanted is None and invitation is None
+    may_choose = allowed_names is None and invitation is None
 
     def is_anothers(name: str) -> bool:
         return book is not None and book.is_taken(pinned_name(name, invitation), channel.peer_key)
@@ -45,22 +45,22 @@ def judged(
         return Refusal(f"The name {hello.name:.64} belongs to another device's key.", "", name)
     if is_anothers(hello.name):
         return keys_name(pinned_name(hello.name, invitation), channel.peer_key)
-    known = members.get(hello.name)
-    if known is not None and not known.is_lost:
-        taken = {member.name for member in members.values() if not member.is_lost}
-        return namesake(hello, known, free=sorted(set(wanted or ()) - taken))
-    if wanted is not None and hello.name not in wanted and invitation is None:
-        names = ", ".join(sorted(wanted))
+    namesake_member = members.get(hello.name)
+    if namesake_member is not None and not namesake_member.is_lost:
+        taken_names = {member.name for member in members.values() if not member.is_lost}
+        return namesake(hello, namesake_member, free=sorted(set(allowed_names or ()) - taken_names))
+    if allowed_names is not None and hello.name not in allowed_names and invitation is None:
+        names = ", ".join(sorted(allowed_names))
         return Refusal(
             f"This run has no device called {hello.name:.64}; it has {names:.400}.",
             "Join under one of these: manyhands worker --name NAME ...",
         )
     if hello.name == COORDINATOR:
         return Refusal(f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ...")
-    here = sum(not member.is_lost for member in members.values())
-    if max_devices is not None and here >= max_devices:
+    alive_count = sum(not member.is_lost for member in members.values())
+    if max_devices is not None and alive_count >= max_devices:
         return Refusal(
-            f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {max_devices} may.",
+            f"{hello.name:.64} comes too late: {alive_count} workers have joined, and no more than {max_devices} may.",
             "Join when one has left, or start the job with more: --devices.",
         )
     try:
@@ -74,20 +74,20 @@ def judged(
     return Member(hello.name, channel, address, device, hello.facts, hello.identity, invitation=invitation)
 
 
-def other_version(who: str, version: str, protocol: int) -> Refusal:
+def other_version(worker: str, version: str, protocol: int) -> Refusal:
     """For a worker that speaks otherwise; one that says the same version speaks another protocol."""
     if version != __version__:
         theirs, ours = f"manyhands {version:.20}", __version__
     else:
         theirs, ours = f"manyhands {version:.20} with protocol {protocol}", f"{__version__} with {PROTOCOL}"
     return Refusal(
-        f"{who} runs {theirs}; the coordinator runs {ours}.", f"On that device: pip install manyhands=={__version__}"
+        f"{worker} runs {theirs}; the coordinator runs {ours}.", f"On that device: pip install manyhands=={__version__}"
     )
 
 
-def is_back(hello: Hello, known: Member) -> bool:
+def is_back(hello: Hello, member: Member) -> bool:
     """Whether a worker is the very one that is known: its connection broke, and it has come again."""
-    return bool(hello.identity.process) and hello.identity.process == known.identity.process
+    return bool(hello.identity.process) and hello.identity.process == member.identity.process
 
 
 def keys_name(name: str, public: bytes) -> Refusal:
@@ -123,29 +123,29 @@ def name_for(
     if hello.is_named:
         return hello.name
     process, machine = hello.identity.process, hello.identity.machine
-    before = [one.name for one in members.values() if process and one.identity.process == process]
+    before = [member.name for member in members.values() if process and member.identity.process == process]
     if before and hello.name not in before and members[before[-1]].is_lost:
         return before[-1]
 
     def is_free(name: str) -> bool:
-        known = members.get(name)
-        is_away = known is None or (known.is_lost and known.identity.machine in ("", machine))
+        member = members.get(name)
+        is_away = member is None or (member.is_lost and member.identity.machine in ("", machine))
         return is_away and not is_anothers(name)
 
     numbered = (f"{hello.name:.60}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([hello.name], numbered) if is_free(name))
 
 
-def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = ()) -> Refusal:
+def namesake(hello: Hello, member: Member, name: str = "", free: Sequence[str] = ()) -> Refusal:
     """For a worker whose name another has: `name` is what it may be called here; else it is refused, and the fix said.
 
     `free`: names that this run still waits for."""
-    here = "has joined already" if not known.is_lost else "was here before"
-    reason = f"A worker called {hello.name:.64} {here}, from {known.channel.peer_host}"
-    own, other = hello.identity, known.identity
-    if own.machine and own.machine == other.machine:
+    history = "has joined already" if not member.is_lost else "was here before"
+    reason = f"A worker called {hello.name:.64} {history}, from {member.channel.peer_host}"
+    identity, member_identity = hello.identity, member.identity
+    if identity.machine and identity.machine == member_identity.machine:
         why, fix = ", the same machine.", "Give each worker of a machine a name: manyhands worker --name NAME"
-    elif own.system and own.system == other.system:
+    elif identity.system and identity.system == member_identity.system:
         why = ", another machine with the same system: its SD card or disk is a copy."
         fix = (
             "On one of the two, for good: sudo hostnamectl set-hostname NAME; sudo rm -f /etc/machine-id "
@@ -168,21 +168,21 @@ def welcomed(
         return Welcome(
             name, heartbeat_timeout_seconds, heartbeat_seconds=heartbeat_seconds, secret=secret, coordinator=coordinator
         )
-    own = shaping.device(name)
-    slots = sum(one.host_name == own.host_name for one in shaping.devices)  # each a process: a part of the port
+    device = shaping.device(name)
+    slots = sum(peer.host_name == device.host_name for peer in shaping.devices)  # each a process: a part of the port
     links = {}
     for other in shaping.devices:
-        if other.host_name != own.host_name:
+        if other.host_name != device.host_name:
             link = shaping.link_between(name, other.name)
             rate = shaping.bytes_per_second_between(name, other.name) / slots
             links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
-    up = own.up_bytes_per_second / slots
+    up = device.up_bytes_per_second / slots
     rate_up = up if math.isfinite(up) else None
     return Welcome(name, heartbeat_timeout_seconds, links, rate_up, heartbeat_seconds, secret, coordinator)
 
 
 def _printable(name: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in name)[:64] or "coordinator"
+    return "".join(character if character.isprintable() else "?" for character in name)[:64] or "coordinator"
 
 
 def device_of(hello: Hello) -> Device:

@@ -70,9 +70,9 @@ class Evidence:
     disputes: list[tuple[str, str, str]] = field(default_factory=list)
     """Two devices that contradict each other, and in what."""
 
-    def add_vote(self, values: Mapping[str, Value], tolerance: float, what: str) -> None:
+    def add_vote(self, values: Mapping[str, Value], tolerance: float, subject: str) -> None:
         """Devices that should all hold the same: whoever differs from more than half of them is outvoted."""
-        if all(_agree(one, other, tolerance) for one, other in pairwise(values.values())):
+        if all(_agree(value, other, tolerance) for value, other in pairwise(values.values())):
             return
         supporters = {
             name: sum(_agree(value, other, tolerance) for other in values.values()) for name, value in values.items()
@@ -81,13 +81,13 @@ class Evidence:
         others = [name for name in values if not _agree(values[name], values[most], tolerance)]
         if 2 * supporters[most] > len(values):
             most_of_them = ", ".join(sorted(set(values) - set(others)))
-            self.outvoted += [Verdict(name, f"{what} differs from that of {most_of_them}") for name in others]
+            self.outvoted += [Verdict(name, f"{subject} differs from that of {most_of_them}") for name in others]
         else:
-            self.disputes += [(most, name, f"{what} differs") for name in others]
+            self.disputes += [(most, name, f"{subject} differs") for name in others]
 
 
 def evidence_of(
-    reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, found: Evidence
+    reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, evidence: Evidence
 ) -> None:
     """Compare what the devices saw of one sum, and add what contradicts to `found`. `counts`: numbers in each chunk."""
     error, tiny, huge = _PRECISION.get(dtype, _COARSE)
@@ -102,64 +102,66 @@ def evidence_of(
         sent = {name: tuple(values) for name, values in holds.items()}
         formed: dict[tuple[str, int], Value] = {}
         for hop in hops:
-            target, chunk, given = hop.target, hop.chunk, sent[hop.source][hop.chunk]
+            target, chunk, sent_value = hop.target, hop.chunk, sent[hop.source][hop.chunk]
             if not hop.adds:
-                holds[target][chunk] = came = records[target].after[chunk]
+                holds[target][chunk] = received_value = records[target].after[chunk]
             else:
-                came = next(received[target])
-                formed[target, chunk] = _plus(formed.get((target, chunk), sent[target][chunk]), came)
+                received_value = next(received[target])
+                formed[target, chunk] = _plus(formed.get((target, chunk), sent[target][chunk]), received_value)
             is_vote = not hop.adds and len(reduce.devices) <= MOST_DIRECT
-            if not is_vote and not _agree(given, came, tolerances[chunk]):
-                found.disputes.append((hop.source, target, f"what {hop.source} sent is not what {target} received"))
+            if not is_vote and not _agree(sent_value, received_value, tolerances[chunk]):
+                evidence.disputes.append((hop.source, target, f"what {hop.source} sent is not what {target} received"))
         for (name, chunk), expected in formed.items():
             holds[name][chunk] = claimed = next(sums[name])
             is_overflow = claimed is None and norms[chunk] > huge
             if not is_overflow and not _agree(expected, claimed, tolerances[chunk]):
-                found.wrong.append(Verdict(name, "its sum of the gradients is not the sum of what it was given"))
+                evidence.wrong.append(Verdict(name, "its sum of the gradients is not the sum of what it was given"))
     for name, record in records.items():
         if not all(map(_agree, holds[name], record.after, tolerances)):
-            found.wrong.append(Verdict(name, "the sum of the gradients that it holds is not the one that it formed"))
+            evidence.wrong.append(Verdict(name, "the sum of the gradients that it holds is not the one that it formed"))
     if len(reduce.devices) <= MOST_DIRECT:
         for chunk, owner in enumerate(reduce.devices):
             values = {name: record.after[chunk] for name, record in records.items()}
-            found.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
+            evidence.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
 
 
-def decided(found: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
+def decided(evidence: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
     """The device to go on without, and whether it is certain; None where nothing is wrong.
 
     `work`: what each does of a round; `before`: disputes of earlier rounds.
     """
-    for clear in (found.wrong, found.outvoted):
-        if clear:
-            count = Counter(verdict.device for verdict in clear)
-            gone = min(count, key=lambda name: (-count[name], work.get(name, 0.0), name))
-            return next(verdict for verdict in clear if verdict.device == gone), True
-    if not found.disputes:
+    for verdicts in (evidence.wrong, evidence.outvoted):
+        if verdicts:
+            count = Counter(verdict.device for verdict in verdicts)
+            suspect = min(count, key=lambda name: (-count[name], work.get(name, 0.0), name))
+            return next(verdict for verdict in verdicts if verdict.device == suspect), True
+    if not evidence.disputes:
         return None
-    votes = Counter(name for one, other, _ in found.disputes for name in (one, other))
+    votes = Counter(name for device, other, _ in evidence.disputes for name in (device, other))
 
     def rank(name: str) -> tuple[int, int]:
         return votes[name], before.get(name, 0)
 
-    gone = min(sorted(votes, reverse=True), key=lambda name: (-votes[name], -before.get(name, 0), work.get(name, 0.0)))
-    own = [dispute for dispute in found.disputes if gone in dispute[:2]]
-    others = sorted({name for one, other, _ in own for name in (one, other)} - {gone})
-    reason = own[0][2]
-    if any(rank(name) == rank(gone) for name in others):
-        reason += f" ({gone} and {others[0]}; either may be wrong, and {gone} does less of the work)"
-        return Verdict(gone, reason), False
-    return Verdict(gone, f"{reason} (it and {', '.join(others)})"), True
+    suspect = min(
+        sorted(votes, reverse=True), key=lambda name: (-votes[name], -before.get(name, 0), work.get(name, 0.0))
+    )
+    suspect_disputes = [dispute for dispute in evidence.disputes if suspect in dispute[:2]]
+    others = sorted({name for device, other, _ in suspect_disputes for name in (device, other)} - {suspect})
+    reason = suspect_disputes[0][2]
+    if any(rank(name) == rank(suspect) for name in others):
+        reason += f" ({suspect} and {others[0]}; either may be wrong, and {suspect} does less of the work)"
+        return Verdict(suspect, reason), False
+    return Verdict(suspect, f"{reason} (it and {', '.join(others)})"), True
 
 
-def _agree(one: Value, other: Value, tolerance: float) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= tolerance
+def _agree(value: Value, other: Value, tolerance: float) -> bool:
+    if value is None or other is None:
+        return value is other
+    return abs(value - other) <= tolerance
 
 
-def _plus(one: Value, other: Value) -> Value:
-    return None if one is None or other is None else one + other
+def _plus(value: Value, other: Value) -> Value:
+    return None if value is None or other is None else value + other
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,8 @@ class Agreement:
         self._work, self._network = work, schedule.network
         self._sums = _sums_of(schedule) if schedule.plan.is_training else {}
         self._of_device: dict[str, set[Key]] = defaultdict(set)
-        for key, one in self._sums.items():
-            for name in one.reduce.devices:
+        for key, gradient_sum in self._sums.items():
+            for name in gradient_sum.reduce.devices:
                 self._of_device[name].add(key)
         self._weights: dict[Key, dict[str, Value]] = {}
         """As they were after the last round."""
@@ -211,39 +213,43 @@ class Agreement:
         if not self._sums:
             return None
         records: dict[Key, dict[str, SumRecord]] = defaultdict(dict)
-        for name, wanted in self._of_device.items():
+        for name, expected_keys in self._of_device.items():
             for record in sums.get(name, ()):
                 records[record.key][name] = record
-            if misfit := self._misfit(name, wanted, sums.get(name, ())):
+            if misfit := self._misfit(name, expected_keys, sums.get(name, ())):
                 return Verdict(name, f"what it reports of the sums of step {step} {misfit}")
-        for key, own in records.items():
-            if missing := [name for name in self._sums[key].reduce.devices if name not in own]:
+        for key, device_records in records.items():
+            if missing := [name for name in self._sums[key].reduce.devices if name not in device_records]:
                 return Verdict(missing[0], f"what it reports of step {step} leaves out a sum of gradients")
         if verdict := self._not_finite(step, records, not_finite_from):
             return verdict
-        found = Evidence()
-        for key, own in records.items():
-            one = self._sums[key]
-            evidence_of(one.reduce, own, one.counts, one.dtype, found)
-        self._compare_weights(step, records, found)
-        decision = decided(found, self._work, self.suspicions.disputes)
+        evidence = Evidence()
+        for key, device_records in records.items():
+            gradient_sum = self._sums[key]
+            evidence_of(gradient_sum.reduce, device_records, gradient_sum.counts, gradient_sum.dtype, evidence)
+        self._compare_weights(step, records, evidence)
+        decision = decided(evidence, self._work, self.suspicions.disputes)
         if decision is None:
             return None
         verdict, is_certain = decision
         if not is_certain:
-            self.suspicions.disputes.update({name for one, other, _ in found.disputes for name in (one, other)})
+            self.suspicions.disputes.update(
+                {name for device, other, _ in evidence.disputes for name in (device, other)}
+            )
         return Verdict(verdict.device, f"at step {step} {verdict.reason}")
 
-    def _misfit(self, name: str, wanted: set[Key], records: Sequence[SumRecord]) -> str:
+    def _misfit(self, name: str, expected_keys: set[Key], records: Sequence[SumRecord]) -> str:
         """How a device's account differs from what the plan says that it adds up."""
         keys = [record.key for record in records]
-        if not set(keys) <= wanted or len(set(keys)) < len(keys):
+        if not set(keys) <= expected_keys or len(set(keys)) < len(keys):
             return "is not in the plan"
         for record in records:
-            one = self._sums[record.key]
-            parts = len(one.counts)
-            lengths = [len(found) for found in (record.own, record.norms, record.after, record.received, record.sums)]
-            if lengths != [parts, parts, parts, one.received[name], one.sums[name]]:
+            gradient_sum = self._sums[record.key]
+            parts = len(gradient_sum.counts)
+            lengths = [
+                len(numbers) for numbers in (record.own, record.norms, record.after, record.received, record.sums)
+            ]
+            if lengths != [parts, parts, parts, gradient_sum.received[name], gradient_sum.sums[name]]:
                 return "is not of the plan's sizes"
         return ""
 
@@ -253,11 +259,11 @@ class Agreement:
         """The one device where numbers stopped being finite, unless the network itself does that."""
         exploded = False
         bad: dict[str, Key] = {}
-        for key, own in records.items():
-            for name, record in own.items():
+        for key, device_records in records.items():
+            for name, record in device_records.items():
                 if None in record.own:
                     bad.setdefault(name, key)
-            longest = max(sum(record.norms) for record in own.values())
+            longest = max(sum(record.norms) for record in device_records.values())
             exploded = exploded or (key in self._norms and longest > EXPLODED * self._norms[key])
             self._norms[key] = max(longest, self._norms.get(key, 0.0))
         if not bad or self.divergence is not None:
@@ -267,36 +273,38 @@ class Agreement:
         if exploded or len(began) != 1 or step in self.suspicions.not_finite:
             self.divergence = Divergence(step, layers, tuple(sorted(began or bad)))
             return None
-        gone = next(iter(began))
-        self.suspicions.not_finite[step] = gone
-        what = "its gradient" if gone in bad else "what it sent to others"
-        return Verdict(gone, f"at step {step} {what} was not finite, in layers {layers}, and the others' were")
+        device = next(iter(began))
+        self.suspicions.not_finite[step] = device
+        subject = "its gradient" if device in bad else "what it sent to others"
+        return Verdict(device, f"at step {step} {subject} was not finite, in layers {layers}, and the others' were")
 
-    def _compare_weights(self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], found: Evidence) -> None:
+    def _compare_weights(self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], evidence: Evidence) -> None:
         """Weights may come apart slowly where machines round differently: neither at once nor by much."""
-        for key, own in records.items():
-            one = self._sums[key]
-            error = _PRECISION.get(one.dtype, _COARSE)[0]
-            norm = max(record.weights_norm for record in own.values()) + max(sum(r.norms) for r in own.values())
-            values = {name: record.weights for name, record in own.items()}
+        for key, device_records in records.items():
+            gradient_sum = self._sums[key]
+            error = _PRECISION.get(gradient_sum.dtype, _COARSE)[0]
+            norm = max(record.weights_norm for record in device_records.values()) + max(
+                sum(r.norms) for r in device_records.values()
+            )
+            values = {name: record.weights for name, record in device_records.items()}
             last, self._weights[key] = self._weights.get(key), values
-            what = f"its weights of layers {one.layers}: their projection"
-            found.add_vote(values, (SLACK + DRIFT * (step + 1)) * error * norm, what)
+            subject = f"its weights of layers {gradient_sum.layers}: their projection"
+            evidence.add_vote(values, (SLACK + DRIFT * (step + 1)) * error * norm, subject)
             if last is not None and None not in (*values.values(), *last.values()):
                 moved = {name: (values[name] or 0.0) - (last[name] or 0.0) for name in values}
-                found.add_vote(moved, (SLACK + DRIFT) * error * norm, what)
+                evidence.add_vote(moved, (SLACK + DRIFT) * error * norm, subject)
 
 
 def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
     """Every sum of gradients of a round."""
     network = schedule.network
-    found: dict[Key, _Sum] = {}
+    sums_of_key: dict[Key, _Sum] = {}
     for device in schedule.plan.devices:
         for action in schedule.every_action(device):
             if not isinstance(action, Reduce) or action.what != "gradients":
                 continue
             key = (action.stage, action.first, action.last, action.micro_batch)
-            if key in found:
+            if key in sums_of_key:
                 continue
             counts = tuple(last - first for first, last in pairwise(chunk_points(action, network)))
             received: Counter[str] = Counter()
@@ -304,8 +312,8 @@ def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
             for hops in gradient_rounds(action.devices):
                 received.update(hop.target for hop in hops if hop.adds)
                 sums.update(target for target, _ in {(hop.target, hop.chunk) for hop in hops if hop.adds})
-            found[key] = _Sum(action, counts, _dtype(action, network), _layers(action, network), received, sums)
-    return found
+            sums_of_key[key] = _Sum(action, counts, _dtype(action, network), _layers(action, network), received, sums)
+    return sums_of_key
 
 
 def _dtype(reduce: Reduce, network: Network) -> str:

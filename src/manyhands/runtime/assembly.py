@@ -28,15 +28,15 @@ class Assembly:
 
     def wait_for(self, names: Iterable[str] | int, limit_seconds: float = JOIN_SECONDS) -> None:
         """Wait until these workers (or so many) have joined."""
-        wanted = list(names) if not isinstance(names, int) else []
-        count = names if isinstance(names, int) else len(wanted)
-        self._awaited, self.limit_seconds = wanted or count, limit_seconds
+        awaited_names = list(names) if not isinstance(names, int) else []
+        count = names if isinstance(names, int) else len(awaited_names)
+        self._awaited, self.limit_seconds = awaited_names or count, limit_seconds
         membership, local = self._membership, self._membership.local
         end = time.monotonic() + limit_seconds
         with membership.change:
             while True:
                 alive = [member.name for member in membership.alive()]
-                missing = [name for name in wanted if name not in alive]
+                missing = [name for name in awaited_names if name not in alive]
                 if not missing and len(alive) >= count:
                     return
                 for name in missing or list(local.processes):
@@ -44,14 +44,16 @@ class Assembly:
                         raise WorkerLost(
                             f"Worker {name} {ending} before it joined.", hint=local.last_words(name)[-800:]
                         )
-                left = end - time.monotonic()
-                if left <= 0:
-                    what = f"waiting for {', '.join(missing)}" if missing else f"{len(alive)} of {count} have joined"
+                seconds_left = end - time.monotonic()
+                if seconds_left <= 0:
+                    situation = (
+                        f"waiting for {', '.join(missing)}" if missing else f"{len(alive)} of {count} have joined"
+                    )
                     raise TimedOut(
-                        f"Workers did not join within {limit_seconds:g} s: {what}.",
+                        f"Workers did not join within {limit_seconds:g} s: {situation}.",
                         hint=f"On each device: {self._join_command()}",
                     )
-                membership.change.wait(min(left, 0.2))
+                membership.change.wait(min(seconds_left, 0.2))
 
     def wait_for_replacements(self) -> None:
         """Wait again, for as long, where some of those that `wait_for` waited for were lost before a job began.
@@ -67,8 +69,10 @@ class Assembly:
         missing = [name for name in awaited if name not in alive] if isinstance(awaited, list) else []
         if self._membership.local.processes or (not missing and len(alive) >= count):
             return
-        who = ", ".join(missing) if missing else f"{count - len(alive)} worker(s)"
-        self._on_event(f"Waiting for {who} in place of those that were lost: {len(alive)} of {count} are here.")
+        missing_workers = ", ".join(missing) if missing else f"{count - len(alive)} worker(s)"
+        self._on_event(
+            f"Waiting for {missing_workers} in place of those that were lost: {len(alive)} of {count} are here."
+        )
         try:
             self.wait_for(awaited, self.limit_seconds)
         except TimedOut:
@@ -89,14 +93,17 @@ class Assembly:
             if member is None:
                 raise WorkerLost(f"Worker {name} has not joined.", hint=f"{self._join_command()} --name {name}")
             if member.is_lost:
-                how = membership.local.ending(name, 1.0) or member.reason
-                raise WorkerLost(f"Worker {name} was lost before this began: {how}.", hint="Start it again.")
+                reason = membership.local.ending(name, 1.0) or member.reason
+                raise WorkerLost(f"Worker {name} was lost before this began: {reason}.", hint="Start it again.")
             members[name] = member
-        here = [name for name, member in members.items() if is_loopback(member.address[0])]
-        away = [name for name, member in members.items() if name not in here and not member.is_invited]
-        if here and away:
+        loopback_names = [name for name, member in members.items() if is_loopback(member.address[0])]
+        remote_names = [
+            name for name, member in members.items() if name not in loopback_names and not member.is_invited
+        ]
+        if loopback_names and remote_names:
             raise BadValue(
-                f"{', '.join(here)} joined by a loopback address, which {away[0]} on another machine cannot reach.",
+                f"{', '.join(loopback_names)} joined by a loopback address, which {remote_names[0]} on another machine "
+                "cannot reach.",
                 hint="Join by this machine's own address: manyhands worker --join ADDRESS:PORT ...",
             )
         return members

@@ -9,14 +9,14 @@ from collections.abc import Callable
 class Attempt:
     """Begins at once. Whoever loses interest leaves it: it ends at its own limit."""
 
-    def __init__(self, what: Callable[[], None], name: str) -> None:
+    def __init__(self, task: Callable[[], None], name: str) -> None:
         self._error: BaseException | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._run, args=(what,), name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(task,), name=name, daemon=True).start()
 
-    def _run(self, what: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[], None]) -> None:
         try:
-            what()
+            task()
         except BaseException as error:
             self._error = error
         finally:

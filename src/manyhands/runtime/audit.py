@@ -37,8 +37,10 @@ class AuditLog:
         if self._path is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        kept = {name: fact if isinstance(fact, int) else fact[:_LONGEST_FACT] for name, fact in facts.items()}
-        line = json.dumps({"time": now, "event": event, **kept}).encode() + b"\n"
+        shortened_facts = {
+            name: fact if isinstance(fact, int) else fact[:_LONGEST_FACT] for name, fact in facts.items()
+        }
+        line = json.dumps({"time": now, "event": event, **shortened_facts}).encode() + b"\n"
         with contextlib.suppress(OSError, BadFile):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = open_descriptor(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, follows_links=False)
@@ -51,11 +53,11 @@ class AuditLog:
 
 def entries(folder: Path) -> list[dict[str, str | int]]:
     """All that was recorded, the oldest first; lines that cannot be read are left out."""
-    found: list[dict[str, str | int]] = []
+    recorded: list[dict[str, str | int]] = []
     for name in (OLDER_FILE, AUDIT_FILE):
         for line in (read_private(folder / name, 2 * MOST_BYTES) or b"").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, dict) and all(isinstance(fact, (str, int)) for fact in entry.values()):
-                    found.append(entry)
-    return found
+                    recorded.append(entry)
+    return recorded

@@ -70,10 +70,10 @@ class Backups:
             self._look(message.step)
             return
         source, step = message.source, message.step
-        what = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
+        mismatch = f"the copy of {source}'s state after step {step} that {name} received is not what {source} has"
         if hold.attempt:  # before it was sent again, the source has looked at its own: see `State.has_changed`
-            raise self.run.evicted(Verdict(name, f"for the second time {what}, which has not changed"))
-        self.run.hooks.log_event("note", text=f"T{what[1:]}: it is sent again.")
+            raise self.run.evicted(Verdict(name, f"for the second time {mismatch}, which has not changed"))
+        self.run.hooks.log_event("note", text=f"T{mismatch[1:]}: it is sent again.")
         self._offered[source, step] = hold = msgspec.structs.replace(hold, attempt=1)
         self.run.coordinator.send(name, hold)
 
@@ -83,10 +83,10 @@ class Backups:
             return
         self.safe_step = step
         for table in (self._kept, self._held):
-            for old in [one for one in table if one <= step]:
-                del table[old]
-        wanted = self.run.wanted_snapshot
-        first = step if wanted is None else min(step, wanted)
+            for old_step in [kept_step for kept_step in table if kept_step <= step]:
+                del table[old_step]
+        wanted_snapshot = self.run.wanted_snapshot
+        first = step if wanted_snapshot is None else min(step, wanted_snapshot)
         for name in self.run.everybody:
             self.run.coordinator.send(name, Retain(first, _NO_LIMIT))
         self.run.hooks.on_safe(step)
@@ -97,9 +97,9 @@ class Backups:
         begun = [step for step in {*self._kept, *self._held} if step > self.safe_step]
         if not begun:
             return []
-        kept, held = self._kept[min(begun)], self._held[min(begun)]
-        found = [(name, name) for name in self.run.names if name not in kept]
-        return found or [(name, holder) for name, holder in self.holders.items() if name not in held]
+        kept_names, held_names = self._kept[min(begun)], self._held[min(begun)]
+        without_copy = [(name, name) for name in self.run.names if name not in kept_names]
+        return without_copy or [(name, holder) for name, holder in self.holders.items() if name not in held_names]
 
     def is_behind(self, fed: int) -> bool:
         """Whether so many backups of steps that were fed are not safe yet that workers should wait."""

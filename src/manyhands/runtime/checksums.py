@@ -30,6 +30,6 @@ def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(checksum, tensors))
 
 
-def combined(found: Iterable[int]) -> int:
+def combined(sums: Iterable[int]) -> int:
     """One for several, in their order."""
-    return zlib.crc32(b"".join(one.to_bytes(4, "little") for one in found))
+    return zlib.crc32(b"".join(number.to_bytes(4, "little") for number in sums))

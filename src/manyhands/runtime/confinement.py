@@ -111,7 +111,7 @@ def _restrict(allowed: Sequence[Rule], parts: list[str], missing: list[str]) -> 
         _no_new_privileges()
     except OSError as error:  # the others need it
         why = error.strerror or str(error)
-        missing += [f"{one} ({why})" for one in (NO_NEW_PRIVILEGES, SECCOMP, LANDLOCK)]
+        missing += [f"{part} ({why})" for part in (NO_NEW_PRIVILEGES, SECCOMP, LANDLOCK)]
         return
     parts.append(NO_NEW_PRIVILEGES)
     try:
@@ -130,9 +130,9 @@ def available() -> Confinement:
     reasons = {LANDLOCK: landlock.why_not_available(), SECCOMP: seccomp.why_not_available()}
     if sys.platform != "linux":
         reasons[NO_NEW_PRIVILEGES] = "not on this system"
-    there = [one for one in (OWN_FOLDER, NO_NEW_PRIVILEGES, LANDLOCK, SECCOMP) if not reasons.get(one)]
-    named = [f"{one} {landlock.version()}" if one == LANDLOCK else one for one in there]
-    return Confinement(tuple(named), tuple(f"{one} ({why})" for one, why in reasons.items() if why))
+    available_parts = [part for part in (OWN_FOLDER, NO_NEW_PRIVILEGES, LANDLOCK, SECCOMP) if not reasons.get(part)]
+    named = [f"{part} {landlock.version()}" if part == LANDLOCK else part for part in available_parts]
+    return Confinement(tuple(named), tuple(f"{part} ({why})" for part, why in reasons.items() if why))
 
 
 def rules(
@@ -140,23 +140,23 @@ def rules(
 ) -> list[Rule]:
     """Every file and folder a worker may open. Python's own, the system's, its devices, its data; no home folder."""
     servers = os.path.dirname(os.path.realpath(_NAME_SERVERS))
-    found = [Rule(path, READ) for path in (*_SYSTEM, servers, *_python_folders())]
-    found += [Rule(os.path.realpath(path), READ) for path in reads]
-    found += [Rule(f"/dev/{name}", USE_DEVICE) for name in _DEVICES]
-    found += [Rule("/dev/shm", WRITE), Rule("/proc/self", USE_DEVICE)]
+    allowed = [Rule(path, READ) for path in (*_SYSTEM, servers, *_python_folders())]
+    allowed += [Rule(os.path.realpath(path), READ) for path in reads]
+    allowed += [Rule(f"/dev/{name}", USE_DEVICE) for name in _DEVICES]
+    allowed += [Rule("/dev/shm", WRITE), Rule("/proc/self", USE_DEVICE)]
     if is_gpu:
-        found += [Rule(path, USE_DEVICE) for name in _GPU_DEVICES for path in sorted(glob.glob(f"/dev/{name}"))]
-    found += [Rule(str(path), WRITE) for path in writes]
+        allowed += [Rule(path, USE_DEVICE) for name in _GPU_DEVICES for path in sorted(glob.glob(f"/dev/{name}"))]
+    allowed += [Rule(str(path), WRITE) for path in writes]
     if folder is not None:
-        found += [Rule(str(folder.path), WRITE), Rule(str(folder.parent), REMOVE_DIR)]
-    return found
+        allowed += [Rule(str(folder.path), WRITE), Rule(str(folder.parent), REMOVE_DIR)]
+    return allowed
 
 
 def _python_folders() -> list[str]:
     """Where modules and the libraries beside them are."""
-    own = str(Path(__file__).resolve().parents[1])
+    package_folder = str(Path(__file__).resolve().parents[1])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    listed = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path, *libraries, own)
+    listed = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path, *libraries, package_folder)
     return list(dict.fromkeys(os.path.realpath(path) for path in listed if os.path.isabs(path)))
 
 

@@ -140,7 +140,7 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[_T], most_bytes: int) ->
 def spoken(data: bytes) -> tuple[str, int] | None:
     """The version and protocol that somebody speaks whose hello cannot be read; None where it is no hello at all."""
     try:
-        found = msgspec.json.decode(data, type=_Anybody)
+        hello = msgspec.json.decode(data, type=_Anybody)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return found.version, found.protocol
+    return hello.version, hello.protocol

@@ -178,11 +178,11 @@ class Coordinator:
         return coordinator
 
     def start_workers(
-        self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float, *, apart: bool = False
+        self, processes: Sequence[WorkerProcess], threads: int, limit_seconds: float, *, apart: bool = False
     ) -> None:
         """Start processes on this machine and wait until all their workers have joined. `apart`: see `LocalWorkers`."""
-        self.local.start(wanted, self.address, self.security, threads=threads, apart=apart)
-        self.wait_for([name for one in wanted for name in one.names], limit_seconds)
+        self.local.start(processes, self.address, self.security, threads=threads, apart=apart)
+        self.wait_for([name for process in processes for name in process.names], limit_seconds)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -198,8 +198,8 @@ class Coordinator:
             return
         self._closing.set()
         try:
-            for one in self._inviting:
-                one.close()
+            for inviting in self._inviting:
+                inviting.close()
             for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
                     member.channel.send(encode(Leave()), 1.0)
@@ -354,18 +354,18 @@ class Coordinator:
     def addresses(self, names: Iterable[str], reader: str, *, with_coordinator: bool = True) -> dict[str, Address]:
         """Where the data endpoints of these workers and of the coordinator are, as `reader` can reach them, and which
         of the two connects."""
-        own = self.members.get(reader)
-        asking = reader, own.invitation if own is not None else None
+        member = self.members.get(reader)
+        reader_invitation = reader, member.invitation if member is not None else None
         addresses = {
-            name: peer_address(asking, (name, self.members[name].invitation), self.members[name].address)
+            name: peer_address(reader_invitation, (name, self.members[name].invitation), self.members[name].address)
             for name in names
         }
         if not with_coordinator:
             return addresses
         host, port = self.endpoint.address
-        if own is not None and host in EVERY_ADDRESS:  # the one under which this worker has found us
-            host = own.channel.local_host
-        addresses[COORDINATOR] = peer_address(asking, (COORDINATOR, None), (host, port))
+        if member is not None and host in EVERY_ADDRESS:  # the one under which this worker has found us
+            host = member.channel.local_host
+        addresses[COORDINATOR] = peer_address(reader_invitation, (COORDINATOR, None), (host, port))
         return addresses
 
     def new_generation(self) -> int:

@@ -144,7 +144,7 @@ def announced(info: ServiceInfo) -> Announcement | None:
 
 def _printable(text: str) -> str:
     """It goes to a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:_LONGEST_TITLE])
+    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_TITLE])
 
 
 def can_announce(host: str, interface: str | None) -> bool:
@@ -164,7 +164,7 @@ def hosts_of(host: str, interface: str) -> tuple[str, ...]:
         return ()
     if interface:
         return (interface,)
-    return tuple(own for own in sorted(addresses()) if host == "::" or ":" not in own)
+    return tuple(address for address in sorted(addresses()) if host == "::" or ":" not in address)
 
 
 class Announcer:
@@ -206,16 +206,16 @@ class Announcer:
     def _run(self) -> None:
         interface, problem = self._interface, ""
         opened: Zeroconf | None = None
-        known: tuple[str, ...] = ()
+        announced_hosts: tuple[str, ...] = ()
         try:
             while not self._closing.is_set():
                 try:
                     hosts = hosts_of(self._address[0], interface)
-                    if hosts != known and opened is not None:
-                        gone, opened = opened, None
-                        gone.close()
+                    if hosts != announced_hosts and opened is not None:
+                        outdated, opened = opened, None
+                        outdated.close()
                     if hosts and opened is None:
-                        opened, known = self._announce(hosts, interface), hosts
+                        opened, announced_hosts = self._announce(hosts, interface), hosts
                         problem = ""
                 except Exception as error:  # no multicast here, or not now: --join works without
                     if str(error) != problem:
@@ -310,17 +310,17 @@ class Lookout:
 
         with self._change:
             names = list(self._names)
-        found, asked = [], 0
+        announcements, request_count = [], 0
         for name in reversed(names):
             info = ServiceInfo(self._service, name)
             with contextlib.suppress(Exception):  # whatever was sent: it is as if nothing had been
                 is_whole = info.load_from_cache(self._opened)
-                if not is_whole and asked < _MOST_ASKED:
-                    asked += 1
+                if not is_whole and request_count < _MOST_ASKED:
+                    request_count += 1
                     is_whole = info.request(self._opened, _ASK_MILLISECONDS)
-                if is_whole and (one := announced(info)) is not None:
-                    found.append(one)
-        return found
+                if is_whole and (announcement := announced(info)) is not None:
+                    announcements.append(announcement)
+        return announcements
 
     def close(self) -> None:
         """No thread and no descriptor is left."""

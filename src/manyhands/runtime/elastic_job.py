@@ -201,9 +201,9 @@ class ElasticJob:
             self.controller.began(run.order.plan, step + 1)
         self._dismiss(everybody=True)
 
-    def _saved(self, found: RunState) -> None:
-        self.on_snapshot(found)
-        self.saved = found
+    def _saved(self, snapshot: RunState) -> None:
+        self.on_snapshot(snapshot)
+        self.saved = snapshot
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
@@ -224,7 +224,7 @@ class ElasticJob:
     def has_news(self) -> bool:
         """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
         run = self._run
-        return run is not None and (self._should_pause() or any(one.is_lost for one in run.members.values()))
+        return run is not None and (self._should_pause() or any(member.is_lost for member in run.members.values()))
 
     def _dismiss(self, *, everybody: bool = False) -> None:
         """Those who were asked to go, and are no longer needed, go."""
@@ -285,12 +285,12 @@ class ElasticJob:
             try:
                 change = self.replan(order.plan, tuple(member.name for member in available), self.retry_policy.replan)
                 break
-            except (WorkerLost, TimedOut) as found:
+            except (WorkerLost, TimedOut) as new_error:
                 self._failures += 1
                 if self._failures > self.retry_policy.attempts:
                     raise
-                located, error = self._surveyed(found), found
-        is_saved_alone = any(having == (COORDINATOR,) for having in located.holders.values())
+                located, error = self._surveyed(new_error), new_error
+        is_saved_alone = any(holders == (COORDINATOR,) for holders in located.holders.values())
         if is_saved_alone and located.steps_done < self._furthest:
             reason = f"some weights were on {lost or 'somebody'} alone and are gone: going on from the last checkpoint"
             self.log_event("rewound", step=located.steps_done, reason=reason)
@@ -318,16 +318,17 @@ class ElasticJob:
                 raise error
         weights = [spec.name for spec in self.order.graph.weights]
         agreed = self._furthest if self._run is None else min(self._furthest, self._run.reports.agreed_steps)
-        found = state.located(
-            {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
-            weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
+        located = state.located(
+            {name: answer.steps for name, answer in answers.items()},
+            {name: answer.scalars for name, answer in answers.items()},
+            weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
         )  # fmt: skip
-        assert found is not None, "what was saved has everything"
-        self._safe = min(self._safe, found.steps_done)
+        assert located is not None, "what was saved has everything"
+        self._safe = min(self._safe, located.steps_done)
         keeps = self._run is not None and bool(self._run.backups.every)  # else nothing between is anywhere as a whole
         for name in answers:  # of the state that was found some is at one place only, until it has been given away
-            self.coordinator.send(name, Retain(self._safe, found.steps_done, keeps))
-        return found
+            self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
+        return located
 
     def _check_waiting(self) -> None:
         """Others may take long to come, or never do: there is nothing to wait for where no step is wanted."""
@@ -341,13 +342,13 @@ class ElasticJob:
         limit = min(limit, began + (self._run.stall_seconds if self._run is not None else SURVEY_SECONDS))
         for member in members:
             self.coordinator.send(member.name, Survey(generation, self._since))
-        found: dict[str, Holding] = {}
-        while len(found) < len(members):
+        answers: dict[str, Holding] = {}
+        while len(answers) < len(members):
             if any(member.is_lost for member in members):
                 return None
             if time.monotonic() > limit:
                 for member in members:
-                    if member.name not in found:
+                    if member.name not in answers:
                         waited = f"{time.monotonic() - began:.1f} s"
                         self.coordinator.evict(member.name, f"it did not say within {waited} what state it holds")
                 return None
@@ -356,10 +357,10 @@ class ElasticJob:
                 continue
             name, message = event
             if isinstance(message, Holding) and message.generation == generation:
-                found[name] = message
+                answers[name] = message
             elif isinstance(message, Failed) and message.generation == generation:
                 return None
-        return found
+        return answers
 
 
 def _ignore(name: str, message: Progress) -> None:

@@ -66,7 +66,7 @@ class FailureDetector:
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        return tuple(name for name, one in self._watched.items() if one.probed is not None)
+        return tuple(name for name, watched in self._watched.items() if watched.probed is not None)
 
     def due(self, now: float) -> Due:
         """The workers to probe, each once, and those to give up, which are no longer watched.
@@ -78,19 +78,19 @@ class FailureDetector:
             self._pardon(now)
         self._asked = now
         probe, lost = [], []
-        for name, one in self._watched.items():
-            silent_seconds = now - one.received
-            if one.probed is None:
+        for name, watched in self._watched.items():
+            silent_seconds = now - watched.received
+            if watched.probed is None:
                 if silent_seconds >= self.limit_seconds * SUSPICION_PART:
-                    one.probed = now
+                    watched.probed = now
                     probe.append(name)
-            elif silent_seconds >= self.limit_seconds and now - one.probed >= self.limit_seconds * ANSWER_PART:
+            elif silent_seconds >= self.limit_seconds and now - watched.probed >= self.limit_seconds * ANSWER_PART:
                 lost.append(name)
         for name in lost:
             self.forget(name)
         return Due(tuple(probe), tuple(lost))
 
     def _pardon(self, now: float) -> None:
-        for name, one in self._watched.items():
-            if not one.is_pardoned:
+        for name, watched in self._watched.items():
+            if not watched.is_pardoned:
                 self._watched[name] = _Watched(now, is_pardoned=True)

@@ -74,15 +74,15 @@ class FailureDiagnosis:
         cause = find_root_cause(run.coordinator, run.members, run.generation)
         if cause is None:
             return run.evict_suspect()
-        name, what = cause
-        return self.lost(name, what) if isinstance(what, str) else self.failed(name, what)
+        name, report = cause
+        return self.lost(name, report) if isinstance(report, str) else self.failed(name, report)
 
     def _receive_rounds_before(self, step: int) -> None:
         """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
         weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
         run, end = self._run, time.monotonic() + _DIAGNOSIS_SECONDS
-        while min(run.steps.done.values()) < step - 1 and (left := end - time.monotonic()) > 0:
-            event = run.coordinator.next_event(left)
+        while min(run.steps.done.values()) < step - 1 and (seconds_left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(seconds_left)
             if event is None or isinstance(event[1], Lost):
                 return
             name, message = event
@@ -105,8 +105,8 @@ class FailureDiagnosis:
             run.coordinator.send(name, Stop(run.generation, diagnose_step=step))
         began_in: dict[str, str] = {}
         end = time.monotonic() + _DIAGNOSIS_SECONDS
-        while len(began_in) < len(run.names) and (left := end - time.monotonic()) > 0:
-            event = run.coordinator.next_event(left)
+        while len(began_in) < len(run.names) and (seconds_left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(seconds_left)
             if event is None or isinstance(event[1], Lost):
                 break
             if isinstance(event[1], Diagnosis):

@@ -159,20 +159,20 @@ def fork_server_for(threads: int, workers: int) -> ForkServer:
     if sys.platform != "linux":
         raise NoForkServer("not on this system")
     with _finding:
-        found = _fork_servers.get(threads)
-        if found is not None and found.is_alive:
-            return found
+        fork_server = _fork_servers.get(threads)
+        if fork_server is not None and fork_server.is_alive:
+            return fork_server
         if workers < 2:
             raise NoForkServer("a single worker")
-        _fork_servers[threads] = found = ForkServer(threads)
-        return found
+        _fork_servers[threads] = fork_server = ForkServer(threads)
+        return fork_server
 
 
 def close_fork_servers() -> None:
     """Those of this process end, and whoever they have forked: the next workers start from nothing."""
     with _finding:
-        for one in _fork_servers.values():
-            one.close()
+        for fork_server in _fork_servers.values():
+            fork_server.close()
         _fork_servers.clear()
 
 
@@ -221,7 +221,7 @@ def tend(requests: socket.socket) -> list[str] | None:
             children.reap()
         if requests.fileno() in ready:
             try:
-                wanted, output, notify = _asked(requests)
+                request, output, notify = _asked(requests)
             except (OSError, msgspec.MsgspecError):
                 return None  # whoever started this has ended
             child = os.fork()
@@ -229,8 +229,8 @@ def tend(requests: socket.socket) -> list[str] | None:
                 requests.close()
                 os.close(notify)
                 children.leave()
-                _become(wanted, output)
-                return wanted.words
+                _become(request, output)
+                return request.words
             os.close(output)
             children.notify[child] = notify
             with contextlib.suppress(OSError):
@@ -252,23 +252,23 @@ def _asked(requests: socket.socket) -> tuple[ForkRequest, int, int]:
     return _decoder.decode(_read(requests, size)), output, notify
 
 
-def _become(wanted: ForkRequest, output: int) -> None:
+def _become(request: ForkRequest, output: int) -> None:
     """As if it had been started by itself."""
     os.setsid()
     os.environ.clear()
-    os.environ.update(wanted.environment)
+    os.environ.update(request.environment)
     with contextlib.suppress(OSError):
-        os.chdir(wanted.folder)
-    if wanted.cores:
+        os.chdir(request.folder)
+    if request.cores:
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, wanted.cores)
+            os.sched_setaffinity(0, request.cores)
     os.dup2(output, 1)
     os.dup2(output, 2)
     if output > 2:
         os.close(output)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        _show([sys.executable, "-P", "-m", "manyhands", *wanted.words])
+        _show([sys.executable, "-P", "-m", "manyhands", *request.words])
 
 
 def _show(words: Sequence[str]) -> None:
@@ -282,10 +282,10 @@ def _show(words: Sequence[str]) -> None:
 
 
 def _read(requests: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = requests.recv(size - len(found))
+    received = bytearray()
+    while len(received) < size:
+        part = requests.recv(size - len(received))
         if not part:
             raise OSError("closed by the other side")
-        found += part
-    return bytes(found)
+        received += part
+    return bytes(received)

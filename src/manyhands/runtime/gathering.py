@@ -51,7 +51,7 @@ class Gathering:
     def take(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
         """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
         thread = threading.Thread(target=self._receive, args=(name, message, listed), name="gathering", daemon=True)
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
         thread.start()
 
     def _receive(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
@@ -69,15 +69,15 @@ class Gathering:
                 parts[name] = (tensors, message.scalars)
                 if len(parts) < len(self.run.keepers):
                     return
-                found = self._joined(message.step)
+                snapshot = self._joined(message.step)
                 limit = self.run.order.wait_limit_seconds + 60  # the run itself ends before that
                 if not self._change.wait_for(lambda: self._is_closed or self._is_next(message.step), limit):
                     raise TimedOut(f"The snapshot after step {message.step} could not be kept for {limit:g} s.")
                 if self._is_closed:
                     return
-            self.run.hooks.on_snapshot(found)
+            self.run.hooks.on_snapshot(snapshot)
             with self._change:
-                self.latest = found
+                self.latest = snapshot
                 self._saved += 1
                 self._change.notify_all()
         except BaseException as error:
@@ -90,25 +90,25 @@ class Gathering:
     ) -> dict[str, torch.Tensor] | None:
         """A worker's snapshot; None where what came is not what it offered."""
         tensors = state.empty(listed)
-        box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
-        box.expect(name, called, state.byte_count(listed))
-        box.post(name, step, called, list(tensors.values()))
+        mailbox, step, message_topic = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
+        mailbox.expect(name, message_topic, state.byte_count(listed))
+        mailbox.post(name, step, message_topic, list(tensors.values()))
         self.run.coordinator.send(name, SendState(self.run.generation, step, COORDINATOR, attempt))
-        box.receive(name, step, called, list(tensors.values()))
+        mailbox.receive(name, step, message_topic, list(tensors.values()))
         return tensors if checksums(tensors.values()) == message.checksums else None
 
     def _is_next(self, step: int) -> bool:
         return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
 
     def _joined(self, step: int) -> RunState:
-        found = RunState({}, steps_done=step)
+        snapshot = RunState({}, steps_done=step)
         parts = self._parts.pop(step)
         self._arrived.add(step)
         for tensors, scalars in (parts[name] for name in reversed(self.run.keepers)):
-            found.weights |= state.of(state.WEIGHT, tensors)
-            found.optimizer |= state.of(state.OPTIMIZER, tensors)
-            found.scalars |= scalars
-        return found
+            snapshot.weights |= state.of(state.WEIGHT, tensors)
+            snapshot.optimizer |= state.of(state.OPTIMIZER, tensors)
+            snapshot.scalars |= scalars
+        return snapshot
 
     def ended(self, step: int) -> None:
         """A step is over, and reported."""

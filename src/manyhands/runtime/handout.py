@@ -52,7 +52,7 @@ class Handout:
             graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
-            state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
+            state=tuple(self._part(name, located.entries[tensor_name]) for tensor_name in self._wanted(name)),
             sources=self.sources[name], checksums=self._checksums(name),
             scalars=located.scalars, steps_done=located.steps_done, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
@@ -65,9 +65,9 @@ class Handout:
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each device that the coordinator sends tensors, and those tensors."""
-        here = self.located.here
+        stored = self.located.here
         for name, tensors in self.gives.get(COORDINATOR, {}).items():
-            yield name, [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
+            yield name, [self._part_of(name, key, stored[key]).detach().cpu().contiguous() for key in tensors]
 
     def moving_bytes(self) -> int:
         """Bytes of state that travel before the run begins."""
@@ -96,17 +96,17 @@ class Handout:
         """What a device starts with, as it was when it was kept."""
         sums = {}
         for source, tensors in self.sources[name].items():
-            known = self.located.checksums.get(source, {})
-            if own := {one: known[one] for one in tensors if one in known}:
-                sums[source] = own
+            recorded = self.located.checksums.get(source, {})
+            if tensor_sums := {tensor: recorded[tensor] for tensor in tensors if tensor in recorded}:
+                sums[source] = tensor_sums
         return sums
 
 
 def _turned(sources: Mapping[str, Mapping[str, tuple[str, ...]]]) -> dict[str, dict[str, tuple[str, ...]]]:
     """Source -> device -> tensors, of device -> source -> tensors; without what devices have themselves."""
     gives: dict[str, dict[str, tuple[str, ...]]] = {}
-    for device, own in sources.items():
-        for source, names in own.items():
+    for device, names_by_source in sources.items():
+        for source, names in names_by_source.items():
             if source != device:
                 gives.setdefault(source, {})[device] = names
     return gives

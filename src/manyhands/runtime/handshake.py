@@ -83,7 +83,7 @@ def pin_coordinator(credentials: Credentials | None, channel: ControlChannel, co
     key's."""
     if credentials is None or not channel.peer_key:
         return False
-    name = "".join(sign for sign in coordinator[:64] if sign.isprintable()) or "coordinator"
+    name = "".join(character for character in coordinator[:64] if character.isprintable()) or "coordinator"
     try:
         return credentials.book.join(channel.peer_key, name, Role.COORDINATOR)
     except (BadFile, BadValue):

@@ -34,8 +34,8 @@ def own_identity(process: str, local_host: str) -> Identity:
 def _system_id() -> str:
     for path in _ID_FILES:
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if found := file.read(200).decode(errors="replace").strip():
-                return found
+            if system_id := file.read(200).decode(errors="replace").strip():
+                return system_id
     return ""
 
 
@@ -52,25 +52,25 @@ def addresses() -> dict[str, str]:
     import psutil
 
     states = psutil.net_if_stats()
-    found = {}
-    for interface, own in psutil.net_if_addrs().items():
+    interfaces = {}
+    for interface, interface_addresses in psutil.net_if_addrs().items():
         if interface in states and not states[interface].isup:
             continue
-        for one in own:
-            if one.family not in (socket.AF_INET, socket.AF_INET6):
+        for address in interface_addresses:
+            if address.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            parsed = ipaddress.ip_address(one.address.partition("%")[0])
+            parsed = ipaddress.ip_address(address.address.partition("%")[0])
             if not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified):
-                found[one.address] = interface
-    return found
+                interfaces[address.address] = interface
+    return interfaces
 
 
 def interface_of(address: str) -> str:
     """The interface that has this address; empty where none has."""
     import psutil
 
-    for interface, own in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address.partition("%")[0] for one in own):
+    for interface, interface_addresses in psutil.net_if_addrs().items():
+        if any(candidate.address.partition("%")[0] == address.partition("%")[0] for candidate in interface_addresses):
             return interface
     return "lo" if address.startswith("127.") else ""
 
@@ -79,6 +79,6 @@ def _card(address: str) -> str:
     """The hardware address of the card that has this address; empty where there is none."""
     import psutil
 
-    own = psutil.net_if_addrs().get(interface_of(address), [])
-    found = [one.address for one in own if one.family == psutil.AF_LINK and one.address != _NO_ADDRESS]
-    return found[0] if found else ""
+    entries = psutil.net_if_addrs().get(interface_of(address), [])
+    hardware = [entry.address for entry in entries if entry.family == psutil.AF_LINK and entry.address != _NO_ADDRESS]
+    return hardware[0] if hardware else ""

@@ -75,7 +75,9 @@ class Inviting:
         self._thread.start()
 
     def is_here(self) -> bool:
-        return any(one.invitation and one.invitation.is_to(self.host, self.port) for one in self.coordinator.alive())
+        return any(
+            member.invitation and member.invitation.is_to(self.host, self.port) for member in self.coordinator.alive()
+        )
 
     def _run(self) -> None:
         pause, was_here = 0.0, False

@@ -27,8 +27,8 @@ class JobMembership:
     def available(self) -> list[Member]:
         """The members that may compute, at most so many."""
         members = [member for member in self.coordinator.alive() if not member.is_leaving]
-        known = [member for member in members if member in self._known]
-        return [*known, *(one for one in members if one not in self._known)][: self.retry_policy.max_devices]
+        planned = [member for member in members if member in self._known]
+        return [*planned, *(member for member in members if member not in self._known)][: self.retry_policy.max_devices]
 
     def know_all(self) -> None:
         """A plan is made: whoever is there is not new from now on."""
@@ -52,8 +52,8 @@ class JobMembership:
         for member in self.coordinator.alive():
             if member.is_leaving and member.name in names and member not in self._kept:
                 self._kept.add(member)
-                left, floor = len(self.available()), self.retry_policy.min_devices
-                text = f"{member.name} wants to leave; {left} device(s) would be left, at least {floor} needed"
+                count, floor = len(self.available()), self.retry_policy.min_devices
+                text = f"{member.name} wants to leave; {count} device(s) would be left, at least {floor} needed"
                 self.log_event("note", text=f"{text}: it goes when another joins, or by a second Ctrl-C.")
 
     def log_change(self, names: Collection[str]) -> None:

@@ -83,7 +83,7 @@ def _silo_facts(silo: Silo | None) -> SiloFacts | None:
     if silo is None:
         return None
     listed = state.entries(silo.arrays)
-    return SiloFacts(len(silo), tuple(msgspec.structs.replace(one, shape=one.shape[1:]) for one in listed))
+    return SiloFacts(len(silo), tuple(msgspec.structs.replace(entry, shape=entry.shape[1:]) for entry in listed))
 
 
 def _memory_bytes(compute: str) -> int:

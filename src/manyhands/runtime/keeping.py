@@ -60,29 +60,29 @@ class Keeping:
     ) -> None:
         """Add to what there is of a step. The tensors must not change from now on. `sums`: checksums, if known."""
         with self._lock:
-            known = self._kept.setdefault(step, Kept())
-            known.tensors = {**known.tensors, **tensors}
-            known.scalars = {**known.scalars, **scalars}
-            others = {name: one for name, one in known.checksums.items() if name not in tensors}
-            known.checksums = others | dict(zip(tensors, sums))
+            stored = self._kept.setdefault(step, Kept())
+            stored.tensors = {**stored.tensors, **tensors}
+            stored.scalars = {**stored.scalars, **scalars}
+            others = {name: checksum for name, checksum in stored.checksums.items() if name not in tensors}
+            stored.checksums = others | dict(zip(tensors, sums))
 
     def at(self, step: int) -> dict[str, torch.Tensor]:
         """What there is of a step."""
         with self._lock:
-            known = self._kept.get(step)
-            return dict(known.tensors) if known is not None else {}
+            stored = self._kept.get(step)
+            return dict(stored.tensors) if stored is not None else {}
 
     def checksums_at(self, step: int) -> dict[str, int]:
         """Of what there is of a step, where they are known."""
         with self._lock:
-            known = self._kept.get(step)
-            return dict(known.checksums) if known is not None else {}
+            stored = self._kept.get(step)
+            return dict(stored.checksums) if stored is not None else {}
 
     def retain(self, first: int, last: int, *, is_between_kept: bool = True) -> None:
         """Forget all other steps."""
         with self._lock:
-            wanted = range(first, last + 1) if is_between_kept else (first, last)
-            self._kept = {step: kept for step, kept in self._kept.items() if step in wanted}
+            wanted_steps = range(first, last + 1) if is_between_kept else (first, last)
+            self._kept = {step: stored for step, stored in self._kept.items() if step in wanted_steps}
 
     def listing(
         self,
@@ -90,9 +90,9 @@ class Keeping:
         """What there is by steps: tensors, scalars, checksums."""
         with self._lock:
             return (
-                {step: state.entries(kept.tensors) for step, kept in self._kept.items()},
-                {step: kept.scalars for step, kept in self._kept.items()},
-                {step: dict(kept.checksums) for step, kept in self._kept.items()},
+                {step: state.entries(stored.tensors) for step, stored in self._kept.items()},
+                {step: stored.scalars for step, stored in self._kept.items()},
+                {step: dict(stored.checksums) for step, stored in self._kept.items()},
             )
 
     # Copies of others
@@ -111,16 +111,16 @@ class Keeping:
         """Copies that have come since the last time. One that differs from what was announced is not kept."""
         with self._lock:
             arriving = list(self._arriving.items())
-        found = []
+        held = []
         for (source, step), (message, tensors) in arriving:
             if self.endpoint.mailbox.collect(source, step, topic(step, message.attempt)):
                 sums = checksums(tensors.values())
                 if sums == message.checksums:
                     self.keep(step, tensors, message.scalars, sums)
-                found.append(Held(message.generation, source, step, combined(sums), message.attempt))
+                held.append(Held(message.generation, source, step, combined(sums), message.attempt))
                 with self._lock:
                     self._arriving.pop((source, step), None)
-        return found
+        return held
 
     def expect_nobody(self) -> None:
         """The generation is over: what has not come will not."""

@@ -92,13 +92,13 @@ def apply(rules: Iterable[Rule]) -> int:
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise OSError(errno.EBUSY, f"{threads} threads run already, which it would not reach")
     ruleset = _Ruleset(handled_rights(number), 0, _SCOPE_SIGNAL if number >= _FIRST_WITH_SIGNALS else 0)
-    made = _call(_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
+    ruleset_descriptor = _call(_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
     try:
         for rule in rules:
-            _add(made, rule, number)
-        _call(_RESTRICT, made, 0, 0)
+            _add(ruleset_descriptor, rule, number)
+        _call(_RESTRICT, ruleset_descriptor, 0, 0)
     finally:
-        os.close(made)
+        os.close(ruleset_descriptor)
     return number
 
 
@@ -114,9 +114,9 @@ def _add(ruleset: int, rule: Rule, number: int) -> None:
 
 def _call(number: int, *arguments: object) -> int:
     library = ctypes.CDLL(None, use_errno=True)
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     result: int = library.syscall(ctypes.c_long(number), *words)
     if result < 0:
-        found = ctypes.get_errno()
-        raise OSError(found, os.strerror(found))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
     return result

@@ -9,8 +9,8 @@ from manyhands.transport.endpoint import Endpoint
 
 def expected(command: ProbeLinks, name: str) -> dict[tuple[str, str], int]:
     """(peer, topic) -> bytes of every message that comes to the device of this name."""
-    look = pair_probe.expected(command.devices, name, command.sizes) if command.sizes else None
-    return look if look is not None else probing.expected(command.devices, name)
+    pair_bytes = pair_probe.expected(command.devices, name, command.sizes) if command.sizes else None
+    return pair_bytes if pair_bytes is not None else probing.expected(command.devices, name)
 
 
 def run(command: ProbeLinks, endpoint: Endpoint) -> Probed:
@@ -18,5 +18,5 @@ def run(command: ProbeLinks, endpoint: Endpoint) -> Probed:
     if command.sizes:
         links = pair_probe.run(endpoint, command.devices, command.sizes)
         return Probed(command.generation, 0.0, 0.0, 0.0, links)
-    found = probing.run(endpoint, command.devices)
-    return Probed(command.generation, *found.of(len(command.devices)), found.links)
+    measured = probing.run(endpoint, command.devices)
+    return Probed(command.generation, *measured.of(len(command.devices)), measured.links)
