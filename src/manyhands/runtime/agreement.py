@@ -1,23 +1,23 @@
-"""Which device's numbers are wrong, from what the devices of a sum saw of it.
+"""Finds the device whose numbers are wrong, from what the devices that form a sum report of it.
 
 Devices that share a stage add up their gradients, and then hold the same sum and the same weights. Each reports
-projections (`executor.projections`) of what it gave, what it was given, what it added up to, what it got back, and of
-its weights after the step. The same numbers pass through several hands, and must be the same in each:
+projections (`executor.projections`) of what it sent, what it received, the sum it formed, the sum it got back, and of
+its weights after the step. The same numbers pass through several devices, and must be the same in each:
 
-    given by a device            =  received by the one that adds it up      else one of the two is wrong
+    sent by a device             =  received by the one that adds it up      else one of the two is wrong
     its own + what it received   =  the sum that it formed                   else that device is wrong
-    the sum that it formed       =  the sum that the others hold             else whoever is outvoted
-    weights of a device          =  weights of the others                    else whoever is outvoted
+    the sum that it formed       =  the sum that the others hold             else the outvoted device is wrong
+    weights of a device          =  weights of the others                    else the outvoted device is wrong
 
-Of two devices that contradict each other either may be wrong: the one that contradicts more of the others goes, then
-the one that did so before, then the one that does less of the work, and the reason says so.
+Of two devices that contradict each other either may be wrong: the one that contradicts more of the others is evicted,
+then the one that did so before, then the one that does less of the work, and the reason says so.
 
-Numbers that are not finite are another matter: a network that diverges makes them, and so does a sample that it cannot
-take. A device that is alone with them is evicted and the round is run again. If they come again in that step, they are
-the network's own, and the run ends as on one device.
+Numbers that are not finite are another matter: a network that diverges produces them, and so does a sample that it
+cannot process. A device that alone has them is evicted and the round is run again. If they come again in that step,
+they are the network's own, and the run ends as on one device.
 
-Rounding differs between machines, and must never be taken for a fault: the tolerance follows from the norms of what is
-compared, and an error smaller than it goes unseen. No thread, no clock, no tensors.
+Rounding differs between machines, and must never be taken for a fault: the tolerance follows from the norms of the
+compared values, and an error smaller than it goes unnoticed. The module uses no threads, no clock and no tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import MOST_DIRECT, chunk_points, gradient_rounds
 
 SLACK = 64.0
-"""Of the rounding error of one number, times the norm: how far projections of the same numbers may lie apart. Honest
-ones come to a tenth of it."""
+"""How far projections of the same numbers may lie apart, in units of the rounding error of one number times the norm.
+Correct devices reach a tenth of it."""
 DRIFT = 4.0
-"""The same for each step of the optimiser, in which machines may round weights differently."""
+"""The slack that each optimiser step adds, because machines may round the weights differently."""
 EXPLODED = 1e6
-"""A gradient that is so many times as long as any before comes from a network that diverges."""
+"""A gradient this many times as long as any before it comes from a network that diverges."""
 _PRECISION = {"float64": (2.3e-16, 2.3e-308, 1e307), "float32": (1.2e-7, 1.2e-38, 1e37)}
 _COARSE = (8e-3, 1.2e-38, 1e4)
-"""Of other types: rounding error of one number, smallest number, a size beyond which sums may overflow."""
+"""For other types: rounding error of one number, smallest number, magnitude beyond which sums may overflow."""
 
 Key = tuple[int, int, int, int]
 Value = float | None
@@ -51,7 +51,7 @@ Value = float | None
 
 @dataclass
 class Suspicions:
-    """What a job remembers of its devices from one generation to the next."""
+    """The doubts about a job's devices that it carries from one generation to the next."""
 
     disputes: Counter[str] = field(default_factory=Counter)
     """Device -> how often it contradicted another while neither could be shown to be wrong."""
@@ -61,17 +61,17 @@ class Suspicions:
 
 @dataclass
 class Evidence:
-    """What is wrong with the sums of a round."""
+    """The contradictions found in the sums of a round."""
 
     wrong: list[Verdict] = field(default_factory=list)
-    """Devices whose own account contradicts itself."""
+    """Devices whose own report contradicts itself."""
     outvoted: list[Verdict] = field(default_factory=list)
     """Devices that most others contradict."""
     disputes: list[tuple[str, str, str]] = field(default_factory=list)
-    """Two devices that contradict each other, and in what."""
+    """Pairs of devices that contradict each other, and about what."""
 
     def add_vote(self, values: Mapping[str, Value], tolerance: float, subject: str) -> None:
-        """Devices that should all hold the same: whoever differs from more than half of them is outvoted."""
+        """Compare values that should be the same on all devices: one that differs from more than half is outvoted."""
         if all(_agree(value, other, tolerance) for value, other in pairwise(values.values())):
             return
         supporters = {
@@ -89,7 +89,10 @@ class Evidence:
 def evidence_of(
     reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, evidence: Evidence
 ) -> None:
-    """Compare what the devices saw of one sum, and add what contradicts to `found`. `counts`: numbers in each chunk."""
+    """Compare the devices' reports of one sum, and add the contradictions to `evidence`.
+
+    `counts`: how many numbers each chunk has.
+    """
     error, tiny, huge = _PRECISION.get(dtype, _COARSE)
     norms = [sum(record.norms[chunk] for record in records.values()) for chunk in range(len(counts))]
     tolerances = [
@@ -126,9 +129,9 @@ def evidence_of(
 
 
 def decided(evidence: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
-    """The device to go on without, and whether it is certain; None where nothing is wrong.
+    """Return the device to go on without, and whether it is certain that it is wrong; None where nothing is wrong.
 
-    `work`: what each does of a round; `before`: disputes of earlier rounds.
+    `work`: device -> its part of a round's work. `before`: device -> its disputes in earlier rounds.
     """
     for verdicts in (evidence.wrong, evidence.outvoted):
         if verdicts:
@@ -200,16 +203,18 @@ class Agreement:
             for name in gradient_sum.reduce.devices:
                 self._of_device[name].add(key)
         self._weights: dict[Key, dict[str, Value]] = {}
-        """As they were after the last round."""
+        """Projections of the weights after the last round."""
         self._norms: dict[Key, float] = {}
-        """The longest gradient so far."""
+        """The norm of the longest gradient so far."""
 
     def compare(
         self, step: int, sums: Mapping[str, Sequence[SumRecord]], not_finite_from: Mapping[str, str]
     ) -> Verdict | None:
-        """The device whose numbers of a round are wrong; None where all agree. To be asked once for each round, in
-        order: `step` is the round's last. `not_finite_from`: device -> from whom it has the first numbers that are not
-        finite, itself included."""
+        """Return the device whose numbers of a round are wrong; None where all agree.
+
+        Call it once for each round, in order. `step`: the round's last. `not_finite_from`: device -> the device from
+        which it got its first numbers that are not finite, possibly itself.
+        """
         if not self._sums:
             return None
         records: dict[Key, dict[str, SumRecord]] = defaultdict(dict)
@@ -239,7 +244,7 @@ class Agreement:
         return Verdict(verdict.device, f"at step {step} {verdict.reason}")
 
     def _misfit(self, name: str, expected_keys: set[Key], records: Sequence[SumRecord]) -> str:
-        """How a device's account differs from what the plan says that it adds up."""
+        """Return how a device's report differs from the sums that the plan gives it; empty where it does not."""
         keys = [record.key for record in records]
         if not set(keys) <= expected_keys or len(set(keys)) < len(keys):
             return "is not in the plan"
@@ -256,7 +261,7 @@ class Agreement:
     def _not_finite(
         self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], sources: Mapping[str, str]
     ) -> Verdict | None:
-        """The one device where numbers stopped being finite, unless the network itself does that."""
+        """Return the device where numbers stopped being finite; None where they are finite, or the network diverges."""
         exploded = False
         bad: dict[str, Key] = {}
         for key, device_records in records.items():
@@ -279,7 +284,10 @@ class Agreement:
         return Verdict(device, f"at step {step} {subject} was not finite, in layers {layers}, and the others' were")
 
     def _compare_weights(self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], evidence: Evidence) -> None:
-        """Weights may come apart slowly where machines round differently: neither at once nor by much."""
+        """Compare the weights after a round, and how far they have moved in it.
+
+        Weights may drift apart slowly where machines round differently, but neither suddenly nor by much.
+        """
         for key, device_records in records.items():
             gradient_sum = self._sums[key]
             error = _PRECISION.get(gradient_sum.dtype, _COARSE)[0]
@@ -296,7 +304,7 @@ class Agreement:
 
 
 def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
-    """Every sum of gradients of a round."""
+    """Return every sum of gradients of a round, by key."""
     network = schedule.network
     sums_of_key: dict[Key, _Sum] = {}
     for device in schedule.plan.devices:

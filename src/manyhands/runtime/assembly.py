@@ -14,20 +14,20 @@ JOIN_SECONDS = 120.0
 
 
 class Assembly:
-    """The members that a job was promised, and those that it begins with."""
+    """The members that a job waits for, and those that it begins with."""
 
     def __init__(
         self, membership: Membership, join_command: Callable[[], str], on_event: Callable[[str], None]
     ) -> None:
-        """`join_command`: what a hint tells people to type on a device that has not joined."""
+        """`join_command`: the command that a hint names for a device that has not joined."""
         self._membership, self._join_command, self._on_event = membership, join_command, on_event
         self.limit_seconds = JOIN_SECONDS
-        """How long workers may take to join: as long as they were waited for last."""
+        """How long workers may take to join: the limit of the last wait."""
         self._awaited: list[str] | int = 0
-        """The workers, or how many, that a job that has not begun yet was promised."""
+        """The workers, or how many, that a job which has not begun yet waited for; 0: none."""
 
     def wait_for(self, names: Iterable[str] | int, limit_seconds: float = JOIN_SECONDS) -> None:
-        """Wait until these workers (or so many) have joined."""
+        """Wait until these workers, or this many, have joined."""
         awaited_names = list(names) if not isinstance(names, int) else []
         count = names if isinstance(names, int) else len(awaited_names)
         self._awaited, self.limit_seconds = awaited_names or count, limit_seconds
@@ -59,9 +59,9 @@ class Assembly:
         """Wait again, for as long, where some of those that `wait_for` waited for were lost before a job began.
 
         A device may be switched off, or its worker killed, while the job still reads its data. Others may join in its
-        place until the same limit has passed; then the job begins with those that are here. TimedOut where nobody is.
-        Called as a job begins; from then on it does without whoever is lost. Workers that were started here are not
-        replaced by anybody.
+        place until the same limit has passed; then the job begins with the workers that have joined. TimedOut where
+        there are none. Call it as a job begins; from then on the job goes on without the workers it loses. Workers that
+        were started on this machine are not replaced.
         """
         awaited, self._awaited = self._awaited, 0
         alive = [member.name for member in self._membership.alive()]
@@ -83,7 +83,7 @@ class Assembly:
             self._awaited = 0
 
     def members_for(self, names: Iterable[str]) -> dict[str, Member]:
-        """The members that a job is about to use. Events from before it began are dropped."""
+        """Return the members that a job is about to use, by name. Events from before it began are dropped."""
         membership = self._membership
         while membership.next_event(0.0) is not None:
             pass

@@ -1,4 +1,4 @@
-"""Which machine this is, and by which of its interfaces it is reached."""
+"""Identifies this machine, and the interface by which it is reached."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _DIGEST_CHARACTERS = 16
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What tells one worker from another of the same name. Digests: ids of machines are nobody else's business."""
+    """The facts that distinguish workers of the same name, as digests: ids of machines are private."""
 
     process: str = ""
-    """Drawn by the worker's process: one that comes back after its connection broke has the same."""
+    """A random id of the worker's process: it stays the same when the worker reconnects."""
     machine: str = ""
-    """Of the system's id and the network card: a copied SD card in another machine has another."""
+    """Digest of the system's id and the network card: it differs for a copied SD card in another machine."""
     system: str = ""
-    """Of the system's id alone: a copied SD card has the same."""
+    """Digest of the system's id alone: it is the same for a copied SD card."""
 
 
 def own_identity(process: str, local_host: str) -> Identity:
-    """This worker, which talks from this address."""
+    """Return the identity of this worker, which connects from this address."""
     system = _system_id()
     return Identity(process, _digest(system, _card(local_host)), _digest(system) if system else "")
 
@@ -47,8 +47,10 @@ def _digest(*texts: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Addresses of this machine at which others may reach it -> interfaces that are up; no loopback, nothing that
-    needs a scope."""
+    """Return the addresses at which others may reach this machine, with their interfaces, which are up.
+
+    Loopback addresses and those that need a scope are left out.
+    """
     import psutil
 
     states = psutil.net_if_stats()
@@ -66,7 +68,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address; empty where none has."""
+    """Return the interface that has this address; empty where none has."""
     import psutil
 
     for interface, interface_addresses in psutil.net_if_addrs().items():
@@ -76,7 +78,7 @@ def interface_of(address: str) -> str:
 
 
 def _card(address: str) -> str:
-    """The hardware address of the card that has this address; empty where there is none."""
+    """Return the hardware address of the card that has this address; empty where there is none."""
     import psutil
 
     entries = psutil.net_if_addrs().get(interface_of(address), [])

@@ -1,6 +1,6 @@
-"""Keeps `live.json` of a run's folder true while the run goes on: who is there, how fast, what a round looks like.
+"""Keeps `live.json` in a run's folder up to date while the run goes on: its devices, its speed, the last round.
 
-Nobody waits for it: what happens is noted in memory, and a thread writes it down about once a second.
+Nothing waits for it: events are noted in memory, and a thread writes the file about once a second.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 1.0
 WATCH_SECONDS = 3.0
-"""Between two rounds that are looked at: the spans of one are about 5 kB from each device."""
+"""Seconds between two watched rounds: the spans of one take about 5 kB from each device."""
 LEAST_LOOKS = 5
-"""Of a run that is shorter than that."""
+"""How many rounds of a run are watched at least, where it is too short for that interval."""
 _LAST_STEPS = 20
 _LAST_ARRIVALS = 32
 _MOST_SPANS_IN_ALL = 4000
 _LEAST_SPANS = 20
 _END_SECONDS = 5.0
 _UNDER_WAY = 4
-"""Rounds that not all devices have reported yet."""
+"""How many rounds are kept that not all devices have reported yet."""
 
 
 def rounds_between_looks(round_seconds: float, rounds: int) -> int:
-    """One round in so many is looked at."""
+    """Return a number n such that one round in n is to be watched."""
     rounds_apart = WATCH_SECONDS / round_seconds if round_seconds > 0 else rounds
     return max(1, min(round(rounds_apart), max(3, rounds // LEAST_LOOKS)))
 
 
 @dataclass
 class _Outlook:
-    """What is run, and what the simulator says of it."""
+    """The plan that runs, and what the simulator predicts for it."""
 
     plan: Plan
     network: Network
@@ -79,7 +79,7 @@ class _Outlook:
 
     @functools.cached_property
     def stage_seconds(self) -> dict[tuple[int, str], float]:
-        """(stage, device) -> computing in a round, simulated."""
+        """(stage, device) -> simulated seconds of computing in a round."""
         seconds_by_stage: defaultdict[tuple[int, str], float] = defaultdict(float)
         for span in self.prediction.spans if self.prediction is not None else ():
             if span.kind in ("forward", "backward"):
@@ -88,7 +88,7 @@ class _Outlook:
 
     @functools.cached_property
     def spans(self) -> tuple[LiveSpan, ...]:
-        """The simulated round."""
+        """The spans of the simulated round."""
         by_device: defaultdict[str, list[Glimpse]] = defaultdict(list)
         for span in self.prediction.spans if self.prediction is not None else ():
             stage, label = getattr(span.what, "stage", -1), _label(span.what)
@@ -101,12 +101,12 @@ class _Outlook:
 
     @property
     def most_spans(self) -> int:
-        """Of a device: what is drawn is to stay small however many there are."""
+        """The most spans of a device: a drawing is to stay small however many devices there are."""
         return max(_LEAST_SPANS, min(MOST_SPANS, _MOST_SPANS_IN_ALL // max(1, 2 * len(self.plan.devices))))
 
 
 class Living:
-    """One run as others see it. Its methods are called from the run's own threads and never raise or wait."""
+    """One run as observers see it. Its methods are called from the run's own threads and never raise or wait."""
 
     def __init__(self, folder: Path, *, command: str, model: str, first_step: int, steps: int, batch_size: int) -> None:
         self.folder = folder
@@ -119,14 +119,14 @@ class Living:
         self._outlook: _Outlook | None = None
         self._seconds: deque[float] = deque(maxlen=_LAST_STEPS)
         self._seen: dict[str, Seen] = {}
-        """The last of each device."""
+        """The last watched round of each device."""
         self._rounds: dict[int, dict[str, Seen]] = {}
         self._busy: dict[str, float] = {}
         self._stage_seconds: dict[int, float] = {}
         self._arrivals: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(lambda: deque(maxlen=_LAST_ARRIVALS))
         self._sent: dict[tuple[str, str], int] = {}
         self._sent_before: dict[tuple[str, str], int] = {}
-        """In generations that are over."""
+        """Bytes sent in generations that are over."""
         self._round: LiveRound | None = None
         self._devices: tuple[LiveDevice, ...] = ()
         self._is_new_round = self._is_to_be_simulated = False
@@ -144,13 +144,13 @@ class Living:
         self._coordinator = coordinator
 
     def planned(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile, prediction: Simulation) -> None:
-        """It begins."""
+        """Note the plan with which the run begins, and what the simulator predicts for it."""
         with self._lock:
             self._outlook = _Outlook(plan, network, cluster, profile, prediction)
         self._change(state="running", text="", predicted_seconds=prediction.seconds / plan.steps_per_round)
 
     def replanned(self, plan: Plan) -> None:
-        """Others go on, by another plan; what that should take is simulated when there is time."""
+        """Note that the run goes on by another plan, which is simulated when there is time."""
         with self._lock:
             if self._outlook is None:
                 return
@@ -176,7 +176,7 @@ class Living:
         )  # fmt: skip
 
     def reported(self, device: str, message: Progress) -> None:
-        """A device has ended a round."""
+        """Note that a device has ended a round."""
         with self._lock:
             for target, count in message.sent.items():
                 self._sent[device, target] = count
@@ -204,7 +204,7 @@ class Living:
         self._change(state="waiting", text=text)
 
     def close(self, state: RunState, text: str = "") -> None:
-        """The last that is written."""
+        """Write the final state, and end the thread."""
         if self._closing.is_set():
             return
         self._change(state=state, text=text, remaining_seconds=0.0 if state == "ended" else None)
@@ -224,7 +224,7 @@ class Living:
         self._write()
 
     def _write(self) -> None:
-        with contextlib.suppress(Exception):  # the run is not to end because nobody can look at it
+        with contextlib.suppress(Exception):  # the run must not end because it cannot be shown
             with self._lock:
                 live = msgspec.structs.replace(
                     self._live, updated=time.time(), devices=self._describe_devices(), links=self._describe_links(),
@@ -237,7 +237,7 @@ class Living:
             self._simulate()
 
     def _simulate(self) -> None:
-        """What the plan of now should take; nobody knows where devices came of which nothing is known here."""
+        """Simulate a new plan; there is no prediction where devices joined that the profile does not know."""
         with self._lock:
             outlook, is_wanted, self._is_to_be_simulated = self._outlook, self._is_to_be_simulated, False
         if outlook is None or not is_wanted:
@@ -273,7 +273,7 @@ class Living:
             self._stage_seconds[number] = max(computing(seen_by_device[name].spans, number) for name in devices)
 
     def _describe_devices(self) -> tuple[LiveDevice, ...]:
-        """Once the coordinator ends, everybody goes: they stay as they were."""
+        """Return the devices. When the coordinator ends, all members leave: the devices then stay as they were."""
         coordinator, outlook = self._coordinator, self._outlook
         if coordinator is None or coordinator.is_closing:
             return self._devices
@@ -369,7 +369,7 @@ def _label(action: object) -> str:
 
 
 def computing(spans: Iterable[Glimpse], stage: int | None = None) -> float:
-    """Seconds, waits apart."""
+    """Return the seconds of computing, without waits; `stage`: only those of this stage."""
     return sum(
         span.end - span.start
         for span in spans
@@ -378,7 +378,7 @@ def computing(spans: Iterable[Glimpse], stage: int | None = None) -> float:
 
 
 def _share_text(stage: Stage) -> str:
-    """How a stage is shared, in a few words."""
+    """Return a description of how a stage is shared, in a few words."""
     share = stage.share
     if isinstance(share, BySamples):
         return f"samples {'+'.join(map(str, share.samples))}" if len(share.samples) <= 8 else "samples"
