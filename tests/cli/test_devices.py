@@ -52,7 +52,7 @@ def test_revoke_forget_allow_and_the_log(home: Path) -> None:
     AuditLog(home).record("joined", name="pi")
     wrong = run("devices", "revoke", "po")
     assert wrong.returncode == 10
-    assert "No device called 'po' has joined; known are: pi." in wrong.stderr
+    assert "No device called 'po' has joined; known devices: pi." in wrong.stderr
     done = run("devices", "revoke", "pi")
     assert done.returncode == 0, done.stderr
     assert "manyhands devices new-token" in done.stdout

@@ -224,7 +224,7 @@ def test_an_answer_that_cannot_be_read_is_no_mystery() -> None:
         channel = listener.accept(5.0)
         assert channel is not None
         channel.send(b'{"type":"willkommen"}')
-        with pytest.raises(Refused, match=f"says what manyhands {__version__} cannot read") as found:
+        with pytest.raises(Refused, match=f"sent what manyhands {__version__} cannot read") as found:
             worker.run()
         assert "same version" in found.value.hint
         channel.close()

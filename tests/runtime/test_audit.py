@@ -57,7 +57,7 @@ def test_the_first_wrong_token_is_told_at_once_and_others_by_number(tmp_path: Pa
     for _ in range(5846):
         failed.note("10.0.0.7")
         failed.report()
-    assert said == ["Warning: a wrong token came from 10.0.0.7. Whoever it is was not let in."]
+    assert said == ["Warning: a wrong token came from 10.0.0.7. The sender was not let in."]
     now[0] = 61.0
     failed.report()
     assert said[1:] == ["Warning: 5845 wrong proofs of the token from 10.0.0.7 in the last minute."]

@@ -66,10 +66,10 @@ def test_revoked_and_forgotten(book: DeviceBook) -> None:
     book.forget("pi")
     assert seen.find(PI) is None
     for what in (book.revoke, book.forget):
-        with pytest.raises(BadValue, match="No device called 'pi' has joined; known are: none yet"):
+        with pytest.raises(BadValue, match="No device called 'pi' has joined; known devices: none yet"):
             what("pi")
     book.join(DESK, "desk", Role.COORDINATOR)
-    with pytest.raises(BadValue, match="known are: desk"):
+    with pytest.raises(BadValue, match="known devices: desk"):
         book.revoke("dusk")
     assert book.revoke(book.devices()[0].fingerprint).name == "desk", "by its fingerprint, too"
 

@@ -121,7 +121,7 @@ def test_a_trace_that_changes_often_is_followed_on_average(rows: list[tuple[floa
 
 def test_ends_that_are_no_pair() -> None:
     trace = LinkTrace.constant(1e6, 1e6)
-    with pytest.raises(BadValue, match="does not come down"):
+    with pytest.raises(BadValue, match="not the reverse"):
         Following(Told(), trace, UP, UP)  # type: ignore[arg-type]
     with pytest.raises(BadValue, match="delay"):
         Told().following(trace, delay_seconds=-1.0)

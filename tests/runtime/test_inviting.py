@@ -325,7 +325,7 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
         first.stop()
         until(lambda: one.is_lost and keeper.attempts > 3)
         assert "Nobody answered" in keeper.failure
-        assert len([line for line in heard if "in vain" in line]) < 3, "the same failure is told once"
+        assert len([line for line in heard if "could not be invited" in line]) < 3, "the same failure is told once"
         with Listening("server", transport=transport, port=first.address[1], token=first.token, home=tmp_path):
             until(lambda: coordinator.alive())
             assert coordinator.members["server"] is not one

@@ -137,7 +137,7 @@ def test_a_device_that_is_not_known_needs_the_token(desk: Desk, pi: Device) -> N
         with pytest.raises(Refused, match="the token is not the one"):
             pi.joins(coordinator, "a wrong token")
         until(lambda: desk.heard)
-        assert desk.heard == ["Warning: a wrong token came from 127.0.0.1. Whoever it is was not let in."]
+        assert desk.heard == ["Warning: a wrong token came from 127.0.0.1. The sender was not let in."]
         assert desk.book.devices() == []
         pi.joins(coordinator, TOKEN)
     assert entries(desk.home)[0]["event"] == "failed proof"

@@ -1,4 +1,4 @@
-"""Which workers may join, under which name, and what they are told."""
+"""Decides which workers may join and under which name, and builds the answers that they get."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ def judged(
     channel: ControlChannel,
     invitation: Invitation | None,
     members: Mapping[str, Member],
-    wanted: Collection[str] | None,
+    allowed_names: Collection[str] | None,
     max_devices: int | None,
     book: KeyBook | None = None,
 ) -> Member | Refusal:
-    """Whether a worker that has said who it is may join; `wanted`: under one of these names; `max_devices`: so many;
-    `book`: the keys that names belong to."""
+    """Return a worker that has sent its hello as a member, or the refusal that it gets.
+
+    `allowed_names`: the names that may join, None: any. `max_devices`: how many workers may be members at a time.
+    `book`: the keys that names belong to.
+    """
     if hello.protocol != PROTOCOL or hello.version != __version__:
         return other_version(f"{hello.name:.64}", hello.version, hello.protocol)
-    may_choose = wanted is None and invitation is None
+    may_choose = allowed_names is None and invitation is None
 
     def is_anothers(name: str) -> bool:
         return book is not None and book.is_taken(pinned_name(name, invitation), channel.peer_key)
@@ -45,53 +48,55 @@ def judged(
         return Refusal(f"The name {hello.name:.64} belongs to another device's key.", "", name)
     if is_anothers(hello.name):
         return keys_name(pinned_name(hello.name, invitation), channel.peer_key)
-    known = members.get(hello.name)
-    if known is not None and not known.is_lost:
-        taken = {member.name for member in members.values() if not member.is_lost}
-        return namesake(hello, known, free=sorted(set(wanted or ()) - taken))
-    if wanted is not None and hello.name not in wanted and invitation is None:
-        names = ", ".join(sorted(wanted))
+    namesake_member = members.get(hello.name)
+    if namesake_member is not None and not namesake_member.is_lost:
+        taken_names = {member.name for member in members.values() if not member.is_lost}
+        return namesake(hello, namesake_member, free=sorted(set(allowed_names or ()) - taken_names))
+    if allowed_names is not None and hello.name not in allowed_names and invitation is None:
+        names = ", ".join(sorted(allowed_names))
         return Refusal(
             f"This run has no device called {hello.name:.64}; it has {names:.400}.",
             "Join under one of these: manyhands worker --name NAME ...",
         )
     if hello.name == COORDINATOR:
-        return Refusal(f"No worker may be called {COORDINATOR}.", "Give it another: manyhands worker --name NAME ...")
-    here = sum(not member.is_lost for member in members.values())
-    if max_devices is not None and here >= max_devices:
         return Refusal(
-            f"{hello.name:.64} comes too late: {here} workers have joined, and no more than {max_devices} may.",
+            f"No worker may be called {COORDINATOR}.", "Give it another name: manyhands worker --name NAME ..."
+        )
+    alive_count = sum(not member.is_lost for member in members.values())
+    if max_devices is not None and alive_count >= max_devices:
+        return Refusal(
+            f"{hello.name:.64} comes too late: {alive_count} workers have joined, and no more than {max_devices} may.",
             "Join when one has left, or start the job with more: --devices.",
         )
     try:
         device = device_of(hello)
     except BadValue as error:
         return Refusal(error.message, error.hint)
-    if invitation is not None:  # what was dialled can be dialled again, whatever it is called at its own end
+    if invitation is not None:  # the address that was dialled can be dialled again, whatever the worker calls its own
         address = channel.peer_host, invitation.port
     else:
         address = hello.host, hello.port
     return Member(hello.name, channel, address, device, hello.facts, hello.identity, invitation=invitation)
 
 
-def other_version(who: str, version: str, protocol: int) -> Refusal:
-    """For a worker that speaks otherwise; one that says the same version speaks another protocol."""
+def other_version(worker: str, version: str, protocol: int) -> Refusal:
+    """Return the refusal for a worker of another version; with the same version, it speaks another protocol."""
     if version != __version__:
         theirs, ours = f"manyhands {version:.20}", __version__
     else:
         theirs, ours = f"manyhands {version:.20} with protocol {protocol}", f"{__version__} with {PROTOCOL}"
     return Refusal(
-        f"{who} runs {theirs}; the coordinator runs {ours}.", f"On that device: pip install manyhands=={__version__}"
+        f"{worker} runs {theirs}; the coordinator runs {ours}.", f"On that device: pip install manyhands=={__version__}"
     )
 
 
-def is_back(hello: Hello, known: Member) -> bool:
-    """Whether a worker is the very one that is known: its connection broke, and it has come again."""
-    return bool(hello.identity.process) and hello.identity.process == known.identity.process
+def is_back(hello: Hello, member: Member) -> bool:
+    """Return whether the sender of a hello is the same process as this member: its connection broke and it is back."""
+    return bool(hello.identity.process) and hello.identity.process == member.identity.process
 
 
 def keys_name(name: str, public: bytes) -> Refusal:
-    """For a worker whose name another key has joined under."""
+    """Return the refusal for a worker whose name belongs to another key: a device has joined under it before."""
     shown = f"the key {fingerprint(public)}" if public else "no key"
     return Refusal(
         f"A device called {name:.64} has joined before with another key; this one shows {shown}.",
@@ -101,14 +106,19 @@ def keys_name(name: str, public: bytes) -> Refusal:
 
 
 def pinned_name(name: str, invitation: Invitation | None) -> str:
-    """Under which a worker's key is remembered. Those that listen are all called `server` unless told otherwise: it is
-    where they were dialled that tells one from another, as with ssh."""
+    """Return the name under which a worker's key is remembered.
+
+    Workers that listen are all called `server` unless they are named: the address at which they were dialled
+    distinguishes them, as with ssh.
+    """
     return name if invitation is None else f"{name}@{invitation.host}:{invitation.port}"
 
 
 def pinned(book: KeyBook, public: bytes, name: str) -> bool:
-    """From now on this worker is known by its key; whether that is new. Where it cannot be kept the token will be asked
-    for again."""
+    """Remember this worker by its key, and return whether the key is new.
+
+    Where the key cannot be kept, the token will be needed again.
+    """
     try:
         return book.join(public, name, Role.WORKER)
     except (BadFile, BadValue):
@@ -118,34 +128,38 @@ def pinned(book: KeyBook, public: bytes, name: str) -> bool:
 def name_for(
     hello: Hello, members: Mapping[str, Member], is_anothers: Callable[[str], bool] = lambda name: False
 ) -> str:
-    """What a worker is called here: a name given by hand stays; a host's name that another machine has, or had and may
-    come back to, gets a number. Who was here before is called as before."""
+    """Return the name that a worker gets here.
+
+    A name given by hand stays. A host name gets a number if another machine uses it, or used it and may come back.
+    A worker that has been here before keeps the name it had.
+    """
     if hello.is_named:
         return hello.name
     process, machine = hello.identity.process, hello.identity.machine
-    before = [one.name for one in members.values() if process and one.identity.process == process]
+    before = [member.name for member in members.values() if process and member.identity.process == process]
     if before and hello.name not in before and members[before[-1]].is_lost:
         return before[-1]
 
     def is_free(name: str) -> bool:
-        known = members.get(name)
-        is_away = known is None or (known.is_lost and known.identity.machine in ("", machine))
+        member = members.get(name)
+        is_away = member is None or (member.is_lost and member.identity.machine in ("", machine))
         return is_away and not is_anothers(name)
 
     numbered = (f"{hello.name:.60}-{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([hello.name], numbered) if is_free(name))
 
 
-def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = ()) -> Refusal:
-    """For a worker whose name another has: `name` is what it may be called here; else it is refused, and the fix said.
+def namesake(hello: Hello, member: Member, name: str = "", free: Sequence[str] = ()) -> Refusal:
+    """Return the refusal for a worker whose name another worker has, with the fix.
 
-    `free`: names that this run still waits for."""
-    here = "has joined already" if not known.is_lost else "was here before"
-    reason = f"A worker called {hello.name:.64} {here}, from {known.channel.peer_host}"
-    own, other = hello.identity, known.identity
-    if own.machine and own.machine == other.machine:
+    `name`: the name under which it may join instead, empty: none. `free`: names that this run still waits for.
+    """
+    history = "has joined already" if not member.is_lost else "was here before"
+    reason = f"A worker called {hello.name:.64} {history}, from {member.channel.peer_host}"
+    identity, member_identity = hello.identity, member.identity
+    if identity.machine and identity.machine == member_identity.machine:
         why, fix = ", the same machine.", "Give each worker of a machine a name: manyhands worker --name NAME"
-    elif own.system and own.system == other.system:
+    elif identity.system and identity.system == member_identity.system:
         why = ", another machine with the same system: its SD card or disk is a copy."
         fix = (
             "On one of the two, for good: sudo hostnamectl set-hostname NAME; sudo rm -f /etc/machine-id "
@@ -162,31 +176,35 @@ def namesake(hello: Hello, known: Member, name: str = "", free: Sequence[str] = 
 def welcomed(
     name: str, heartbeat_timeout_seconds: float, heartbeat_seconds: float, shaping: Cluster | None, secret: str = ""
 ) -> Welcome:
-    """What a worker is told that may join; `shaping`: links it is to imitate; `secret`: of data connections."""
+    """Return the welcome for a worker that may join.
+
+    `shaping`: the cluster whose links it is to imitate. `secret`: the key of data connections.
+    """
     coordinator = _printable(socket.gethostname())
     if shaping is None:
         return Welcome(
             name, heartbeat_timeout_seconds, heartbeat_seconds=heartbeat_seconds, secret=secret, coordinator=coordinator
         )
-    own = shaping.device(name)
-    slots = sum(one.host_name == own.host_name for one in shaping.devices)  # each a process: a part of the port
+    device = shaping.device(name)
+    # each slot is a process and gets an equal part of the port's rate
+    slots = sum(peer.host_name == device.host_name for peer in shaping.devices)
     links = {}
     for other in shaping.devices:
-        if other.host_name != own.host_name:
+        if other.host_name != device.host_name:
             link = shaping.link_between(name, other.name)
             rate = shaping.bytes_per_second_between(name, other.name) / slots
             links[other.name] = Shape(rate if math.isfinite(rate) else None, link.delay_seconds)
-    up = own.up_bytes_per_second / slots
+    up = device.up_bytes_per_second / slots
     rate_up = up if math.isfinite(up) else None
     return Welcome(name, heartbeat_timeout_seconds, links, rate_up, heartbeat_seconds, secret, coordinator)
 
 
 def _printable(name: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in name)[:64] or "coordinator"
+    return "".join(character if character.isprintable() else "?" for character in name)[:64] or "coordinator"
 
 
 def device_of(hello: Hello) -> Device:
-    """A worker as a device of a cluster; what cannot be one is refused."""
+    """Return a worker as a device of a cluster. BadValue where its facts describe none."""
     facts = hello.facts
     return Device(
         name=hello.name, kind="local", gflops=10.0, memory_bytes=facts.memory_bytes, cores=facts.cores,

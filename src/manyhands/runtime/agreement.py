@@ -1,23 +1,23 @@
-"""Which device's numbers are wrong, from what the devices of a sum saw of it.
+"""Finds the device whose numbers are wrong, from what the devices that form a sum report of it.
 
 Devices that share a stage add up their gradients, and then hold the same sum and the same weights. Each reports
-projections (`executor.projections`) of what it gave, what it was given, what it added up to, what it got back, and of
-its weights after the step. The same numbers pass through several hands, and must be the same in each:
+projections (`executor.projections`) of what it sent, what it received, the sum it formed, the sum it got back, and of
+its weights after the step. The same numbers pass through several devices, and must be the same in each:
 
-    given by a device            =  received by the one that adds it up      else one of the two is wrong
+    sent by a device             =  received by the one that adds it up      else one of the two is wrong
     its own + what it received   =  the sum that it formed                   else that device is wrong
-    the sum that it formed       =  the sum that the others hold             else whoever is outvoted
-    weights of a device          =  weights of the others                    else whoever is outvoted
+    the sum that it formed       =  the sum that the others hold             else the outvoted device is wrong
+    weights of a device          =  weights of the others                    else the outvoted device is wrong
 
-Of two devices that contradict each other either may be wrong: the one that contradicts more of the others goes, then
-the one that did so before, then the one that does less of the work, and the reason says so.
+Of two devices that contradict each other either may be wrong: the one that contradicts more of the others is evicted,
+then the one that did so before, then the one that does less of the work, and the reason says so.
 
-Numbers that are not finite are another matter: a network that diverges makes them, and so does a sample that it cannot
-take. A device that is alone with them is evicted and the round is run again. If they come again in that step, they are
-the network's own, and the run ends as on one device.
+Numbers that are not finite are another matter: a network that diverges produces them, and so does a sample that it
+cannot process. A device that alone has them is evicted and the round is run again. If they come again in that step,
+they are the network's own, and the run ends as on one device.
 
-Rounding differs between machines, and must never be taken for a fault: the tolerance follows from the norms of what is
-compared, and an error smaller than it goes unseen. No thread, no clock, no tensors.
+Rounding differs between machines, and must never be taken for a fault: the tolerance follows from the norms of the
+compared values, and an error smaller than it goes unnoticed. The module uses no threads, no clock and no tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import MOST_DIRECT, chunk_points, gradient_rounds
 
 SLACK = 64.0
-"""Of the rounding error of one number, times the norm: how far projections of the same numbers may lie apart. Honest
-ones come to a tenth of it."""
+"""How far projections of the same numbers may lie apart, in units of the rounding error of one number times the norm.
+Correct devices reach a tenth of it."""
 DRIFT = 4.0
-"""The same for each step of the optimiser, in which machines may round weights differently."""
+"""The slack that each optimiser step adds, because machines may round the weights differently."""
 EXPLODED = 1e6
-"""A gradient that is so many times as long as any before comes from a network that diverges."""
+"""A gradient this many times as long as any before it comes from a network that diverges."""
 _PRECISION = {"float64": (2.3e-16, 2.3e-308, 1e307), "float32": (1.2e-7, 1.2e-38, 1e37)}
 _COARSE = (8e-3, 1.2e-38, 1e4)
-"""Of other types: rounding error of one number, smallest number, a size beyond which sums may overflow."""
+"""For other types: rounding error of one number, smallest number, magnitude beyond which sums may overflow."""
 
 Key = tuple[int, int, int, int]
 Value = float | None
@@ -51,7 +51,7 @@ Value = float | None
 
 @dataclass
 class Suspicions:
-    """What a job remembers of its devices from one generation to the next."""
+    """The doubts about a job's devices that it carries from one generation to the next."""
 
     disputes: Counter[str] = field(default_factory=Counter)
     """Device -> how often it contradicted another while neither could be shown to be wrong."""
@@ -61,18 +61,18 @@ class Suspicions:
 
 @dataclass
 class Evidence:
-    """What is wrong with the sums of a round."""
+    """The contradictions found in the sums of a round."""
 
     wrong: list[Verdict] = field(default_factory=list)
-    """Devices whose own account contradicts itself."""
+    """Devices whose own report contradicts itself."""
     outvoted: list[Verdict] = field(default_factory=list)
     """Devices that most others contradict."""
     disputes: list[tuple[str, str, str]] = field(default_factory=list)
-    """Two devices that contradict each other, and in what."""
+    """Pairs of devices that contradict each other, and about what."""
 
-    def add_vote(self, values: Mapping[str, Value], tolerance: float, what: str) -> None:
-        """Devices that should all hold the same: whoever differs from more than half of them is outvoted."""
-        if all(_agree(one, other, tolerance) for one, other in pairwise(values.values())):
+    def add_vote(self, values: Mapping[str, Value], tolerance: float, subject: str) -> None:
+        """Compare values that should be the same on all devices: one that differs from more than half is outvoted."""
+        if all(_agree(value, other, tolerance) for value, other in pairwise(values.values())):
             return
         supporters = {
             name: sum(_agree(value, other, tolerance) for other in values.values()) for name, value in values.items()
@@ -81,15 +81,18 @@ class Evidence:
         others = [name for name in values if not _agree(values[name], values[most], tolerance)]
         if 2 * supporters[most] > len(values):
             most_of_them = ", ".join(sorted(set(values) - set(others)))
-            self.outvoted += [Verdict(name, f"{what} differs from that of {most_of_them}") for name in others]
+            self.outvoted += [Verdict(name, f"{subject} differs from that of {most_of_them}") for name in others]
         else:
-            self.disputes += [(most, name, f"{what} differs") for name in others]
+            self.disputes += [(most, name, f"{subject} differs") for name in others]
 
 
 def evidence_of(
-    reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, found: Evidence
+    reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, evidence: Evidence
 ) -> None:
-    """Compare what the devices saw of one sum, and add what contradicts to `found`. `counts`: numbers in each chunk."""
+    """Compare the devices' reports of one sum, and add the contradictions to `evidence`.
+
+    `counts`: how many numbers each chunk has.
+    """
     error, tiny, huge = _PRECISION.get(dtype, _COARSE)
     norms = [sum(record.norms[chunk] for record in records.values()) for chunk in range(len(counts))]
     tolerances = [
@@ -102,64 +105,66 @@ def evidence_of(
         sent = {name: tuple(values) for name, values in holds.items()}
         formed: dict[tuple[str, int], Value] = {}
         for hop in hops:
-            target, chunk, given = hop.target, hop.chunk, sent[hop.source][hop.chunk]
+            target, chunk, sent_value = hop.target, hop.chunk, sent[hop.source][hop.chunk]
             if not hop.adds:
-                holds[target][chunk] = came = records[target].after[chunk]
+                holds[target][chunk] = received_value = records[target].after[chunk]
             else:
-                came = next(received[target])
-                formed[target, chunk] = _plus(formed.get((target, chunk), sent[target][chunk]), came)
+                received_value = next(received[target])
+                formed[target, chunk] = _plus(formed.get((target, chunk), sent[target][chunk]), received_value)
             is_vote = not hop.adds and len(reduce.devices) <= MOST_DIRECT
-            if not is_vote and not _agree(given, came, tolerances[chunk]):
-                found.disputes.append((hop.source, target, f"what {hop.source} sent is not what {target} received"))
+            if not is_vote and not _agree(sent_value, received_value, tolerances[chunk]):
+                evidence.disputes.append((hop.source, target, f"what {hop.source} sent is not what {target} received"))
         for (name, chunk), expected in formed.items():
             holds[name][chunk] = claimed = next(sums[name])
             is_overflow = claimed is None and norms[chunk] > huge
             if not is_overflow and not _agree(expected, claimed, tolerances[chunk]):
-                found.wrong.append(Verdict(name, "its sum of the gradients is not the sum of what it was given"))
+                evidence.wrong.append(Verdict(name, "its sum of the gradients is not the sum of what it was given"))
     for name, record in records.items():
         if not all(map(_agree, holds[name], record.after, tolerances)):
-            found.wrong.append(Verdict(name, "the sum of the gradients that it holds is not the one that it formed"))
+            evidence.wrong.append(Verdict(name, "the sum of the gradients that it holds is not the one that it formed"))
     if len(reduce.devices) <= MOST_DIRECT:
         for chunk, owner in enumerate(reduce.devices):
             values = {name: record.after[chunk] for name, record in records.items()}
-            found.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
+            evidence.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
 
 
-def decided(found: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
-    """The device to go on without, and whether it is certain; None where nothing is wrong.
+def decided(evidence: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
+    """Return the device to go on without, and whether it is certain that it is wrong; None where nothing is wrong.
 
-    `work`: what each does of a round; `before`: disputes of earlier rounds.
+    `work`: device -> its part of a round's work. `before`: device -> its disputes in earlier rounds.
     """
-    for clear in (found.wrong, found.outvoted):
-        if clear:
-            count = Counter(verdict.device for verdict in clear)
-            gone = min(count, key=lambda name: (-count[name], work.get(name, 0.0), name))
-            return next(verdict for verdict in clear if verdict.device == gone), True
-    if not found.disputes:
+    for verdicts in (evidence.wrong, evidence.outvoted):
+        if verdicts:
+            count = Counter(verdict.device for verdict in verdicts)
+            suspect = min(count, key=lambda name: (-count[name], work.get(name, 0.0), name))
+            return next(verdict for verdict in verdicts if verdict.device == suspect), True
+    if not evidence.disputes:
         return None
-    votes = Counter(name for one, other, _ in found.disputes for name in (one, other))
+    votes = Counter(name for device, other, _ in evidence.disputes for name in (device, other))
 
     def rank(name: str) -> tuple[int, int]:
         return votes[name], before.get(name, 0)
 
-    gone = min(sorted(votes, reverse=True), key=lambda name: (-votes[name], -before.get(name, 0), work.get(name, 0.0)))
-    own = [dispute for dispute in found.disputes if gone in dispute[:2]]
-    others = sorted({name for one, other, _ in own for name in (one, other)} - {gone})
-    reason = own[0][2]
-    if any(rank(name) == rank(gone) for name in others):
-        reason += f" ({gone} and {others[0]}; either may be wrong, and {gone} does less of the work)"
-        return Verdict(gone, reason), False
-    return Verdict(gone, f"{reason} (it and {', '.join(others)})"), True
+    suspect = min(
+        sorted(votes, reverse=True), key=lambda name: (-votes[name], -before.get(name, 0), work.get(name, 0.0))
+    )
+    suspect_disputes = [dispute for dispute in evidence.disputes if suspect in dispute[:2]]
+    others = sorted({name for device, other, _ in suspect_disputes for name in (device, other)} - {suspect})
+    reason = suspect_disputes[0][2]
+    if any(rank(name) == rank(suspect) for name in others):
+        reason += f" ({suspect} and {others[0]}; either may be wrong, and {suspect} does less of the work)"
+        return Verdict(suspect, reason), False
+    return Verdict(suspect, f"{reason} (it and {', '.join(others)})"), True
 
 
-def _agree(one: Value, other: Value, tolerance: float) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= tolerance
+def _agree(value: Value, other: Value, tolerance: float) -> bool:
+    if value is None or other is None:
+        return value is other
+    return abs(value - other) <= tolerance
 
 
-def _plus(one: Value, other: Value) -> Value:
-    return None if one is None or other is None else one + other
+def _plus(value: Value, other: Value) -> Value:
+    return None if value is None or other is None else value + other
 
 
 @dataclass(frozen=True)
@@ -194,70 +199,76 @@ class Agreement:
         self._work, self._network = work, schedule.network
         self._sums = _sums_of(schedule) if schedule.plan.is_training else {}
         self._of_device: dict[str, set[Key]] = defaultdict(set)
-        for key, one in self._sums.items():
-            for name in one.reduce.devices:
+        for key, gradient_sum in self._sums.items():
+            for name in gradient_sum.reduce.devices:
                 self._of_device[name].add(key)
         self._weights: dict[Key, dict[str, Value]] = {}
-        """As they were after the last round."""
+        """Projections of the weights after the last round."""
         self._norms: dict[Key, float] = {}
-        """The longest gradient so far."""
+        """The norm of the longest gradient so far."""
 
     def compare(
         self, step: int, sums: Mapping[str, Sequence[SumRecord]], not_finite_from: Mapping[str, str]
     ) -> Verdict | None:
-        """The device whose numbers of a round are wrong; None where all agree. To be asked once for each round, in
-        order: `step` is the round's last. `not_finite_from`: device -> from whom it has the first numbers that are not
-        finite, itself included."""
+        """Return the device whose numbers of a round are wrong; None where all agree.
+
+        Call it once for each round, in order. `step`: the round's last. `not_finite_from`: device -> the device from
+        which it got its first numbers that are not finite, possibly itself.
+        """
         if not self._sums:
             return None
         records: dict[Key, dict[str, SumRecord]] = defaultdict(dict)
-        for name, wanted in self._of_device.items():
+        for name, expected_keys in self._of_device.items():
             for record in sums.get(name, ()):
                 records[record.key][name] = record
-            if misfit := self._misfit(name, wanted, sums.get(name, ())):
+            if misfit := self._misfit(name, expected_keys, sums.get(name, ())):
                 return Verdict(name, f"what it reports of the sums of step {step} {misfit}")
-        for key, own in records.items():
-            if missing := [name for name in self._sums[key].reduce.devices if name not in own]:
+        for key, device_records in records.items():
+            if missing := [name for name in self._sums[key].reduce.devices if name not in device_records]:
                 return Verdict(missing[0], f"what it reports of step {step} leaves out a sum of gradients")
         if verdict := self._not_finite(step, records, not_finite_from):
             return verdict
-        found = Evidence()
-        for key, own in records.items():
-            one = self._sums[key]
-            evidence_of(one.reduce, own, one.counts, one.dtype, found)
-        self._compare_weights(step, records, found)
-        decision = decided(found, self._work, self.suspicions.disputes)
+        evidence = Evidence()
+        for key, device_records in records.items():
+            gradient_sum = self._sums[key]
+            evidence_of(gradient_sum.reduce, device_records, gradient_sum.counts, gradient_sum.dtype, evidence)
+        self._compare_weights(step, records, evidence)
+        decision = decided(evidence, self._work, self.suspicions.disputes)
         if decision is None:
             return None
         verdict, is_certain = decision
         if not is_certain:
-            self.suspicions.disputes.update({name for one, other, _ in found.disputes for name in (one, other)})
+            self.suspicions.disputes.update(
+                {name for device, other, _ in evidence.disputes for name in (device, other)}
+            )
         return Verdict(verdict.device, f"at step {step} {verdict.reason}")
 
-    def _misfit(self, name: str, wanted: set[Key], records: Sequence[SumRecord]) -> str:
-        """How a device's account differs from what the plan says that it adds up."""
+    def _misfit(self, name: str, expected_keys: set[Key], records: Sequence[SumRecord]) -> str:
+        """Return how a device's report differs from the sums that the plan gives it; empty where it does not."""
         keys = [record.key for record in records]
-        if not set(keys) <= wanted or len(set(keys)) < len(keys):
+        if not set(keys) <= expected_keys or len(set(keys)) < len(keys):
             return "is not in the plan"
         for record in records:
-            one = self._sums[record.key]
-            parts = len(one.counts)
-            lengths = [len(found) for found in (record.own, record.norms, record.after, record.received, record.sums)]
-            if lengths != [parts, parts, parts, one.received[name], one.sums[name]]:
+            gradient_sum = self._sums[record.key]
+            parts = len(gradient_sum.counts)
+            lengths = [
+                len(numbers) for numbers in (record.own, record.norms, record.after, record.received, record.sums)
+            ]
+            if lengths != [parts, parts, parts, gradient_sum.received[name], gradient_sum.sums[name]]:
                 return "is not of the plan's sizes"
         return ""
 
     def _not_finite(
         self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], sources: Mapping[str, str]
     ) -> Verdict | None:
-        """The one device where numbers stopped being finite, unless the network itself does that."""
+        """Return the device where numbers stopped being finite; None where they are finite, or the network diverges."""
         exploded = False
         bad: dict[str, Key] = {}
-        for key, own in records.items():
-            for name, record in own.items():
+        for key, device_records in records.items():
+            for name, record in device_records.items():
                 if None in record.own:
                     bad.setdefault(name, key)
-            longest = max(sum(record.norms) for record in own.values())
+            longest = max(sum(record.norms) for record in device_records.values())
             exploded = exploded or (key in self._norms and longest > EXPLODED * self._norms[key])
             self._norms[key] = max(longest, self._norms.get(key, 0.0))
         if not bad or self.divergence is not None:
@@ -267,36 +278,41 @@ class Agreement:
         if exploded or len(began) != 1 or step in self.suspicions.not_finite:
             self.divergence = Divergence(step, layers, tuple(sorted(began or bad)))
             return None
-        gone = next(iter(began))
-        self.suspicions.not_finite[step] = gone
-        what = "its gradient" if gone in bad else "what it sent to others"
-        return Verdict(gone, f"at step {step} {what} was not finite, in layers {layers}, and the others' were")
+        device = next(iter(began))
+        self.suspicions.not_finite[step] = device
+        subject = "its gradient" if device in bad else "what it sent to others"
+        return Verdict(device, f"at step {step} {subject} was not finite, in layers {layers}, and the others' were")
 
-    def _compare_weights(self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], found: Evidence) -> None:
-        """Weights may come apart slowly where machines round differently: neither at once nor by much."""
-        for key, own in records.items():
-            one = self._sums[key]
-            error = _PRECISION.get(one.dtype, _COARSE)[0]
-            norm = max(record.weights_norm for record in own.values()) + max(sum(r.norms) for r in own.values())
-            values = {name: record.weights for name, record in own.items()}
+    def _compare_weights(self, step: int, records: Mapping[Key, Mapping[str, SumRecord]], evidence: Evidence) -> None:
+        """Compare the weights after a round, and how far they have moved in it.
+
+        Weights may drift apart slowly where machines round differently, but neither suddenly nor by much.
+        """
+        for key, device_records in records.items():
+            gradient_sum = self._sums[key]
+            error = _PRECISION.get(gradient_sum.dtype, _COARSE)[0]
+            norm = max(record.weights_norm for record in device_records.values()) + max(
+                sum(r.norms) for r in device_records.values()
+            )
+            values = {name: record.weights for name, record in device_records.items()}
             last, self._weights[key] = self._weights.get(key), values
-            what = f"its weights of layers {one.layers}: their projection"
-            found.add_vote(values, (SLACK + DRIFT * (step + 1)) * error * norm, what)
+            subject = f"its weights of layers {gradient_sum.layers}: their projection"
+            evidence.add_vote(values, (SLACK + DRIFT * (step + 1)) * error * norm, subject)
             if last is not None and None not in (*values.values(), *last.values()):
                 moved = {name: (values[name] or 0.0) - (last[name] or 0.0) for name in values}
-                found.add_vote(moved, (SLACK + DRIFT) * error * norm, what)
+                evidence.add_vote(moved, (SLACK + DRIFT) * error * norm, subject)
 
 
 def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
-    """Every sum of gradients of a round."""
+    """Return every sum of gradients of a round, by key."""
     network = schedule.network
-    found: dict[Key, _Sum] = {}
+    sums_of_key: dict[Key, _Sum] = {}
     for device in schedule.plan.devices:
         for action in schedule.every_action(device):
             if not isinstance(action, Reduce) or action.what != "gradients":
                 continue
             key = (action.stage, action.first, action.last, action.micro_batch)
-            if key in found:
+            if key in sums_of_key:
                 continue
             counts = tuple(last - first for first, last in pairwise(chunk_points(action, network)))
             received: Counter[str] = Counter()
@@ -304,8 +320,8 @@ def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
             for hops in gradient_rounds(action.devices):
                 received.update(hop.target for hop in hops if hop.adds)
                 sums.update(target for target, _ in {(hop.target, hop.chunk) for hop in hops if hop.adds})
-            found[key] = _Sum(action, counts, _dtype(action, network), _layers(action, network), received, sums)
-    return found
+            sums_of_key[key] = _Sum(action, counts, _dtype(action, network), _layers(action, network), received, sums)
+    return sums_of_key
 
 
 def _dtype(reduce: Reduce, network: Network) -> str:

@@ -1,4 +1,4 @@
-"""One generation that a worker takes part in: what it was told to do, and what it has sent so far."""
+"""One generation that a worker takes part in: the command for it, and what the worker has sent so far."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Assignment:
     executor: Executor | None
     """None: it only gives away what it has."""
     listed: tuple[TensorEntry, ...] | None = None
-    """What its state was last reported to be made of; None: nothing was reported yet. A device without weights reports
-    that it has no tensors, which is not the same."""
+    """The tensors of its state as last reported; None: nothing was reported yet. A device without weights reports
+    an empty tuple, which is not the same."""
     offered: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The tensors of each copy that was offered, in the order they travel."""
     state_bytes: Counter[str] = field(default_factory=Counter)
@@ -40,12 +40,12 @@ class Assignment:
         return self.command.generation
 
     def sent_bytes(self, sent: Mapping[str, int]) -> dict[str, int]:
-        """Bytes sent to each peer for the plan: of all that was sent, without copies of state."""
+        """Return the bytes sent to each peer for the plan: all those sent, without copies of state."""
         counts = {to: count - self.state_bytes.get(to, 0) for to, count in sent.items()}
         return {to: count for to, count in counts.items() if count}
 
     def log(self, executor: Executor) -> DeviceLog:
-        """The device's log, with the bytes of state apart from those that the plan sends."""
+        """Return the device's log, with the bytes of state kept apart from those that the plan sends."""
         log = executor.log
         return msgspec.structs.replace(
             log, sent_bytes=self.sent_bytes(log.sent_bytes), state_bytes=dict(self.state_bytes)
@@ -53,7 +53,7 @@ class Assignment:
 
 
 def seen_round(executor: Executor) -> Seen | None:
-    """What this device did in the round that has ended; None where nobody looks at it."""
+    """Return what this device did in the round that has ended; None where the round is not watched."""
     recorder = executor.recorder
     if not recorder.is_watched:
         return None

@@ -1,4 +1,4 @@
-"""What the coordinator feeds the devices of a run: batches in order, or all samples before the first step."""
+"""Feeds the devices of a run: batches in order, or all samples before the first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batches = Iterator[Batch]
 
 
 class BatchFeed:
-    """Checks batches and sends each device its part of them."""
+    """Checks batches and sends each device its part of each."""
 
     def __init__(self, order: Order, feeder: Feeder, first: int) -> None:
         self.feeder, self._order = feeder, order
@@ -39,11 +39,11 @@ class BatchFeed:
         self.sent += 1
 
     def needs_preload(self, name: str, member: Member) -> bool:
-        """Whether a device is still to be given its part of all samples."""
+        """Return whether a device still needs its part of all samples."""
         return self.feeder.resident_key(name) not in ("", member.resident_dataset)
 
     def preload(self, members: dict[str, Member], step: int) -> None:
-        """Give the devices of a run their parts of all samples, where those are resident and not there yet."""
+        """Send the devices of a run their parts of all samples, where those are to be resident and are not yet."""
         if self._order.preload is not None:
             self._check_targets("The targets", self._order.preload.targets)
         for name, member in members.items():

@@ -1,8 +1,8 @@
-"""Checksums of tensors that are kept or given away: a copy that has changed is noticed before anybody trains from it.
+"""Checksums of tensors that are kept or sent: a copy that has changed is noticed before a device trains from it.
 
-They are read at the speed of memory, a dozen times as fast as a CRC: rows of 8 KiB are added up column by column as
-integers, and the CRC is that of the columns and of what fills no row. Any change of one word is noticed; rows that have
-changed places are not.
+They are computed at the speed of memory, a dozen times as fast as a CRC: rows of 8 KiB are added up column by column as
+integers, and the CRC is that of the columns and of the bytes that fill no row. Any change of one word is noticed; rows
+that have changed places are not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW_WORDS = 1024
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's numbers as they travel: in the order of its axes, wherever it lies in memory."""
+    """Return the checksum of a tensor's numbers as sent: in the order of its axes, whatever its memory layout."""
     data = as_bytes(tensor.detach().cpu().contiguous())
     words = len(data) // (8 * _ROW_WORDS) * _ROW_WORDS
     columns = numpy.frombuffer(data[: 8 * words], "<u8").reshape(-1, _ROW_WORDS).sum(axis=0, dtype=numpy.uint64)
@@ -30,6 +30,6 @@ def checksums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(checksum, tensors))
 
 
-def combined(found: Iterable[int]) -> int:
-    """One for several, in their order."""
-    return zlib.crc32(b"".join(one.to_bytes(4, "little") for one in found))
+def combined(sums: Iterable[int]) -> int:
+    """Return one checksum of several, which depends on their order."""
+    return zlib.crc32(b"".join(number.to_bytes(4, "little") for number in sums))

@@ -1,4 +1,4 @@
-"""How far the workers' clocks are from this process', and whether a worker answers at all.
+"""Measures how far the workers' clocks are from this process', and whether a worker answers at all.
 
 A worker answers `AskClock` with its clocks; answers are filed under the worker and the ticket of the question.
 """
@@ -20,7 +20,7 @@ _TRIES = 5
 _ANSWER_SECONDS = 2.0
 _MOST_ANSWERS = 10_000
 PROBE_TICKET = -1
-"""The ticket of a question whose answer nobody looks at: that it came is enough."""
+"""The ticket of a question whose answer is not read: that it came is enough."""
 
 
 class ClockSync:
@@ -35,27 +35,27 @@ class ClockSync:
     def answered(self, name: str, answer: Clock) -> None:
         """File a worker's answer."""
         if len(self._answers) >= _MOST_ANSWERS:
-            self._answers.clear()  # nobody asked for so many
+            self._answers.clear()  # no coordinator asks this many questions
         self._answers[name, answer.ticket] = answer
 
     def ask(self, name: str, ticket: int | None = None) -> int:
-        """Ask a worker whether it is there, without waiting for anything: see `has_answered`. Returns the ticket."""
+        """Ask a worker whether it responds, without waiting: see `has_answered`. Return the ticket."""
         number = next(self._tickets) if ticket is None else ticket
         channel, data = self._membership.members[name].channel, encode(AskClock(number))
 
         def send() -> None:
             with contextlib.suppress(ManyhandsError):
-                channel.send(data, self._send_seconds)  # which waits where it does not read
+                channel.send(data, self._send_seconds)  # this blocks where the worker does not read
 
         threading.Thread(target=send, name="coordinator probe", daemon=True).start()
         return number
 
     def has_answered(self, name: str, ticket: int) -> bool:
-        """Whether a worker has answered the question of this ticket."""
+        """Return whether a worker has answered the question of this ticket."""
         return (name, ticket) in self._answers
 
     def synchronize(self, names: Iterable[str]) -> dict[str, float]:
-        """Set the clock offsets of these workers: the middle of the quickest of a few round trips.
+        """Set the clock offsets of these workers from the middle of the quickest of a few round trips.
 
         Returns the seconds of that round trip, for each worker that answered.
         """
@@ -68,7 +68,7 @@ class ClockSync:
                 self._membership.send(name, AskClock(ticket))
                 while (name, ticket) not in self._answers and time.monotonic() - start < _ANSWER_SECONDS:
                     if self._membership.members[name].is_lost:
-                        break  # it is in the events
+                        break  # the loss is in the events
                     time.sleep(0.0002)
                 end = time.monotonic()
                 if (name, ticket) not in self._answers:

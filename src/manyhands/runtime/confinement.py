@@ -1,15 +1,15 @@
-"""What a worker's process may do: compute, talk, and read what it was given. Nothing else of its owner's.
+"""Confines a worker's process: it may compute, communicate, and read the files it was given, and nothing else.
 
-A worker computes what others ask for and parses what they send. Were one of the libraries that do this ever made to
-run somebody's code, that code should find little: no program to start, no home folder to read, nothing to overwrite.
+A worker computes what others request and parses what they send. If one of the libraries that do this were ever made to
+run an attacker's code, that code should find little: no program to start, no home folder to read, nothing to overwrite.
 Each of these is applied where the kernel has it, before the first thread starts:
 
-    no new privileges   no program it could start would have more rights than itself
+    no new privileges   no program it could start would have more rights than the worker itself
     seccomp             system calls that a worker never makes fail (`seccomp`)
-    Landlock            files beyond those below cannot be opened, processes beyond cannot be looked into (`landlock`)
+    Landlock            files other than those below cannot be opened, nor other processes inspected (`landlock`)
     own temp folder     readable by nobody else, removed at the end (`own_folder`)
 
-A worker's graphs are data, so none of this stands in its way. `--no-confine`, or MANYHANDS_CONFINE=off, leaves it out.
+A worker's graphs are data, so none of this gets in its way. `--no-confine`, or MANYHANDS_CONFINE=off, leaves it out.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _GPU_DEVICES = ("nvidia*", "nvhost*", "nvmap*", "nvgpu", "dri", "kfd", "host1x-fence")
 _GPU_MEMORY_DEVICE = "/dev/nvidia-uvm"
 _CACHES = {"CUDA_CACHE_PATH": "cuda", "PYTORCH_KERNEL_CACHE_PATH": "kernels", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""What libraries compile goes where the worker may write."""
+"""Caches of compiled code, moved to where the worker may write."""
 
 
 class Confinement(msgspec.Struct, frozen=True):
-    """What of it is in effect, and what is not."""
+    """The parts of the confinement that are in effect, and those that are not."""
 
     parts: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """With the reason: 'Landlock (kernel 5.4 without Landlock)'."""
+    """The missing parts, each with the reason: 'Landlock (kernel 5.4 without Landlock)'."""
 
     @property
     def text(self) -> str:
@@ -63,12 +63,15 @@ class Confinement(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """For whoever started the worker."""
+        """A sentence for the person who started the worker."""
         return f"Confined: {self.text}." if self.parts else f"This worker is {self.text}."
 
 
 def is_asked_for(is_wanted: bool = True) -> bool:
-    """Whether workers are to be confined, by the command line and the environment; BadValue for another word there."""
+    """Return whether workers are to be confined, by the command line and the environment.
+
+    BadValue where the environment variable is neither on nor off.
+    """
     word = os.environ.get(CONFINE_VARIABLE, "").strip().lower()
     if word not in ("", "on", "off"):
         raise BadValue(
@@ -84,8 +87,8 @@ def confined(
 ) -> Iterator[Confinement]:
     """Confine this process and what it forks, for good; only the folder for temporary files ends with the block.
 
-    `reads` and `writes`: files and folders it needs beside its own. To be entered before there are threads. What the
-    kernel cannot do is left out and reported in `missing`.
+    `reads` and `writes`: files and folders it needs besides its own. Enter it before there are threads. Parts that the
+    kernel does not support are left out and reported in `missing`.
     """
     if not is_asked_for(is_wanted):
         yield Confinement(missing=("switched off",))
@@ -109,9 +112,9 @@ def confined(
 def _restrict(allowed: Sequence[Rule], parts: list[str], missing: list[str]) -> None:
     try:
         _no_new_privileges()
-    except OSError as error:  # the others need it
+    except OSError as error:  # the other parts need it
         why = error.strerror or str(error)
-        missing += [f"{one} ({why})" for one in (NO_NEW_PRIVILEGES, SECCOMP, LANDLOCK)]
+        missing += [f"{part} ({why})" for part in (NO_NEW_PRIVILEGES, SECCOMP, LANDLOCK)]
         return
     parts.append(NO_NEW_PRIVILEGES)
     try:
@@ -126,37 +129,37 @@ def _restrict(allowed: Sequence[Rule], parts: list[str], missing: list[str]) -> 
 
 
 def available() -> Confinement:
-    """What this machine's kernel offers to workers, without applying any of it."""
+    """Return the confinement that this machine's kernel offers to workers, without applying any of it."""
     reasons = {LANDLOCK: landlock.why_not_available(), SECCOMP: seccomp.why_not_available()}
     if sys.platform != "linux":
         reasons[NO_NEW_PRIVILEGES] = "not on this system"
-    there = [one for one in (OWN_FOLDER, NO_NEW_PRIVILEGES, LANDLOCK, SECCOMP) if not reasons.get(one)]
-    named = [f"{one} {landlock.version()}" if one == LANDLOCK else one for one in there]
-    return Confinement(tuple(named), tuple(f"{one} ({why})" for one, why in reasons.items() if why))
+    available_parts = [part for part in (OWN_FOLDER, NO_NEW_PRIVILEGES, LANDLOCK, SECCOMP) if not reasons.get(part)]
+    named = [f"{part} {landlock.version()}" if part == LANDLOCK else part for part in available_parts]
+    return Confinement(tuple(named), tuple(f"{part} ({why})" for part, why in reasons.items() if why))
 
 
 def rules(
     folder: OwnFolder | None, reads: Sequence[str] = (), writes: Sequence[str | Path] = (), *, is_gpu: bool = False
 ) -> list[Rule]:
-    """Every file and folder a worker may open. Python's own, the system's, its devices, its data; no home folder."""
+    """Return rules for all files and folders a worker may open: Python's, the system's, devices, its data; no home."""
     servers = os.path.dirname(os.path.realpath(_NAME_SERVERS))
-    found = [Rule(path, READ) for path in (*_SYSTEM, servers, *_python_folders())]
-    found += [Rule(os.path.realpath(path), READ) for path in reads]
-    found += [Rule(f"/dev/{name}", USE_DEVICE) for name in _DEVICES]
-    found += [Rule("/dev/shm", WRITE), Rule("/proc/self", USE_DEVICE)]
+    allowed = [Rule(path, READ) for path in (*_SYSTEM, servers, *_python_folders())]
+    allowed += [Rule(os.path.realpath(path), READ) for path in reads]
+    allowed += [Rule(f"/dev/{name}", USE_DEVICE) for name in _DEVICES]
+    allowed += [Rule("/dev/shm", WRITE), Rule("/proc/self", USE_DEVICE)]
     if is_gpu:
-        found += [Rule(path, USE_DEVICE) for name in _GPU_DEVICES for path in sorted(glob.glob(f"/dev/{name}"))]
-    found += [Rule(str(path), WRITE) for path in writes]
+        allowed += [Rule(path, USE_DEVICE) for name in _GPU_DEVICES for path in sorted(glob.glob(f"/dev/{name}"))]
+    allowed += [Rule(str(path), WRITE) for path in writes]
     if folder is not None:
-        found += [Rule(str(folder.path), WRITE), Rule(str(folder.parent), REMOVE_DIR)]
-    return found
+        allowed += [Rule(str(folder.path), WRITE), Rule(str(folder.parent), REMOVE_DIR)]
+    return allowed
 
 
 def _python_folders() -> list[str]:
-    """Where modules and the libraries beside them are."""
-    own = str(Path(__file__).resolve().parents[1])
+    """Return the folders of modules and of the libraries beside them."""
+    package_folder = str(Path(__file__).resolve().parents[1])
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    listed = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path, *libraries, own)
+    listed = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path, *libraries, package_folder)
     return list(dict.fromkeys(os.path.realpath(path) for path in listed if os.path.isabs(path)))
 
 
@@ -169,7 +172,7 @@ def _no_new_privileges() -> None:
 
 
 def _make_gpu_devices() -> None:
-    """Have the CUDA driver make its device files, in a child that is not confined: it starts a program to do so."""
+    """Make the CUDA driver create its device files, in a child that is not confined: it starts a program to do so."""
     if not os.path.exists("/dev/nvidiactl") or os.path.exists(_GPU_MEMORY_DEVICE):
         return
     child = os.fork()

@@ -3,22 +3,22 @@
 worker                        coordinator
 Hello            ──────▶
                  ◀──────      Welcome or Refusal
-                 ◀──────      Prepare (graph, plan, peers, who has which weights)
+                 ◀──────      Prepare (graph, plan, peers, which device has which weights)
 Ready            ──────▶
-                 ◀──────      Start; the weights follow as data, from whoever has them
+                 ◀──────      Start; the weights follow as data, from the devices that have them
 Progress ...     ──────▶
 State            ──────▶      a copy of a worker's state is at hand
                  ◀──────      Hold: another worker makes room for it
 Holds            ──────▶
-                 ◀──────      SendState: it may travel, to that worker or to the coordinator
+                 ◀──────      SendState: it may be sent, to that worker or to the coordinator
 Held             ──────▶      it has arrived, with these checksums
                  ◀──────      Retain: which copies are still wanted
 Done             ──────▶
                  ◀──────      Stop: back to waiting, copies are kept
-                 ◀──────      Survey: what is there?
+                 ◀──────      Survey: which state does the worker hold?
 Holding          ──────▶
-Corrupt          ──────▶      what it was to start with has changed since it was kept
-Leaving          ──────▶      asked to go: it hands over first
+Corrupt          ──────▶      state it was to start with has changed since it was kept
+Leaving          ──────▶      it was asked to leave: it hands over its state first
                  ◀──────      Leave: end the process
                  ◀──────      Evict: the run goes on without this worker, which made no progress
 """
@@ -79,7 +79,7 @@ FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done
     | Measured | Probed | Clock | PeersProbed | Diagnosis | Heartbeat | Corrupt
 )  # fmt: skip
-"""What a worker sends. A refusal: of one that listens and is asked by a second coordinator."""
+"""The messages that a worker sends. It sends a refusal when it listens and a second coordinator invites it."""
 FromCoordinator = (
     Welcome | Refusal | Prepare | Start | EndAt | Reshape | SendState | Hold | Retain | Survey | AskIds | Measure
     | ProbeLinks | AskClock | ProbePeers | Stop | Leave | Evict | Heartbeat
@@ -87,11 +87,11 @@ FromCoordinator = (
 Message = FromWorker | FromCoordinator
 
 LARGEST_HELLO_BYTES = 16 * 1024
-"""Of a worker's first message: what it reports of itself, with some sixty bytes for each array of a silo."""
+"""The limit of a worker's first message: what it reports of itself, with some sixty bytes for each array of a silo."""
 MOST_FROM_WORKER_BYTES = 128 * 2**20
-"""Of memory that one message of a worker may take once decoded, as counted: a list of 130,000 tensors."""
+"""How much memory one message of a worker may take once decoded, as counted: a list of 130,000 tensors."""
 MOST_FROM_COORDINATOR_BYTES = 300 * 2**20
-"""Of one of the coordinator: a graph of 20,000 operators with its network, which are 290 MiB as counted."""
+"""The same for the coordinator: a graph of 20,000 operators with its network, which are 290 MiB as counted."""
 
 _encoder = msgspec.json.Encoder()
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
@@ -113,12 +113,12 @@ def encode(message: Message) -> bytes:
 
 
 def decode_from_worker(data: bytes) -> FromWorker:
-    """A worker's message; one that is none is reported as the worker's fault."""
+    """Return a worker's message. Refused where the data is no message: that is the worker's fault."""
     return _decoded(data, _from_worker, MOST_FROM_WORKER_BYTES)
 
 
 def decode_from_coordinator(data: bytes) -> FromCoordinator:
-    """The coordinator's message; one that is none is reported as the coordinator's fault."""
+    """Return the coordinator's message. Refused where the data is no message: that is the coordinator's fault."""
     return _decoded(data, _from_coordinator, MOST_FROM_COORDINATOR_BYTES)
 
 
@@ -138,9 +138,9 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[_T], most_bytes: int) ->
 
 
 def spoken(data: bytes) -> tuple[str, int] | None:
-    """The version and protocol that somebody speaks whose hello cannot be read; None where it is no hello at all."""
+    """Return the version and protocol of a hello that cannot be read; None where it is no hello at all."""
     try:
-        found = msgspec.json.decode(data, type=_Anybody)
+        hello = msgspec.json.decode(data, type=_Anybody)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None
-    return found.version, found.protocol
+    return hello.version, hello.protocol

@@ -1,4 +1,4 @@
-"""The control messages between coordinator and workers: see `control` for who sends which when.
+"""The control messages between coordinator and workers: see `control` for which side sends which when.
 
 Tags and encoded field names are the wire format: they stay when a class or a field is renamed.
 """
@@ -29,44 +29,45 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     facts: Facts
     identity: Identity = Identity()
     is_named: bool = True
-    """Its name was given by hand; else it may be called otherwise."""
+    """Whether its name was given by hand; if not, the coordinator may give it another."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     name: str
     heartbeat_timeout_seconds: float = msgspec.field(name="silence_seconds")
-    """A side that sends nothing for so long has failed."""
+    """A side that sends nothing for this long has failed."""
     links: dict[str, Shape] = {}
-    """Peers -> what is to pass for the link to them, where no network plays it."""
+    """Peer -> the link to it that the worker is to imitate, where no network emulates it."""
     up_bytes_per_second: float | None = None
     heartbeat_seconds: float = msgspec.field(default=0.5, name="beat_seconds")
     """How often a worker sends a heartbeat."""
     secret: str = ""
-    """By which workers and coordinator make data connections."""
+    """The key of data connections among workers and coordinator."""
     coordinator: str = ""
-    """What the coordinator's device is called."""
+    """The host name of the coordinator's device."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Every version can read it: fields may come, with defaults, and none may go."""
+    """A refusal by the coordinator, or by a worker that listens. Every version can read it: fields may be added, with
+    defaults, but none removed."""
 
     reason: str
     hint: str
     name: str = ""
-    """Under this name it may join."""
+    """The name under which the worker may join."""
     again_seconds: float = 0.0
-    """After so long it may; 0: not known."""
+    """Seconds after which it may join; 0: not known."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     generation: int
     job: DeviceJob | None
-    """None: this worker only gives away what it has."""
+    """None: this worker only sends the state it has."""
     peers: dict[str, Address]
     gives: dict[str, tuple[str, ...]] = {}
-    """Peer -> the tensors it is sent when the run starts."""
+    """Peer -> the tensors that this worker sends it when the run starts."""
     since: int = 0
-    """The generation its job began with: copies of what others came to are forgotten."""
+    """The generation with which the job began: copies of earlier jobs are forgotten."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -80,47 +81,47 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     snapshots: tuple[int, ...]
     """Steps after which this device keeps a copy of its state and offers it."""
     backup_every: int = 0
-    """So many steps lie between two copies that are kept against losses; 0: none are."""
+    """Steps between two copies that are kept against losses; 0: none are kept."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """A round is done."""
+    """A worker has completed a round."""
 
     generation: int
     step: int
     """Its last step."""
     seconds: float
     losses: tuple[float, ...] = ()
-    """This device's part of each step's, where it computes one."""
+    """This device's part of each step's loss, where it computes one."""
     staleness: tuple[int, ...] = ()
-    """Updates between the forward pass of each step and its own, where a stage runs ahead (order replay)."""
+    """Updates between each step's forward pass and its own update, where a stage runs ahead (order replay)."""
     arrivals: tuple[Arrival, ...] = ()
     sent: dict[str, int] = {}
     """Bytes sent to each device in this generation so far, without copies of state."""
     seen: Seen | None = None
-    """Of a round that was looked at."""
+    """What the device did in the round, where the round is watched."""
     sums: tuple[SumRecord, ...] = ()
-    """What the device saw of the sums of gradients of this round, to be compared with what the others saw."""
+    """The device's records of the sums of gradients of this round, to be compared with those of the others."""
     not_finite_from: str = ""
-    """The device that the first numbers of this round came from that were not finite: another, or this one itself."""
+    """The device that this round's first numbers which were not finite came from: another, or this one itself."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """One step of a round with several is done here."""
+    """A worker has completed one step of a round with several."""
 
     generation: int
     step: int
 
 
 class EndAt(msgspec.Struct, frozen=True, tag="end-at"):
-    """The generation ends before this step: no more is fed. The round under way is shorter."""
+    """The generation ends before this step: no more steps are fed, and the round under way is shorter."""
 
     generation: int
     step: int
 
 
 class Reshape(msgspec.Struct, frozen=True, tag="reshape"):
-    """From now on the links to these peers are imitated so."""
+    """From now on the worker imitates these links to these peers."""
 
     links: dict[str, Shape]
 
@@ -128,14 +129,14 @@ class Reshape(msgspec.Struct, frozen=True, tag="reshape"):
 class State(msgspec.Struct, frozen=True, tag="state"):
     generation: int
     step: int
-    """Steps done when it was taken."""
+    """Steps completed when the copy was made."""
     tensors: tuple[TensorEntry, ...] | None
-    """None: the same as the last time. Empty: the device has no weights, so its state has no tensors."""
+    """None: the same as last time. Empty: the device has no weights, so its state has no tensors."""
     scalars: dict[str, Any]
     checksums: tuple[Checksum, ...] = ()
-    """Of each tensor when the copy was made."""
+    """The checksum of each tensor when the copy was made."""
     has_changed: bool = False
-    """The copy was offered before, and is another now."""
+    """Whether the copy was offered before and has changed since."""
 
 
 class SendState(msgspec.Struct, frozen=True, tag="send"):
@@ -143,11 +144,11 @@ class SendState(msgspec.Struct, frozen=True, tag="send"):
     step: int
     to: str
     attempt: int = 0
-    """How often it was sent before. It is then looked at first: see `State.has_changed`."""
+    """How often the copy was sent before. If it was, it is checked first: see `State.has_changed`."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
-    """A copy of another worker's state is about to come."""
+    """A copy of another worker's state is about to be sent to this worker."""
 
     generation: int
     source: str
@@ -166,18 +167,18 @@ class Holds(msgspec.Struct, frozen=True, tag="holds"):
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
-    """A copy has come. It is kept only if its checksums are those that were announced."""
+    """A copy has arrived. It is kept only if its checksums are those that were announced."""
 
     generation: int
     source: str
     step: int
     checksum: Checksum = 0
-    """Of the checksums of what has come, see `checksums.combined`."""
+    """The checksum of the checksums of the tensors that arrived, see `checksums.combined`."""
     attempt: int = 0
 
 
 class Retain(msgspec.Struct, frozen=True, tag="retain"):
-    """Copies of other steps than these are no longer wanted."""
+    """Copies of steps other than these are no longer needed."""
 
     first: int
     last: int
@@ -187,21 +188,21 @@ class Retain(msgspec.Struct, frozen=True, tag="retain"):
 class Survey(msgspec.Struct, frozen=True, tag="survey"):
     generation: int
     since: int
-    """The generation its job began with."""
+    """The generation with which the job began."""
 
 
 class Holding(msgspec.Struct, frozen=True, tag="holding"):
-    """All that a worker has, by steps done."""
+    """All state that a worker holds, by steps completed."""
 
     generation: int
     steps: dict[int, tuple[TensorEntry, ...]]
     scalars: dict[int, dict[str, Any]]
     checksums: dict[int, dict[str, Checksum]] = {}
-    """Of tensors that are copies, from when they were made."""
+    """Checksums of tensors that are copies, from when the copies were made."""
 
 
 class Corrupt(msgspec.Struct, frozen=True, tag="corrupt"):
-    """State that a worker was to start with is not what it was when it was kept; `source`: who has kept it."""
+    """State that a worker was to start with has changed since it was kept; `source`: the device that kept it."""
 
     generation: int
     source: str
@@ -243,9 +244,9 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     ladder: tuple[int, ...]
     seconds: float
     kernels: dict[str, Kernel] | None
-    """None: the fastest are to be found first."""
+    """None: the worker finds the fastest first."""
     optimizer: dict[str, Any] | None
-    """Whose step is timed too."""
+    """The optimiser whose step is timed too."""
     training: bool = True
     """False: forward only, in evaluation mode."""
 
@@ -254,7 +255,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     generation: int
     profile: DeviceProfile
     memory_bytes_per_second: float
-    """As the optimiser's step finds it, or else a copy."""
+    """The rate measured with the optimiser's step, or with a copy where there is none."""
 
 
 class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
@@ -262,7 +263,7 @@ class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
     devices: tuple[str, ...]
     peers: dict[str, Address]
     sizes: dict[str, int] = {}
-    """Of two devices, the bytes that each sends to the other, once and in turn; empty: everything is measured."""
+    """For two devices, the bytes that each sends to the other, once and in turn; empty: everything is measured."""
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
@@ -271,7 +272,7 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
     bytes_per_second: float
     lost_seconds_per_byte: float
     links: dict[str, Link] = {}
-    """To each of the others, measured by itself."""
+    """The link to each of the other devices, measured on its own."""
 
 
 class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
@@ -281,13 +282,13 @@ class AskClock(msgspec.Struct, frozen=True, tag="ask-clock"):
 class Clock(msgspec.Struct, frozen=True, tag="clock"):
     ticket: int
     seconds: float
-    """Of a clock that only goes forward, from nobody knows when."""
+    """A monotonic clock, whose origin is arbitrary."""
     wall_seconds: float = 0.0
-    """Since 1970, as the machine has it; 0: not said."""
+    """Seconds since 1970 by the machine's clock; 0: not reported."""
 
 
 class ProbePeers(msgspec.Struct, frozen=True, tag="knock"):
-    """Connect to each of these once and say whether a member answers there: see `member_probes`."""
+    """Connect to each of these once and report whether a member answers there: see `member_probes`."""
 
     generation: int
     peers: dict[str, Address]
@@ -302,9 +303,9 @@ class PeersProbed(msgspec.Struct, frozen=True, tag="knocked"):
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     generation: int
     diagnose_step: int = -1
-    """Say first in which layer of this stage the numbers of that step stopped being numbers."""
+    """First report in which layer of this stage the numbers of that step stopped being finite; -1: do not."""
     with_log: bool = False
-    """Say first what was done: a stream has no last step."""
+    """First report the log: a stream has no last step."""
 
 
 class Diagnosis(msgspec.Struct, frozen=True, tag="diagnosis"):
@@ -323,7 +324,7 @@ class Evict(msgspec.Struct, frozen=True, tag="evict"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The sender is alive. A worker adds what has come meanwhile, and where it stands in a run."""
+    """The sender is alive. A worker adds what has arrived meanwhile, and how far it is in a run."""
 
     arrivals: tuple[Arrival, ...] = ()
     standing: Standing | None = None

@@ -24,7 +24,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class SiloFacts(msgspec.Struct, frozen=True):
-    """What a worker reports of its own data."""
+    """A worker's report of its own data."""
 
     samples: int
     arrays: tuple[TensorEntry, ...]
@@ -32,7 +32,7 @@ class SiloFacts(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a worker reports of its machine."""
+    """A worker's report of its machine."""
 
     machine: str
     cores: int
@@ -45,14 +45,14 @@ class Facts(msgspec.Struct, frozen=True):
     """How many times slower than its machine it computes."""
     silo: SiloFacts | None = None
     confinement: Confinement | None = None
-    """How its process is confined; None: it does not report it."""
+    """The confinement of its process; None: not reported."""
 
 
 class DeviceJob(msgspec.Struct, frozen=True):
     """Everything a device needs to take its part in a run; its weights follow as data."""
 
     graph: dict[str, Any] | None
-    """None: the one it was given before, of this digest."""
+    """None: the graph that it was given before, which has this digest."""
     network: Network | None
     digest: str
     plan: Plan
@@ -62,11 +62,11 @@ class DeviceJob(msgspec.Struct, frozen=True):
     stored: dict[str, Kernel]
     """Kernels by which weights are laid out in memory: alike on all devices that add up gradients."""
     state: tuple[TensorEntry, ...]
-    """What the device starts with."""
+    """The tensors that the device starts with."""
     sources: dict[str, tuple[str, ...]]
-    """Who sends it which tensors; under its own name those it has."""
+    """Source -> the tensors that it sends this device; under the device's own name, those it has already."""
     checksums: dict[str, dict[str, Checksum]]
-    """Who sends it -> tensor -> checksum, where it is known."""
+    """Source -> tensor -> checksum, where it is known."""
     scalars: dict[str, Any]
     steps_done: int
     with_targets: bool
@@ -75,13 +75,13 @@ class DeviceJob(msgspec.Struct, frozen=True):
     memory_step: int
     wait_limit_seconds: float
     watch_every: int = 0
-    """One round in so many is looked at while the run goes on; 0: none."""
+    """One round in this many is watched while the run goes on; 0: none."""
     held: tuple[str, ...] = ()
-    """Inputs and targets that the device has, in its silo or preloaded there: it is sent the numbers of its rows."""
+    """Inputs and targets that the device has, in its silo or preloaded: it is sent only the numbers of its rows."""
     preload_samples: int = msgspec.field(default=0, name="laid")
-    """Samples that are preloaded at the device before the first step; 0: what it has is in its silo."""
+    """Samples that are preloaded at the device before the first step; 0: its samples are in its silo."""
     resident_dataset: str = msgspec.field(default="", name="shelf")
-    """What that is, in a word; it comes with the weights, unless the device has it from before."""
+    """A key that identifies the preloaded samples; they come with the weights, unless the device already has them."""
     is_preloaded: bool = msgspec.field(default=False, name="is_laid")
 
 
@@ -102,25 +102,25 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a device did in a round, for those who look on, and what it holds."""
+    """A device's spans of a watched round, and the memory it uses."""
 
     spans: tuple[Glimpse, ...]
-    """By the device's clock."""
+    """The spans of the round, by the device's clock."""
     resident_bytes: int
     peak_bytes: int
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """How far a worker is in its generation, and for whom it waits. A heartbeat says that a process runs; this says
-    whether it gets anywhere."""
+    """A worker's progress in its generation, and the devices it waits for. A heartbeat says that a process runs; this
+    says whether it makes progress."""
 
     generation: int
     step: int
-    """The round that it works on."""
+    """The round that it is working on."""
     moved: int
     """Rises with each action that is done and each part of a message that arrives."""
     is_busy: bool
-    """It computes; else it waits for messages."""
+    """Whether it computes; otherwise it waits for messages."""
     waits_for: tuple[str, ...] = ()
     """The devices whose messages or connections it waits for."""
     is_connecting: bool = False

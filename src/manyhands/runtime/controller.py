@@ -1,4 +1,4 @@
-"""Where the next plan of an elastic job comes from: re-planning when members change, or a controller."""
+"""The sources of an elastic job's next plan: re-planning when members change, or a controller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manyhands.runtime.control_parts import Arrival
 
 @dataclass(frozen=True)
 class Change:
-    """How a job goes on with other workers."""
+    """The plan with which a job goes on, and how it was made."""
 
     plan: Plan
     kernels: Mapping[str, Mapping[str, Kernel]]
@@ -24,22 +24,22 @@ class Change:
 
 
 class Replan(Protocol):
-    """Asked for a plan for those who are there."""
+    """A function that returns a plan for the workers that have joined."""
 
     def __call__(self, plan: Plan, names: tuple[str, ...], how: str) -> Change: ...
 
 
 class Controller(Protocol):
-    """Steers a job while its workers stay: asked from the coordinator's loop, so it answers at once."""
+    """Steers a job while its workers stay. The coordinator's loop calls it, so it must answer at once."""
 
     def stop_at(self, step: int) -> int | None:
-        """The first step after this one at which another plan is wanted, whatever happens; None: none."""
+        """Return the first step after this one at which another plan is needed in any case; None: there is none."""
 
     def should_change(self, steps_done: int) -> bool:
-        """Whether the round under way is to be the last by this plan."""
+        """Return whether the round under way is to be the last by this plan."""
 
     def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
-        """What a device has got from others, and how long that took."""
+        """Note what a device has received from others, and how long that took."""
 
     def began(self, plan: Plan, steps_done: int) -> None:
-        """The first round by a plan is done."""
+        """Note that the first round by a plan is complete."""

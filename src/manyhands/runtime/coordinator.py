@@ -1,17 +1,17 @@
-"""The coordinator: one port where workers join, what they send as events in one queue, and an endpoint of its own.
+"""The coordinator: one port where workers join, one queue of events from them, and an endpoint of its own.
 
 with Coordinator.local_cluster(cluster) as coordinator:        # workers are started here
 with Coordinator("0.0.0.0", 7077) as coordinator:      # workers join: manyhands worker, or --join HOST:7077
     coordinator.wait_for(3)
-    coordinator.invite("cloud.example.org", 7078, token)   # one that listens: see `inviting`
+    coordinator.invite("cloud.example.org", 7078, token)   # a worker that listens: see `inviting`
 
-It is put together from a few parts:
+It consists of a few parts:
 
-    Rendezvous        listens, and takes in the workers that may join          rendezvous.py, dialler.py
-    Membership        which workers are in, and the events of all of them      membership.py
-    HeartbeatMonitor  takes out workers whose heartbeats stopped               heartbeats.py, failure_detector.py
+    Rendezvous        listens, and admits the workers that may join            rendezvous.py, dialler.py
+    Membership        keeps the members and the events of all of them          membership.py
+    HeartbeatMonitor  removes workers whose heartbeats stopped                 heartbeats.py, failure_detector.py
     Assembly          waits for the workers that a job needs                   assembly.py
-    ClockSync         how far the workers' clocks are from this one's          clock_sync.py
+    ClockSync         measures how far the workers' clocks are from this one's clock_sync.py
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DEFAULT_PORT = 7077
 
 
 class Coordinator:
-    """Workers that join it, and whatever is needed to talk to them."""
+    """The workers that join it, and all that is needed to communicate with them."""
 
     @takes_settings(CoordinatorSettings)
     def __init__(
@@ -89,11 +89,11 @@ class Coordinator:
             self.token, encrypted=self.encrypted, patience=timeout_factor, credentials=self._credentials
         )
         self.secret = new_secret()
-        """The key of data connections between those that have joined."""
+        """The key of data connections between the coordinator and its members."""
         self.audit = AuditLog(config_folder() if self._credentials is not None else None)
         self.local = LocalWorkers(logs=logs)
         self.silos: dict[str, SiloContent] = {}
-        """Worker -> what it takes from its own data in the job under way; set by split/silos.py."""
+        """Worker -> the part of its own data that the job under way uses; set by split/silos.py."""
         self.generation = 0
         self._closing = threading.Event()
         self._inviting: list[Inviting] = []
@@ -142,11 +142,11 @@ class Coordinator:
         timeout_factor: float = 1.0,
         apart: bool = False,
     ) -> Coordinator:
-        """A coordinator with one process on this machine for each device of the cluster, all joined.
+        """Return a coordinator with one process on this machine for each device of the cluster, all joined.
 
-        `slowdowns`: device -> how many times longer than it must whatever it computes takes. `timeout_factor`: how
-        many times longer than usual every timeout is, the heartbeat timeout included. `apart`: each loads PyTorch
-        by itself.
+        `slowdowns`: device -> the factor by which its computations are slowed down. `timeout_factor`: the factor by
+        which every timeout is longer than usual, the heartbeat timeout included. `apart`: each process loads PyTorch by
+        itself.
         """
         coordinator = cls(
             logs=logs,
@@ -158,7 +158,7 @@ class Coordinator:
             coordinator.wanted = set(cluster.names)
             slow = dict.fromkeys(cluster.names, 1.0) | dict(slowdowns or {})
             for name in slow:
-                cluster.device(name)  # which says where there is none
+                cluster.device(name)  # raises an error where there is none
             coordinator.start_workers(
                 [
                     WorkerProcess((device.name,), device.compute, slowdown=slow[device.name])
@@ -174,11 +174,11 @@ class Coordinator:
         return coordinator
 
     def start_workers(
-        self, wanted: Sequence[WorkerProcess], threads: int, limit_seconds: float, *, apart: bool = False
+        self, processes: Sequence[WorkerProcess], threads: int, limit_seconds: float, *, apart: bool = False
     ) -> None:
         """Start processes on this machine and wait until all their workers have joined. `apart`: see `LocalWorkers`."""
-        self.local.start(wanted, self.address, self.security, threads=threads, apart=apart)
-        self.wait_for([name for one in wanted for name in one.names], limit_seconds)
+        self.local.start(processes, self.address, self.security, threads=threads, apart=apart)
+        self.wait_for([name for process in processes for name in process.names], limit_seconds)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -189,13 +189,13 @@ class Coordinator:
         self.close()
 
     def close(self) -> None:
-        """Everybody leaves; processes started here have ended when this returns."""
+        """Dismiss all members, and end the processes that were started here before returning."""
         if self._closing.is_set():
             return
         self._closing.set()
         try:
-            for one in self._inviting:
-                one.close()
+            for inviting in self._inviting:
+                inviting.close()
             for member in self.alive():
                 with contextlib.suppress(ManyhandsError):
                     member.channel.send(encode(Leave()), 1.0)
@@ -208,7 +208,7 @@ class Coordinator:
                     self._announcer.close()
 
     def _disconnect(self) -> None:
-        """No thread and no descriptor is left."""
+        """Close every descriptor and end every thread."""
         self.listener.close()
         self._turned_away.report(is_last=True)
         self.endpoint.close()
@@ -216,31 +216,31 @@ class Coordinator:
         self.heartbeats.join(2)
 
     def _review(self) -> None:
-        """Every now and then: report failed proofs, and part with workers whose key was revoked."""
+        """Report failed proofs, and evict workers whose key was revoked. Called periodically."""
         self._turned_away.report()
         if self._credentials is not None:
             self.membership.evict_revoked(self._credentials.book)
 
     @property
     def is_closing(self) -> bool:
-        """Everybody is sent away: whoever is lost from now on was not."""
+        """Whether all members are being dismissed: a worker that disconnects from now on is not lost."""
         return self._closing.is_set()
 
     # Members
 
     @property
     def members(self) -> dict[str, Member]:
-        """Members by name, in the order they joined; lost ones too."""
+        """Members by name, in the order they joined, including lost ones."""
         return self.membership.members
 
     @property
     def events(self) -> EventQueue:
-        """What workers send, and what becomes of them."""
+        """The queue of the workers' messages and of their losses."""
         return self.membership.events
 
     @property
     def wanted(self) -> set[str] | None:
-        """Names that may join; None: any."""
+        """The names that may join; None: any."""
         return self.membership.wanted
 
     @wanted.setter
@@ -249,7 +249,7 @@ class Coordinator:
 
     @property
     def shaping(self) -> Cluster | None:
-        """Links that workers are to imitate among each other."""
+        """The cluster whose links the workers are to imitate among each other."""
         return self._rendezvous.terms.shaping
 
     @shaping.setter
@@ -257,23 +257,23 @@ class Coordinator:
         self._rendezvous.terms.shaping = cluster
 
     def alive(self) -> list[Member]:
-        """The members that are not lost."""
+        """Return the members that are not lost."""
         return self.membership.alive()
 
     def members_for(self, names: Iterable[str]) -> dict[str, Member]:
-        """The members that a job is about to use. Events from before it began are dropped."""
+        """Return the members that a job is about to use, by name. Events from before it began are dropped."""
         return self._assembly.members_for(names)
 
     def evict(self, name: str, reason: str) -> None:
-        """Go on without a worker that is connected and of no use: it makes no progress, or others cannot reach it.
+        """Remove a worker that is connected but useless: it makes no progress, or others cannot reach it.
 
-        Its process may join again only when its quarantine is over, each one twice as long as the one before: else it
-        would be back at once and the run would stand still again.
+        Its process may join again only when its quarantine is over, each one twice as long as the one before: otherwise
+        it would be back at once and the run would stall again.
         """
         self.membership.evict(name, reason)
 
     def cluster(self, name: str = "joined") -> Cluster:
-        """The joined workers as a cluster, with what they report of themselves; speeds are to be measured."""
+        """Return the joined workers as a cluster, with the facts they report; speeds are yet to be measured."""
         devices = tuple(member.device for member in self.alive())
         if not devices:
             raise BadValue("No worker has joined.", hint=f"On each device: {self.join_command()}")
@@ -282,7 +282,7 @@ class Coordinator:
     # Joining
 
     def wait_for(self, names: Iterable[str] | int, limit_seconds: float = JOIN_SECONDS) -> None:
-        """Wait until these workers (or so many) have joined."""
+        """Wait until these workers, or this many, have joined."""
         self._assembly.wait_for(names, limit_seconds)
 
     def wait_for_replacements(self) -> None:
@@ -291,16 +291,16 @@ class Coordinator:
 
     @property
     def join_limit_seconds(self) -> float:
-        """How long workers may take to join: as long as they were waited for last."""
+        """The time in which workers must join: the limit of the last wait."""
         return self._assembly.limit_seconds
 
     @property
     def is_announced(self) -> bool:
-        """Whether workers can find it by themselves, as far as that is known here."""
+        """Whether it is announced on the network, so that workers can find it by themselves."""
         return self._announcer is not None
 
     def join_command(self) -> str:
-        """For hints, which are kept in logs: the token is not in it."""
+        """Return the command by which a worker joins, for hints. Hints end up in logs, so the token is left out."""
         host, port = self.address
         shown = "HOST" if host in EVERY_ADDRESS else f"[{host}]" if ":" in host else host
         return f"manyhands worker --join {shown}:{port}"
@@ -309,10 +309,11 @@ class Coordinator:
         self, host: str, port: int, token: str, *, limit_seconds: float = INVITE_SECONDS, once: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> str:  # fmt: skip
-        """Dial a worker that listens (`serving.listen`) and take it in as a member like any other; returns its name.
+        """Dial a worker that listens (`serving.listen`), admit it as a member like any other, and return its name.
 
-        TimedOut where nobody is there until the limit (`once`: at the first attempt), Refused where it will not come:
-        another token or version, it works for another coordinator, its name is taken. WorkerLost: it came and went.
+        TimedOut where no worker answers within the limit (`once`: at the first attempt). Refused where it does not
+        join: its token or version differs, it works for another coordinator, or its name is taken. WorkerLost where it
+        was lost while it joined.
         """
         return self._dialler.dial(
             host, port, token, limit_seconds=limit_seconds, once=once,
@@ -320,7 +321,7 @@ class Coordinator:
         )  # fmt: skip
 
     def keep_inviting(self, host: str, port: int, token: str) -> Inviting:
-        """From now on have this worker here, again and again whenever it is lost; until this coordinator ends."""
+        """Keep this worker as a member: invite it again whenever it is lost, until this coordinator ends."""
         inviting = Inviting(self, host, port, token)
         self._inviting.append(inviting)
         return inviting
@@ -328,19 +329,19 @@ class Coordinator:
     # Talking to members
 
     def send(self, name: str, message: Message, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
-        """Send a worker a message. A lost worker is not an error here: its loss is in the events."""
+        """Send a message to a worker. A lost worker is not an error here: its loss is among the events."""
         self.membership.send(name, message, limit_seconds)
 
     def dismiss(self, name: str) -> None:
-        """Let a worker go that has asked to leave."""
+        """Dismiss a worker that has asked to leave."""
         self.membership.dismiss(name)
 
     def wake(self) -> None:
-        """Make whoever waits for an event look around now."""
+        """Wake the thread that waits for an event."""
         self.membership.wake()
 
     def next_event(self, limit_seconds: float) -> Event | None:
-        """The next event; None where none comes within the limit."""
+        """Return the next event; None where none comes within the limit."""
         return self.membership.next_event(limit_seconds)
 
     def connect(self, names: Iterable[str], limit_seconds: float = 30.0) -> None:
@@ -348,23 +349,25 @@ class Coordinator:
         self.endpoint.connect(self.addresses(names, COORDINATOR, with_coordinator=False), limit_seconds)
 
     def addresses(self, names: Iterable[str], reader: str, *, with_coordinator: bool = True) -> dict[str, Address]:
-        """Where the data endpoints of these workers and of the coordinator are, as `reader` can reach them, and which
-        of the two connects."""
-        own = self.members.get(reader)
-        asking = reader, own.invitation if own is not None else None
+        """Return the addresses of the data endpoints of these workers and of the coordinator, as `reader` reaches them.
+
+        Each says which of the two connects.
+        """
+        member = self.members.get(reader)
+        reader_invitation = reader, member.invitation if member is not None else None
         addresses = {
-            name: peer_address(asking, (name, self.members[name].invitation), self.members[name].address)
+            name: peer_address(reader_invitation, (name, self.members[name].invitation), self.members[name].address)
             for name in names
         }
         if not with_coordinator:
             return addresses
         host, port = self.endpoint.address
-        if own is not None and host in EVERY_ADDRESS:  # the one under which this worker has found us
-            host = own.channel.local_host
-        addresses[COORDINATOR] = peer_address(asking, (COORDINATOR, None), (host, port))
+        if member is not None and host in EVERY_ADDRESS:  # the address at which this worker has reached the coordinator
+            host = member.channel.local_host
+        addresses[COORDINATOR] = peer_address(reader_invitation, (COORDINATOR, None), (host, port))
         return addresses
 
     def new_generation(self) -> int:
-        """The number of the next run; messages of earlier ones are refused from then on."""
+        """Return the number of the next generation; messages of earlier ones are refused from then on."""
         self.generation += 1
         return self.generation

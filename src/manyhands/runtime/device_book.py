@@ -1,15 +1,15 @@
-"""This device's key, and the keys of the devices that it has met.
+"""Keeps this device's key, and the keys of the devices that it has met.
 
     FOLDER/device-key      this device's private key; made when it is first needed
-    FOLDER/devices.json    who has joined, as what, and since when
-    FOLDER/audit.jsonl     what happened: see `audit`
+    FOLDER/devices.json    which devices have joined, in which roles, and since when
+    FOLDER/audit.jsonl     the audit log: see `audit`
 
-FOLDER is that of `shared_token`; all three are their owner's alone (mode 0600). One user account on one machine is one
-device, whatever it does: its coordinators and workers trust each other by their common key.
+FOLDER is that of `shared_token`; only the owner can read the three files (mode 0600). One user account on one machine
+is one device, whatever it does: its coordinators and workers trust each other by their common key.
 
 The first time two devices meet, the token vouches for both keys, and each remembers the other's, with its role. From
 then on the keys are enough. A name belongs to the key that joined under it first. A key that was revoked stays out even
-with the token; one that was forgotten may join again by the token, as if it had never been here.
+with the token; one that was forgotten may join again with the token, as if it had never joined.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _PRIVATE_BYTES = 32
 _MOST_BYTES = 8 * 2**20
 _MOST_DEVICES = 10_000
 _MOST_NAMES = 64
-"""Of one key: a device may have several workers, and be called otherwise from time to time."""
+"""How many names one key may have: a device may have several workers, and change its name from time to time."""
 _SEEN_SECONDS = 60.0
-"""So much later a device is seen again, as far as the file is concerned: it is not written for every connection."""
+"""The resolution of `last_seen`: within this time the file is not written again for another connection."""
 
 
 class KnownDevice(msgspec.Struct, forbid_unknown_fields=True):
-    """What is remembered of one key."""
+    """The record of one key."""
 
     key: str
-    """Public, in hexadecimal digits."""
+    """The public key, in hexadecimal digits."""
     names: list[str]
     roles: list[str]
     first_joined: str
     last_seen: str
     revoked: str = ""
-    """When; empty: it is welcome."""
+    """When the key was revoked; empty: it was not."""
 
     @property
     def fingerprint(self) -> str:
@@ -70,10 +70,10 @@ class _Book(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DeviceBook:
-    """The devices that this one knows, as they stand in its file at this moment. See `engine.keys.KeyBook`."""
+    """The devices that this one knows, as they are in its file at the moment. See `transport.keys.KeyBook`."""
 
     def __init__(self, folder: Path, own: bytes = b"") -> None:
-        """`own`: this device's public key, which is trusted in both roles and stands in no file."""
+        """`own`: this device's public key, which is trusted in both roles and is not in the file."""
         self.path = folder / BOOK_FILE
         self._own = own
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class DeviceBook:
         self._devices: dict[str, KnownDevice] = {}
 
     def devices(self) -> list[KnownDevice]:
-        """All, the first to have joined first. BadFile where the file is not one of these."""
+        """Return all devices, in the order they joined. BadFile where the file is not a device book."""
         with self._lock:
             return list(self._read().values())
 
@@ -89,25 +89,27 @@ class DeviceBook:
         if public == self._own:
             return Pinned(THIS_DEVICE, frozenset(Role))
         with self._lock:
-            found = self._read().get(public.hex())
-        if found is None:
+            device = self._read().get(public.hex())
+        if device is None:
             return None
-        roles = frozenset(role for role in Role if role.text in found.roles)
-        return Pinned(found.name, roles, bool(found.revoked))
+        roles = frozenset(role for role in Role if role.text in device.roles)
+        return Pinned(device.name, roles, bool(device.revoked))
 
     def is_taken(self, name: str, public: bytes) -> bool:
         with self._lock:
-            return any(name in one.names and one.key != public.hex() for one in self._read().values())
+            return any(name in device.names and device.key != public.hex() for device in self._read().values())
 
     def join(self, public: bytes, name: str, role: Role) -> bool:
         if public == self._own:
             return False
         with self._change() as devices:
-            other = next((one for one in devices.values() if name in one.names and one.key != public.hex()), None)
+            other = next(
+                (device for device in devices.values() if name in device.names and device.key != public.hex()), None
+            )
             if other is not None:
                 raise changed_key(name, other, public)
-            found, now = devices.get(public.hex()), _now()
-            if found is None:
+            device, now = devices.get(public.hex()), _now()
+            if device is None:
                 if len(devices) >= _MOST_DEVICES:
                     raise BadValue(
                         f"{self.path}: knows {len(devices)} devices; no more are remembered.",
@@ -115,56 +117,58 @@ class DeviceBook:
                     )
                 devices[public.hex()] = KnownDevice(public.hex(), [name], [role.text], now, now)
                 return True
-            if name not in found.names:
-                found.names = [*found.names[-_MOST_NAMES + 1 :], name]
-            elif _seconds_between(found.last_seen, now) < _SEEN_SECONDS:
+            if name not in device.names:
+                device.names = [*device.names[-_MOST_NAMES + 1 :], name]
+            elif _seconds_between(device.last_seen, now) < _SEEN_SECONDS:
                 return False
-            found.last_seen = now
+            device.last_seen = now
             return False
 
     def revoke(self, name: str) -> KnownDevice:
-        """From now on this device is not let in, with the token or without."""
+        """Revoke a device's key: from now on it may not join, with or without the token. Return its record."""
         with self._change() as devices:
-            found = _named(devices, name)
-            found.revoked = found.revoked or _now()
-            return found
+            device = _named(devices, name)
+            device.revoked = device.revoked or _now()
+            return device
 
     def forget(self, name: str) -> KnownDevice:
-        """As if it had never joined: with the token it may join anew."""
+        """Remove a device, as if it had never joined, and return its record. With the token it may join again."""
         with self._change() as devices:
-            found = _named(devices, name)
-            return devices.pop(found.key)
+            device = _named(devices, name)
+            return devices.pop(device.key)
 
     def allow(self, name: str, role: Role) -> KnownDevice:
-        """This device may act in this role, too."""
+        """Allow a device to act in this role too, and return its record."""
         with self._change() as devices:
-            found = _named(devices, name)
-            if role.text not in found.roles:
-                found.roles = [*found.roles, role.text]
-            return found
+            device = _named(devices, name)
+            if role.text not in device.roles:
+                device.roles = [*device.roles, role.text]
+            return device
 
     def public_keys(self, role: Role) -> list[bytes]:
-        """Of those who may act in this role, this device among them."""
-        known = [bytes.fromhex(one.key) for one in self.devices() if role.text in one.roles and not one.revoked]
-        return [*([self._own] if self._own else []), *known]
+        """Return the public keys of the devices that may act in this role, including this device."""
+        keys = [
+            bytes.fromhex(device.key) for device in self.devices() if role.text in device.roles and not device.revoked
+        ]
+        return [*([self._own] if self._own else []), *keys]
 
     def _read(self) -> dict[str, KnownDevice]:
-        """With the lock held. The file is read when it has changed."""
+        """Return the devices by key, reading the file if it has changed. The caller holds the lock."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except FileNotFoundError:
             self._stamp, self._devices = None, {}
             return self._devices
         except OSError as error:
             raise _unreadable(self.path, error.strerror or str(error)) from error
-        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
         if stamp != self._stamp:
             self._devices, self._stamp = _decoded(self.path), stamp
         return self._devices
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[dict[str, KnownDevice]]:
-        """The devices, to be changed; written when the block ends, unless nothing is new. One process at a time."""
+        """Yield the devices for changes, and write them when the block ends if they changed. One process at a time."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -183,23 +187,23 @@ class DeviceBook:
 
 
 def _named(devices: dict[str, KnownDevice], name: str) -> KnownDevice:
-    """The one with this name or fingerprint."""
-    for one in devices.values():
-        if name in one.names or name == one.fingerprint:
-            return one
-    known = ", ".join(sorted(other for one in devices.values() for other in one.names)[:20])
+    """Return the device with this name or fingerprint. BadValue where there is none."""
+    for device in devices.values():
+        if name in device.names or name == device.fingerprint:
+            return device
+    known_names = ", ".join(sorted(known_name for device in devices.values() for known_name in device.names)[:20])
     raise BadValue(
-        f"No device called '{name:.80}' has joined; known are: {known or 'none yet'}.",
+        f"No device called '{name:.80}' has joined; known devices: {known_names or 'none yet'}.",
         hint="The list: manyhands devices",
     )
 
 
-def changed_key(name: str, known: KnownDevice, public: bytes) -> Refused:
-    """Somebody comes under a name that is another key's."""
+def changed_key(name: str, device: KnownDevice, public: bytes) -> Refused:
+    """Return the error for a device that tries to join under a name that belongs to another key."""
     shown = fingerprint(public) if public else "none"
     return Refused(
-        f"{name:.64} has joined before with the key {known.fingerprint}; this one shows {shown}.",
-        hint=f"If it was set up anew: manyhands devices forget {known.name:.64}, then let it join with the token. If "
+        f"{name:.64} has joined before with the key {device.fingerprint}; this one shows {shown}.",
+        hint=f"If it was set up anew: manyhands devices forget {device.name:.64}, then let it join with the token. If "
         "these are two devices, give one another name.",
     )
 
@@ -218,16 +222,16 @@ def _decoded(path: Path) -> dict[str, KnownDevice]:
         _check(book)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise _unreadable(path, str(error)) from error
-    return {one.key: one for one in book.devices}
+    return {device.key: device for device in book.devices}
 
 
 def _check(book: _Book) -> None:
     if book.version != VERSION:
         raise ValueError(f"version {book.version}; this manyhands reads {VERSION}")
-    for one in book.devices:
-        if len(bytes.fromhex(one.key)) != _PRIVATE_BYTES or one.key != one.key.lower():
-            raise ValueError(f"'{one.key:.80}' is no key")
-        if not one.names or not all(name.isprintable() and 0 < len(name) <= 200 for name in one.names):
+    for device in book.devices:
+        if len(bytes.fromhex(device.key)) != _PRIVATE_BYTES or device.key != device.key.lower():
+            raise ValueError(f"'{device.key:.80}' is not a key")
+        if not device.names or not all(name.isprintable() and 0 < len(name) <= 200 for name in device.names):
             raise ValueError("a device without a proper name")
 
 
@@ -257,35 +261,37 @@ def _seconds_between(first: str, second: str) -> float:
 
 
 def own_key(folder: Path, *, make: bool = True) -> DeviceKey | None:
-    """This device's key; None where there is none, and none is to be made. OSError where it cannot be kept."""
+    """Return this device's key; None where there is none and `make` is false. OSError where it cannot be stored."""
     path = folder / KEY_FILE
-    found = _private_key(path)
-    if found is None and make:
-        with contextlib.suppress(FileExistsError):  # by another that started at the same moment
+    private_key = _private_key(path)
+    if private_key is None and make:
+        with contextlib.suppress(FileExistsError):  # made by another process that started at the same moment
             write_private(path, new_private_key().hex().encode() + b"\n", replace=False)
-        found = _private_key(path)
-    return DeviceKey(found) if found is not None else None
+        private_key = _private_key(path)
+    return DeviceKey(private_key) if private_key is not None else None
 
 
 def _private_key(path: Path) -> bytes | None:
     try:
         content = read_private(path, 200)
-        found = bytes.fromhex(content.decode().strip()) if content is not None else None
+        private_key = bytes.fromhex(content.decode().strip()) if content is not None else None
     except ValueError:
-        found = b""
-    if found is not None and len(found) != _PRIVATE_BYTES:
+        private_key = b""
+    if private_key is not None and len(private_key) != _PRIVATE_BYTES:
         raise BadFile(
             f"{path}: is not this device's key.",
             hint=f"Without it others no longer know this device: rm {path}, and join anew with the token.",
         )
-    return found
+    return private_key
 
 
 def own_credentials(
     role: Role, report: Callable[[str], None] = lambda text: None, folder: Path | None = None
 ) -> Credentials | None:
-    """As whom this device connects; None where no key can be kept, which is reason: then it is known by nobody, and has
-    to show the token every time. `folder`: in place of this user's."""
+    """Return the credentials with which this device connects; None, after a report, where its key cannot be stored.
+
+    Without a key, no other device knows it, and it needs the token every time. `folder`: in place of this user's.
+    """
     folder = folder or config_folder()
     try:
         key = own_key(folder)
@@ -302,5 +308,5 @@ def worker_credentials() -> Credentials | None:
 
 
 def knows_any(role: Role) -> bool:
-    """Whether this device has met one of this role before, and may need no token. No key is made for the question."""
-    return any(role.text in one.roles and not one.revoked for one in DeviceBook(config_folder()).devices())
+    """Return whether this device has met one of this role before, and may need no token. Does not make a key."""
+    return any(role.text in device.roles and not device.revoked for device in DeviceBook(config_folder()).devices())

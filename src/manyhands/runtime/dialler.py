@@ -17,7 +17,7 @@ from manyhands.transport.transport import Transport, reach_either
 
 
 class Dialler:
-    """Reaches workers from the coordinator's side, each with the token of that worker."""
+    """Dials workers from the coordinator's side, each with that worker's own token."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Dialler:
     def dial(
         self, host: str, port: int, token: str, *, limit_seconds: float, once: bool, is_cancelled: Callable[[], bool]
     ) -> str:
-        """Have the worker at this address join, and return its name: see `Coordinator.invite`."""
+        """Make the worker at this address join, and return its name: see `Coordinator.invite`."""
         reached = reach_either(
             self._transport, COORDINATOR, (host, port), token, limit_seconds, patience=self._security.patience,
             once=once, is_cancelled=is_cancelled, credentials=self._dialling_credentials,
@@ -44,10 +44,10 @@ class Dialler:
         self._rendezvous.receive(reached.channel, Invitation(host, port, data, security.credentials), joined)
         try:
             return joined.result(HELLO_SECONDS + 2 * WELCOME_SECONDS).name
-        except TimeoutError as error:  # its thread waits for something else than the worker
+        except TimeoutError as error:  # its thread waits for something other than the worker
             reached.channel.close()
             raise TimedOut(f"{host}:{port} was let in, and did not join.") from error
 
     def _dialling_credentials(self) -> Credentials | None:
-        """A coordinator that only this machine can reach may dial a worker of another."""
+        """Return the credentials to dial with: a coordinator reachable only from this machine may dial another one."""
         return self._credentials or own_credentials(Role.COORDINATOR, self._on_event)

@@ -1,18 +1,18 @@
-"""How workers find a coordinator without being told where it is: by multicast DNS, on the local network.
+"""Lets workers find a coordinator on the local network by multicast DNS, without knowing its address.
 
     with Announcer(("0.0.0.0", 7077), token, "resnet50"): ...      # `manyhands train --listen` does
     with Lookout() as lookout:                                    # `manyhands worker` without --join does
         lookout.wait(1.0)
         lookout.seen()
 
-What is announced can be read by everybody on the network: the address, versions, what the run is called, and two marks,
-both salted. By one a worker recognises a coordinator whose key it knows. By the other one who knows the token sees that
-it fits: it costs a guesser a scrypt for every try, has only 24 bits, and is made only of tokens that manyhands made
-(160 bits). Of a token that somebody chose there is none, for it could be guessed. Marks can rule a coordinator out, and
-vouch for nothing. Proofs are exchanged when the worker connects (engine.proofs).
+Everybody on the network can read an announcement: the address, versions, the name of the run, and two marks, both
+salted. By one mark, a worker recognises a coordinator whose key it knows. By the other, a worker that knows the token
+sees that it fits: each guess costs an attacker one scrypt, the mark has only 24 bits, and it is made only of tokens
+that manyhands generated (160 bits). A token that a person chose gets no mark, because it could be guessed. Marks can
+rule a coordinator out, but vouch for nothing. Proofs are exchanged when the worker connects (transport.proofs).
 
 MANYHANDS_DISCOVERY: `off`, or the address of the one interface to use (192.168.1.5; 127.0.0.1 in tests). A coordinator
-that only this machine can reach is announced only there.
+that only this machine can reach is announced only if that interface is loopback.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ if TYPE_CHECKING:
 
 SERVICE = "_manyhands._tcp.local."
 PROBE = "_manyhands-probe._tcp.local."
-"""What the doctor announces to hear itself: no worker looks for it."""
+"""The service that the doctor announces to test whether it receives itself: no worker looks for it."""
 VARIABLE = "MANYHANDS_DISCOVERY"
 MOST_SEEN = 64
-"""Announcements that are looked at: anybody may send any number."""
+"""How many announcements are considered: anybody may send any number."""
 _LIFE_SECONDS = 120
-"""So long others believe what one who was killed has announced."""
+"""How long the announcement of a killed process stays valid for others."""
 _LOOK_SECONDS = 5.0
-"""How often it is looked whether this machine has other addresses by now."""
+"""How often the announcer checks whether the addresses of this machine have changed."""
 _CLOSE_SECONDS = 4.0
 _ASK_MILLISECONDS = 300
 _MOST_ASKED = 3
-"""In one look: those who announced themselves and do not answer must not take up the others' time."""
+"""Requests in one call of `seen`: announcers that do not answer must not use up the time for the others."""
 _LONGEST_TITLE = 60
 _NO_VERSION = re.compile(r"[^0-9A-Za-z.+-]")
-"""It is named in a command that people are told to type."""
+"""Characters that no version contains: the version appears in a command that people are told to type."""
 
 
 def interface_asked() -> str | None:
-    """The one interface to use, by its address; empty: all; None: nothing is announced or looked for."""
+    """Return the address of the one interface to use; empty: all; None: nothing is announced or looked for."""
     setting = os.environ.get(VARIABLE, "").strip()
     if setting.lower() in ("off", "0", "no"):
         return None
@@ -76,18 +76,18 @@ def interface_asked() -> str | None:
 
 @functools.lru_cache(MOST_SEEN)
 def mark_of(token: str, salt: str) -> str:
-    """By which a worker sees whether its token fits."""
+    """Return the mark by which a worker sees whether its token fits."""
     return hashlib.scrypt(token.encode(), salt=f"manyhands {salt}".encode(), n=2**14, r=8, p=1, dklen=3).hex()
 
 
 def key_mark_of(public: bytes, salt: str) -> str:
-    """By which a worker recognises a coordinator whose key it knows; to others it is a new number every time."""
+    """Return the mark by which a worker recognises a coordinator whose key it knows; to others it is a new number."""
     return hashlib.sha256(b"manyhands key mark\0" + salt.encode() + b"\0" + public).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """A coordinator as it has announced itself; everything is somebody's word."""
+    """A coordinator as it has announced itself; nothing in it is verified."""
 
     instance: str
     hosts: tuple[str, ...]
@@ -95,16 +95,16 @@ class Announcement:
     version: str
     protocol: int
     title: str
-    """What its run is called."""
+    """The name of its run."""
     machine: str
     salt: str
     mark: str
-    """Of its token; empty for one that somebody chose, which the mark would help to guess."""
+    """The mark of its token; empty for a token that a person chose, which the mark would help to guess."""
     key_mark: str = ""
-    """Of its key."""
+    """The mark of its key."""
 
     def fits(self, token: str, known_keys: Collection[bytes] = ()) -> bool:
-        """Whether it may be one of ours: one whose key is known, or that this token is for."""
+        """Return whether the coordinator may be a trusted one: its key is known, or this token may be its own."""
         if any(hmac.compare_digest(self.key_mark.encode(), key_mark_of(key, self.salt).encode()) for key in known_keys):
             return True
         if not token:
@@ -119,13 +119,13 @@ class Announcement:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A description for people."""
         where = ", ".join(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
         return f"{self.title or 'a run'} on {self.machine or '?'} at {where} (manyhands {self.version or '?'})"
 
 
 def announced(info: ServiceInfo) -> Announcement | None:
-    """What somebody has announced, if it can be read."""
+    """Return a service as an announcement; None where it cannot be read."""
     texts = {
         key.decode(errors="replace"): _printable((value or b"").decode(errors="replace"))
         for key, value in list(info.properties.items())[:16]
@@ -143,17 +143,17 @@ def announced(info: ServiceInfo) -> Announcement | None:
 
 
 def _printable(text: str) -> str:
-    """It goes to a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:_LONGEST_TITLE])
+    """Return a text that is safe to print on a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text[:_LONGEST_TITLE])
 
 
 def can_announce(host: str, interface: str | None) -> bool:
-    """Whether one who listens on this address may be announced: others can reach it, or a test asks for it."""
+    """Return whether a listener on this address may be announced: others can reach it, or a test requests it."""
     return interface is not None and (not is_loopback(host) or (bool(interface) and is_loopback(interface)))
 
 
 def hosts_of(host: str, interface: str) -> tuple[str, ...]:
-    """The addresses to be announced for one that is listened on; none where only this machine could use them."""
+    """Return the addresses to announce for a listening address; none where only this machine could use them."""
     if not can_announce(host, interface):
         return ()
     if host.lower() == "localhost":
@@ -164,13 +164,14 @@ def hosts_of(host: str, interface: str) -> tuple[str, ...]:
         return ()
     if interface:
         return (interface,)
-    return tuple(own for own in sorted(addresses()) if host == "::" or ":" not in own)
+    return tuple(address for address in sorted(addresses()) if host == "::" or ":" not in address)
 
 
 class Announcer:
-    """Tells the network where a coordinator is, for as long as it is open; a thread, so that nobody waits for it.
+    """A thread that announces a coordinator's address on the network for as long as it is open.
 
-    Where this machine gets another address it is announced anew. That nothing can be announced is said, and no error.
+    When this machine gets another address, it is announced anew. That nothing can be announced is reported, but is no
+    error.
     """
 
     def __init__(
@@ -206,18 +207,18 @@ class Announcer:
     def _run(self) -> None:
         interface, problem = self._interface, ""
         opened: Zeroconf | None = None
-        known: tuple[str, ...] = ()
+        announced_hosts: tuple[str, ...] = ()
         try:
             while not self._closing.is_set():
                 try:
                     hosts = hosts_of(self._address[0], interface)
-                    if hosts != known and opened is not None:
-                        gone, opened = opened, None
-                        gone.close()
+                    if hosts != announced_hosts and opened is not None:
+                        outdated, opened = opened, None
+                        outdated.close()
                     if hosts and opened is None:
-                        opened, known = self._announce(hosts, interface), hosts
+                        opened, announced_hosts = self._announce(hosts, interface), hosts
                         problem = ""
-                except Exception as error:  # no multicast here, or not now: --join works without
+                except Exception as error:  # no multicast here, or not now: --join works without it
                     if str(error) != problem:
                         self._report(f"Workers cannot find this coordinator by themselves ({error}): give --join.")
                     problem = str(error)
@@ -225,7 +226,7 @@ class Announcer:
         finally:
             if opened is not None:
                 with contextlib.suppress(Exception):
-                    opened.close()  # says that it is gone
+                    opened.close()  # announces that it has gone
 
     def _announce(self, hosts: Sequence[str], interface: str) -> Zeroconf:
         from zeroconf import ServiceInfo
@@ -243,7 +244,7 @@ class Announcer:
         )  # fmt: skip
         opened = _open(interface or ("" if self._address[0] in EVERY_ADDRESS else self._address[0]))
         try:
-            opened.register_service(info, cooperating_responders=True)  # the salt makes its name its own
+            opened.register_service(info, cooperating_responders=True)  # the salt makes its name unique
         except BaseException:
             opened.close()
             raise
@@ -251,7 +252,7 @@ class Announcer:
         return opened
 
     def close(self) -> None:
-        """The network is told that it is gone; no thread and no descriptor is left."""
+        """Withdraw the announcement; end the thread and close its descriptors."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
@@ -266,7 +267,7 @@ class Lookout:
         self._service = service
         self._change = threading.Condition()
         self._names: dict[str, None] = {}
-        """Of services, in the order they came."""
+        """The names of services, in the order they appeared."""
         interface = interface_asked()
         if interface is None:
             raise BadValue(f"{VARIABLE} is off: coordinators are not looked for.", hint="Give --join HOST:PORT.")
@@ -277,7 +278,7 @@ class Lookout:
             except BaseException:
                 self._opened.close()
                 raise
-        except Error as error:  # such as that its thread has not begun in time, on a machine that is very busy
+        except Error as error:  # its thread may not begin in time on a very busy machine
             raise OSError(f"multicast DNS: {error!r}") from error
 
     def __enter__(self) -> Lookout:
@@ -300,32 +301,32 @@ class Lookout:
             self._change.notify_all()
 
     def wait(self, limit_seconds: float) -> None:
-        """Until somebody came or went, or the limit has passed."""
+        """Wait until a service appears or goes, or the limit has passed."""
         with self._change:
             self._change.wait(limit_seconds)
 
     def seen(self) -> list[Announcement]:
-        """Those who are there now, the last to come first."""
+        """Return the announcements of the coordinators that are there now, the latest first."""
         from zeroconf import ServiceInfo
 
         with self._change:
             names = list(self._names)
-        found, asked = [], 0
+        announcements, request_count = [], 0
         for name in reversed(names):
             info = ServiceInfo(self._service, name)
-            with contextlib.suppress(Exception):  # whatever was sent: it is as if nothing had been
+            with contextlib.suppress(Exception):  # whatever was sent, a bad announcement is ignored
                 is_whole = info.load_from_cache(self._opened)
-                if not is_whole and asked < _MOST_ASKED:
-                    asked += 1
+                if not is_whole and request_count < _MOST_ASKED:
+                    request_count += 1
                     is_whole = info.request(self._opened, _ASK_MILLISECONDS)
-                if is_whole and (one := announced(info)) is not None:
-                    found.append(one)
-        return found
+                if is_whole and (announcement := announced(info)) is not None:
+                    announcements.append(announcement)
+        return announcements
 
     def close(self) -> None:
-        """No thread and no descriptor is left."""
+        """End every thread and close every descriptor."""
         for end in (self._browser.cancel, self._opened.close):
-            with contextlib.suppress(Exception):  # zeroconf may find itself too busy: nobody needs it any more
+            with contextlib.suppress(Exception):  # zeroconf may be too busy: it is no longer needed
                 end()
 
 

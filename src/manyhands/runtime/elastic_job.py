@@ -1,10 +1,11 @@
-"""A job over members that come and go: run after run, each of one generation, from the last round that all had reached.
+"""A job over members that come and go: run after run, each of one generation, from the last round that all have ended.
 
-a worker is lost      the others stop where they are and say what they have; the job goes on from the last round of
-                      which everything exists, with a plan for those who are left; where something was on the lost
-                      worker alone, from the last checkpoint
-one joins or leaves   the round under way is ended first: nothing is run again
-it is to stop         likewise; then whoever has the latest state gives it to the coordinator, and that is the end
+a worker is lost          the others stop where they are and report what they hold; the job goes on from the last round
+                          of which all state exists, with a plan for the remaining workers; where some state was on the
+                          lost worker alone, from the last checkpoint
+a worker joins or leaves  the round under way is completed first: nothing is run again
+the job is to stop        likewise; then the workers that have the latest state send it to the coordinator, and the job
+                          ends
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
 
 SURVEY_SECONDS = 120.0
-"""A worker answers when it has ended what it is computing."""
+"""How long a survey may take: a worker answers when it has finished what it is computing."""
 _POLL_SECONDS = 0.05
 _RECENT_STEPS = 20
 
 
 @dataclass
 class Recovery:
-    """One recovery, until it is logged."""
+    """A recovery that is under way, until it is logged."""
 
     since: float
-    """When the one before ended, by the clock of this process."""
+    """When the previous generation ended, by the clock of this process."""
     how: str
     from_step: int
     furthest: int
@@ -57,17 +58,17 @@ class Recovery:
 
 @dataclass
 class JobOutcome(Outcome):
-    """What came of all of it. Logs and plan are the last generation's."""
+    """The outcome of a job over all generations. Logs and plan are the last generation's."""
 
     plan: Plan | None = None
     is_stopped: bool = False
-    """It was asked to stop, and did before the last step."""
+    """Whether it was stopped on request, before the last step."""
     generations: int = 1
     replayed_steps: int = 0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
-    """Each as it was logged: how, seconds, from which step, bytes moved."""
+    """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
     began_at: list[float] = field(default_factory=list)
-    """When the first round after each of them began, by the clock of this process."""
+    """When the first round after each recovery began, by the clock of this process."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class JobHooks:
 
 
 class ElasticJob:
-    """Follows one order to its end, whoever comes and goes meanwhile."""
+    """Follows one order to its end, whichever workers join and leave meanwhile."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class ElasticJob:
                     filter(None, (self._prepared_seconds, run.times.prepare_seconds)), default=None
                 )
             if not run.is_paused and bounded.last_step == order.last_step:
-                self.outcome.state = ended.state or self.saved  # which may be the last one, saved before a loss
+                self.outcome.state = ended.state or self.saved  # it may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = ended.logs, order.plan
                 return self.outcome
             if self.hooks.should_stop():
@@ -161,12 +162,12 @@ class ElasticJob:
             order = self._after_pause(run, order)
 
     def _usual(self) -> Usual:
-        """How long things took in the generations so far."""
+        """Return how long rounds and preparation took in the generations so far."""
         recent = self.outcome.step_seconds[-_RECENT_STEPS:]
         return Usual(statistics.median(recent) if recent else None, self._prepared_seconds)
 
     def _bounded(self, order: Order) -> Order:
-        """The order as far as its plan is wanted."""
+        """Return the order, shortened to the step up to which the controller wants its plan."""
         first = order.start.steps_done if order.located is None else order.located.steps_done
         stop = self.controller.stop_at(first) if self.controller is not None else None
         if stop is None or not first < stop < order.last_step:
@@ -209,16 +210,16 @@ class ElasticJob:
             self.controller.began(run.order.plan, step + 1)
         self._dismiss(everybody=True)
 
-    def _saved(self, found: RunState) -> None:
-        self.hooks.on_snapshot(found)
-        self.saved = found
+    def _saved(self, snapshot: RunState) -> None:
+        self.hooks.on_snapshot(snapshot)
+        self.saved = snapshot
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
         self.batches.forget_before(step)
 
     def _should_pause(self) -> bool:
-        """Whether somebody has come, or wants to go, since the plan was made."""
+        """Return whether the round under way should be the last: members have changed, or a stop or plan is due."""
         run = self._run
         assert run is not None
         if self.hooks.should_stop():
@@ -230,12 +231,12 @@ class ElasticJob:
         return self.controller.should_change(max(self._furthest, run.steps.steps_updated))
 
     def has_news(self) -> bool:
-        """Whether somebody was lost, has come, or wants to go since the plan was made; it is looked into next."""
+        """Return whether a worker was lost, has joined or wants to leave since the plan was made; handled next."""
         run = self._run
-        return run is not None and (self._should_pause() or any(one.is_lost for one in run.members.values()))
+        return run is not None and (self._should_pause() or any(member.is_lost for member in run.members.values()))
 
     def _dismiss(self, *, everybody: bool = False) -> None:
-        """Those who were asked to go, and are no longer needed, go."""
+        """Dismiss the members that were asked to leave and are no longer needed."""
         run = self._run
         names = () if run is None else run.names if everybody else run.everybody
         self._membership.dismiss(names)
@@ -256,7 +257,7 @@ class ElasticJob:
         return self._next(order, since, error, ", ".join(lost))
 
     def _acquit(self, run: Run) -> None:
-        """The numbers stopped being finite without the device that was evicted for it too: it may join again."""
+        """End the quarantine of a device evicted for numbers that are not finite, if they occur without it too."""
         for step, name in self._suspicions.not_finite.items():
             if step + 1 >= run.reports.agreed_steps:
                 self.coordinator.membership.quarantine.end(self.coordinator.members[name].identity.process)
@@ -267,7 +268,10 @@ class ElasticJob:
         return self._next(order, since, WorkerLost("Nobody is left."))
 
     def _to_stop(self, run: Run, order: Order) -> Order:
-        """No step more: the latest state is saved, by the plan there is, as long as everybody of it is here."""
+        """Return the order that only saves the latest state and runs no further step.
+
+        It keeps the plan as long as all workers of the plan are members.
+        """
         self.outcome.is_stopped = True
         error = WorkerLost("Nobody is left.")
         if set(run.names) <= {member.name for member in self.coordinator.alive()}:
@@ -282,23 +286,23 @@ class ElasticJob:
         )  # fmt: skip
 
     def _next(self, order: Order, since: float, error: ManyhandsError, lost: str = "") -> Order:
-        """The order of the next generation. Whoever is lost while it is made is not in it."""
+        """Return the order of the next generation. A worker that is lost while it is made is not in it."""
         located = self._surveyed(error)
         while True:
             available = self._membership.available()
-            if len(available) < self.retry_policy.min_devices:  # lost since they were counted
+            if len(available) < self.retry_policy.min_devices:  # some were lost since they were counted
                 located = self._surveyed(error)
                 continue
             self._membership.know_all()
             try:
                 change = self.replan(order.plan, tuple(member.name for member in available), self.retry_policy.replan)
                 break
-            except (WorkerLost, TimedOut) as found:
+            except (WorkerLost, TimedOut) as new_error:
                 self._failures += 1
                 if self._failures > self.retry_policy.attempts:
                     raise
-                located, error = self._surveyed(found), found
-        is_saved_alone = any(having == (COORDINATOR,) for having in located.holders.values())
+                located, error = self._surveyed(new_error), new_error
+        is_saved_alone = any(holders == (COORDINATOR,) for holders in located.holders.values())
         if is_saved_alone and located.steps_done < self._furthest:
             reason = f"some weights were on {lost or 'somebody'} alone and are gone: going on from the last checkpoint"
             self.log_event("rewound", step=located.steps_done, reason=reason)
@@ -314,7 +318,7 @@ class ElasticJob:
         )  # fmt: skip
 
     def _surveyed(self, error: ManyhandsError) -> Located:
-        """Where the latest state lies of which everything exists."""
+        """Return the latest state of which every part exists, with the places where the parts are."""
         timeout_factor = self.coordinator.security.patience
         limit = time.monotonic() + SURVEY_SECONDS * timeout_factor
         while True:
@@ -326,49 +330,50 @@ class ElasticJob:
                 raise error
         weights = [spec.name for spec in self.order.graph.weights]
         agreed = self._furthest if self._run is None else min(self._furthest, self._run.reports.agreed_steps)
-        found = state.located(
-            {name: one.steps for name, one in answers.items()}, {name: one.scalars for name, one in answers.items()},
-            weights, agreed, self.saved, {name: one.checksums for name, one in answers.items()},
+        located = state.located(
+            {name: answer.steps for name, answer in answers.items()},
+            {name: answer.scalars for name, answer in answers.items()},
+            weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
         )  # fmt: skip
-        assert found is not None, "what was saved has everything"
-        self._safe = min(self._safe, found.steps_done)
-        keeps = self._run is not None and bool(self._run.backups.every)  # else nothing between is anywhere as a whole
-        for name in answers:  # of the state that was found some is at one place only, until it has been given away
-            self.coordinator.send(name, Retain(self._safe, found.steps_done, keeps))
-        return found
+        assert located is not None, "what was saved has everything"
+        self._safe = min(self._safe, located.steps_done)
+        keeps = self._run is not None and bool(self._run.backups.every)  # else no step in between is complete anywhere
+        for name in answers:  # parts of this state are in one place only until they are sent on
+            self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
+        return located
 
     def _check_waiting(self) -> None:
-        """Others may take long to come, or never do: there is nothing to wait for where no step is wanted."""
+        """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""
         if self.hooks.should_stop():
             raise KeyboardInterrupt
 
     def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:
-        """What each of them has; None: somebody was lost meanwhile, or has not answered and is evicted."""
+        """Return the state that each member holds; None where one was lost meanwhile, or was evicted without answer."""
         generation = self.coordinator.new_generation()
         began = time.monotonic()
         limit = min(limit, began + (self._run.stall_seconds if self._run is not None else SURVEY_SECONDS))
         for member in members:
             self.coordinator.send(member.name, Survey(generation, self._since))
-        found: dict[str, Holding] = {}
-        while len(found) < len(members):
+        answers: dict[str, Holding] = {}
+        while len(answers) < len(members):
             if any(member.is_lost for member in members):
                 return None
             if time.monotonic() > limit:
                 for member in members:
-                    if member.name not in found:
+                    if member.name not in answers:
                         waited = f"{time.monotonic() - began:.1f} s"
-                        self.coordinator.evict(member.name, f"it did not say within {waited} what state it holds")
+                        self.coordinator.evict(member.name, f"it did not report within {waited} what state it holds")
                 return None
             event = self.coordinator.next_event(_POLL_SECONDS)
             if event is None:
                 continue
             name, message = event
             if isinstance(message, Holding) and message.generation == generation:
-                found[name] = message
+                answers[name] = message
             elif isinstance(message, Failed) and message.generation == generation:
                 return None
-        return found
+        return answers
 
 
 def _ignore(name: str, message: Progress) -> None:
-    """Nobody follows the run from outside."""
+    """Ignore a device's progress: the run is not shown anywhere."""

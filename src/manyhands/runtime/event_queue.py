@@ -1,4 +1,4 @@
-"""What workers send, in one queue: as much of each as is sensible, so that one that floods it harms only itself."""
+"""One queue for the messages of all workers, with a limit for each: a worker that floods it harms only itself."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from manyhands.facts.errors import Refused
 from manyhands.runtime.member import Event
 
 MOST_WAITING = 20_000
-"""Messages of one worker that nobody has taken yet: hours of its heartbeats, or a thousand rounds."""
+"""How many messages of one worker may wait in the queue: hours of its heartbeats, or a thousand rounds."""
 MOST_WAITING_BYTES = 256 * 2**20
-"""Of memory, as they are once decoded."""
+"""How much memory the waiting messages of one worker may take once decoded."""
 
 
 class EventQueue:
-    """Events in the order they came; any thread puts, and one takes."""
+    """A queue of events in the order they came. Any thread may put; one thread gets."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Event, int]] = queue.SimpleQueue()
@@ -25,7 +25,10 @@ class EventQueue:
         self._bytes: Counter[str] = Counter()
 
     def put(self, event: Event, size: int = 0) -> None:
-        """`size`: of what a worker said, in bytes of memory; 0: it happened here. Refused where too much waits."""
+        """Append an event. Refused where too many events of its worker wait.
+
+        `size`: bytes of memory that a worker's message takes; 0: the event arose here and is not limited.
+        """
         name = event[0]
         if size:
             with self._lock:
@@ -37,7 +40,7 @@ class EventQueue:
         self._queue.put((event, size))
 
     def get(self, timeout: float) -> Event:
-        """The next one; queue.Empty where none came in time."""
+        """Return the next event; queue.Empty where none came in time."""
         event, size = self._queue.get(timeout=timeout)
         if size:
             with self._lock:

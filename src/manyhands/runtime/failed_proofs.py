@@ -1,4 +1,4 @@
-"""Reports failed proofs without filling the terminal: the first of an address at once, then a count every minute."""
+"""Reports failed proofs without flooding the terminal: the first from an address at once, then a count every minute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from manyhands.runtime.audit import AuditLog
 
 REPORT_SECONDS = 60.0
 _MOST_AT_ONCE = 8
-"""Addresses that are reported by name in a minute."""
+"""How many addresses are reported by name in a minute."""
 
 
 class FailedProofs:
-    """`note` is called from any thread, `report` now and then."""
+    """The failed proofs since the last report. Any thread may call `note`; `report` is called periodically."""
 
     def __init__(
         self, report: Callable[[str], None], audit: AuditLog, clock: Callable[[], float] = time.monotonic
@@ -23,13 +23,13 @@ class FailedProofs:
         self._report, self._audit, self._clock = report, audit, clock
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        """Since the last report, those that were not reported at once."""
+        """Address -> failed proofs since the last report, except those reported at once."""
         self._reported: dict[str, float] = {}
         """Address -> when it was first reported, in this minute."""
         self._since = clock()
 
     def note(self, origin: str) -> None:
-        """Somebody there has shown another token."""
+        """Note that a peer at this address has proved another token."""
         with self._lock:
             now = self._clock()
             self._reported = {place: at for place, at in self._reported.items() if now - at < REPORT_SECONDS}
@@ -41,11 +41,11 @@ class FailedProofs:
                     self._since = now
                 self._counts[origin] += 1
         if is_first:
-            self._report(f"Warning: a wrong token came from {origin}. Whoever it is was not let in.")
+            self._report(f"Warning: a wrong token came from {origin}. The sender was not let in.")
             self._audit.record("failed proof", origin=origin, count=1)
 
     def report(self, *, is_last: bool = False) -> None:
-        """Report those that came since; `is_last`: without waiting for the minute to be over."""
+        """Report the failed proofs since the last report; `is_last`: without waiting for the minute to end."""
         with self._lock:
             passed = self._clock() - self._since
             counts = +self._counts

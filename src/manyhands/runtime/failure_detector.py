@@ -1,11 +1,12 @@
-"""A failure detector: which workers are silent, which to probe, which to give up. No threads, no clock of its own.
+"""A failure detector: which workers are silent, which to probe, which to give up. It has no threads and no clock.
 
     detector = FailureDetector(limit_seconds=2.0)
     detector.begin("pi-1", now)
     detector.received("pi-1", now)          # it sent something, whatever it was
-    detector.due(now)                    # asked every now and then: which to probe, which to give up
+    detector.due(now)                       # called periodically: which to probe, which to give up
 
-Silent for half the limit: a suspect, which is probed; anything it sends clears it. Silent for the limit: lost.
+A worker that is silent for half the limit is a suspect and is probed; anything it sends clears it. A worker that is
+silent for the whole limit is lost.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from dataclasses import dataclass
 from manyhands.facts.errors import BadValue
 
 HEARTBEAT_TIMEOUT_SECONDS = 2.0
-"""A worker that sends nothing for so long, not even when probed, is lost."""
+"""A worker that sends nothing for this long, not even when probed, is lost."""
 SUSPICION_PART = 1 / 2
-"""Of the limit: silent for so long, one is probed. Asked later than that, the watch has slept itself."""
+"""The part of the limit after which a silent worker is probed. If calls are further apart, the detector has slept."""
 ANSWER_PART = 1 / 4
-"""Of the limit: how long a suspect has for its answer at least, however late it was probed."""
+"""The part of the limit that a suspect has at least for its answer, however late it was probed."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done now."""
+    """The workers that need action now."""
 
     probe: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
@@ -50,14 +51,14 @@ class FailureDetector:
         self._asked: float | None = None
 
     def begin(self, name: str, now: float) -> None:
-        """From now on; one that was lost and is back begins anew."""
+        """Watch a worker from now on; a worker that was lost and is back begins anew."""
         self._watched[name] = _Watched(now)
 
     def forget(self, name: str) -> None:
         self._watched.pop(name, None)
 
     def received(self, name: str, now: float) -> None:
-        """A worker has sent something. Of one that is not watched this is no news."""
+        """Note that a worker has sent something. For a worker that is not watched this does nothing."""
         if name in self._watched:
             self._watched[name] = _Watched(now)
 
@@ -66,31 +67,31 @@ class FailureDetector:
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        return tuple(name for name, one in self._watched.items() if one.probed is not None)
+        return tuple(name for name, watched in self._watched.items() if watched.probed is not None)
 
     def due(self, now: float) -> Due:
-        """The workers to probe, each once, and those to give up, which are no longer watched.
+        """Return the workers to probe, each once, and those to give up, which are no longer watched.
 
-        Asked much later than it should be, the watch has slept itself (a suspended laptop, a loaded machine), and what
-        was sent meanwhile is still to be read: everybody is pardoned, but none twice in one timeout.
+        If the call comes much too late, the detector itself has slept (a suspended laptop, a loaded machine), and
+        messages sent meanwhile are yet to be read: every worker is pardoned, but none twice in one timeout.
         """
         if self._asked is not None and now - self._asked > self.limit_seconds * SUSPICION_PART:
             self._pardon(now)
         self._asked = now
         probe, lost = [], []
-        for name, one in self._watched.items():
-            silent_seconds = now - one.received
-            if one.probed is None:
+        for name, watched in self._watched.items():
+            silent_seconds = now - watched.received
+            if watched.probed is None:
                 if silent_seconds >= self.limit_seconds * SUSPICION_PART:
-                    one.probed = now
+                    watched.probed = now
                     probe.append(name)
-            elif silent_seconds >= self.limit_seconds and now - one.probed >= self.limit_seconds * ANSWER_PART:
+            elif silent_seconds >= self.limit_seconds and now - watched.probed >= self.limit_seconds * ANSWER_PART:
                 lost.append(name)
         for name in lost:
             self.forget(name)
         return Due(tuple(probe), tuple(lost))
 
     def _pardon(self, now: float) -> None:
-        for name, one in self._watched.items():
-            if not one.is_pardoned:
+        for name, watched in self._watched.items():
+            if not watched.is_pardoned:
                 self._watched[name] = _Watched(now, is_pardoned=True)

@@ -1,7 +1,7 @@
-"""Why a run ended: the error of the device that caused it, in place of those that only miss it.
+"""Finds out why a run ended: the error of the device that caused it, instead of those of devices that only miss it.
 
-A worker whose peer is lost fails too, and may be the first to report. Such an error is a symptom; before it is raised
-the root cause is looked for. Where numbers stopped being finite, it is found out in which layer that began.
+A worker whose peer is lost fails too, and may be the first to report. Such an error is a symptom; before it is raised,
+the root cause is looked for. Where numbers stopped being finite, the layer in which that began is looked for.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class FailureDiagnosis:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._cause: BaseException | None = None
-        """The error that explains it, once it is known; others are looked into."""
+        """The error that explains the end of the run, once it is known; other errors are examined."""
 
     def explained(self, error: BaseException) -> BaseException:
-        """The root cause of an error that is only a symptom; any other error itself."""
+        """Return the root cause of an error that is only a symptom; any other error itself."""
         if error is self._cause or not is_symptom(error):
             return error
         return self._root_cause() or error
 
     def lost(self, name: str, reason: str) -> ManyhandsError:
-        """The error of a run that has lost a device."""
+        """Return the error of a run that has lost a device."""
         run = self._run
         step = run.steps.done.get(name, run.first - 1) + 1
         if not run.times.has_begun:
@@ -52,8 +52,10 @@ class FailureDiagnosis:
         return error
 
     def failed(self, name: str, message: Failed) -> ManyhandsError:
-        """The error that a worker reports. One that misses a peer is a symptom: the lost one is the cause, if news of
-        it comes."""
+        """Return the error for a failure that a worker reports.
+
+        A worker that misses a peer reports a symptom: the loss of that peer is the cause, if it becomes known.
+        """
         if is_symptom(message) and (cause := self._root_cause()) is not None:
             return cause
         error = error_named(message.kind, message.message, message.hint)
@@ -74,15 +76,18 @@ class FailureDiagnosis:
         cause = find_root_cause(run.coordinator, run.members, run.generation)
         if cause is None:
             return run.evict_suspect()
-        name, what = cause
-        return self.lost(name, what) if isinstance(what, str) else self.failed(name, what)
+        name, report = cause
+        return self.lost(name, report) if isinstance(report, str) else self.failed(name, report)
 
     def _receive_rounds_before(self, step: int) -> None:
-        """What others report of the rounds before a failure may explain it: a gradient that was not finite makes the
-        weights of all devices so, and the next loss on any of them. Raises the error of an eviction."""
+        """Receive the reports of the rounds before a failure, since they may explain it.
+
+        A gradient that is not finite makes the weights of all devices so, and the next loss on any of them. Raises the
+        error of an eviction.
+        """
         run, end = self._run, time.monotonic() + _DIAGNOSIS_SECONDS
-        while min(run.steps.done.values()) < step - 1 and (left := end - time.monotonic()) > 0:
-            event = run.coordinator.next_event(left)
+        while min(run.steps.done.values()) < step - 1 and (seconds_left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(seconds_left)
             if event is None or isinstance(event[1], Lost):
                 return
             name, message = event
@@ -90,23 +95,26 @@ class FailureDiagnosis:
                 run.reports.progressed(name, message)
 
     def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
-        """Stages behind the first do not see the data: this side does."""
+        """Return the error for an input that is not finite; None where all are. Later stages do not see the data."""
         inputs = self._run.feed.inputs
         for name, tensor in bind_inputs(self._run.order.graph, inputs[step]).items() if step in inputs else ():
             if not bool(torch.isfinite(tensor).all()):
-                where = f"the input '{name}': the data holds a number that is none"
+                where = f"the input '{name}': the data holds a number that is not finite"
                 return DataNotFinite(f"{_head(error)}; it began in {where}.", hint="Fix the data of that step.")
         return None
 
     def _traced_back(self, error: NotFinite, step: int) -> NotFinite:
-        """In a pipeline the loss is computed at the end: ask every stage where the numbers went wrong first."""
+        """Return the error with the first layer whose numbers went wrong, which every stage is asked for.
+
+        In a pipeline the loss is computed only in the last stage.
+        """
         run = self._run
         for name in run.names:
             run.coordinator.send(name, Stop(run.generation, diagnose_step=step))
         began_in: dict[str, str] = {}
         end = time.monotonic() + _DIAGNOSIS_SECONDS
-        while len(began_in) < len(run.names) and (left := end - time.monotonic()) > 0:
-            event = run.coordinator.next_event(left)
+        while len(began_in) < len(run.names) and (seconds_left := end - time.monotonic()) > 0:
+            event = run.coordinator.next_event(seconds_left)
             if event is None or isinstance(event[1], Lost):
                 break
             if isinstance(event[1], Diagnosis):

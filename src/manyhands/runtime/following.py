@@ -1,10 +1,10 @@
-"""Has the link between two workers follow a recorded one, while they work.
+"""Makes the link between two workers follow a recorded trace while they work.
 
     with Following(coordinator, read_link_trace("bus_0001.txt"), up=("edge", "server"), down=("server", "edge")):
         ...  # the first rates hold before this begins
 
-Each sender imitates its own direction (`engine.shaping`); this only tells it the rate, whenever that changes, and at
-most `MOST_A_SECOND` times a second: of a trace that changes more often, the mean of what it does until the next time.
+Each sender imitates its own direction (`transport.shaping`); this module only sends it the rate whenever that changes,
+and at most `MOST_A_SECOND` times a second: where a trace changes more often, the mean rate until the next time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END_SECONDS = 10.0
 
 
 class Setting(NamedTuple):
-    """What was set, and when: seconds since it began."""
+    """The rates that were set, and when, in seconds since the beginning."""
 
     seconds: float
     up_bytes_per_second: float
@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
 
 class _Direction:
-    """One sender, which is told when its rate changes, and when it is another member than before."""
+    """One sender, which is sent a rate when that changes, and when the sender is another member than before."""
 
     def __init__(self, coordinator: Coordinator, trace: Trace, ends: tuple[str, str], delay_seconds: float) -> None:
         self._coordinator, self._trace, (self._sender, self._receiver) = coordinator, trace, ends
@@ -48,10 +48,10 @@ class _Direction:
         self._informed: Member | None = None
         self.rate = math.nan
         self.due = 0.0
-        """When the rate may be another, in seconds since the beginning."""
+        """When the rate may change next, in seconds since the beginning."""
 
     def follow(self, seconds: float) -> bool:
-        """Say what holds from now on, if it is new to the sender. Whether the rate is another."""
+        """Send the rate that holds from now on, if it is new to the sender. Return whether the rate has changed."""
         before = self.rate
         if seconds >= self.due:
             self.rate, lasts = self._next(seconds)
@@ -63,7 +63,7 @@ class _Direction:
         return self.rate != before
 
     def lift(self) -> None:
-        """The link is as it is."""
+        """Stop imitating a link: the sender uses the real one."""
         if self._informed is not None and not self._informed.is_lost:
             self._shape(Shape(None, 0.0))
 
@@ -71,7 +71,7 @@ class _Direction:
         self._coordinator.send(self._sender, Reshape({self._receiver: shape}), _SEND_SECONDS)
 
     def _next(self, seconds: float) -> tuple[float, float]:
-        """A rate, and how long it is to hold."""
+        """Return the rate at a moment and how many seconds it is to hold."""
         rate, lasts = self._trace.at(seconds)
         if lasts >= _STEP_SECONDS:
             return rate, lasts
@@ -79,7 +79,7 @@ class _Direction:
 
 
 class Following:
-    """A thread that ends with `close`. `up` and `down`: who sends, who receives."""
+    """A thread that sets the rates of both directions until `close`. `up` and `down`: (sender, receiver)."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Following:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if up != down[::-1]:
-            raise BadValue(f"What goes up from {up[0]} to {up[1]} does not come down from {down[0]} to {down[1]}.")
+            raise BadValue(f"Up is from {up[0]} to {up[1]}, but down is from {down[0]} to {down[1]}, not the reverse.")
         if not 0 <= delay_seconds < math.inf:
             raise BadValue(f"The link's delay is {delay_seconds} s; it must be finite and >= 0.")
         self.trace, self._clock = trace, clock
@@ -105,16 +105,16 @@ class Following:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the beginning."""
         return self._clock() - self._began
 
     def rates(self, seconds: float | None = None) -> tuple[float, float]:
-        """Bytes per second, up and down, at a moment after the beginning; None: now."""
+        """Return bytes per second, up and down, at a moment in seconds after the beginning; None: now."""
         moment = self.seconds if seconds is None else seconds
         return self.trace.up.rate(moment), self.trace.down.rate(moment)
 
     def start(self) -> Following:
-        """The first rates are said when this returns."""
+        """Start the thread. The first rates have been sent when this returns."""
         if self._thread is None:
             self._began = self._clock()
             self.follow()
@@ -123,7 +123,7 @@ class Following:
         return self
 
     def follow(self) -> float:
-        """Say what is new now. When to look again, in seconds since the beginning."""
+        """Send the rates that are new now. Return when to look again, in seconds since the beginning."""
         now = self.seconds
         news = [direction.follow(now) for direction in (self._up, self._down)]
         if any(news):
@@ -136,7 +136,7 @@ class Following:
             due = self.follow()
 
     def close(self) -> None:
-        """From now on the link is as it is."""
+        """End the thread, and stop imitating links in both directions."""
         if self._ended.is_set():
             return
         self._ended.set()

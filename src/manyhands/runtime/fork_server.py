@@ -1,11 +1,11 @@
-"""Workers of this machine that need not load PyTorch each: one process loads it and is the parent of all.
+"""Starts workers of this machine without loading PyTorch in each: one process loads it and is the parent of all.
 
-    whoever starts workers ── what to run, its environment, where its words go ──▶ fork server ── fork ──▶ a worker
-                           ◀── its process id; later, on a pipe, how it ended ────
+    parent process ── command, environment, descriptor of the output ──▶ fork server ── fork ──▶ a worker
+                   ◀── process id; later, on a pipe, the exit status ───
 
-Loading takes seconds of a processor and two hundred megabytes; a fork takes neither. The fork server does nothing
-else: it computes nothing and has no thread, so what it forks is as good as new. It ends with whoever started it, and
-by itself where nobody has asked for a while and no child is left; its children end with it.
+Loading takes seconds of processor time and two hundred megabytes; a fork takes neither. The fork server does nothing
+else: it computes nothing and has no threads, so a process that it forks is as good as new. It ends with the process
+that started it, and by itself when no request has come for a while and no child is left; its children end with it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 LOAD_VARIABLE = "MANYHANDS_LOAD_EVERYTHING"
-"""Set to 1 for a process that loads all a worker may need before it says that it is ready."""
+"""The environment variable that, set to 1, makes a process load all a worker may need before it reports ready."""
 ANSWER_SECONDS = 120.0
 """How long loading may take on a slow device."""
 IDLE_SECONDS = 60.0
-"""Without children, so long nobody asks: it ends."""
+"""A fork server without children ends after this long without a request."""
 _LARGEST_BYTES = 16 * 2**20
 _NUMBER = struct.Struct("<q")
 _ROOM = "." * 256
-"""An argument of the fork server: where the kernel keeps it, its children put their own."""
+"""An argument of the fork server: children write their own arguments over the memory where the kernel keeps it."""
 _UNKNOWN_ENDING = -signal.SIGKILL
-"""Where the fork server ended first: the kernel has killed its children."""
+"""The exit status where the fork server ended first: the kernel has killed its children."""
 
 
 class NoForkServer(Exception):
-    """There is none, or it does not answer: start the worker by itself."""
+    """There is no fork server, or it does not answer: the worker is to be started as a process of its own."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process that is to be forked."""
+    """A request to fork a process."""
 
     words: list[str]
-    """Of the `manyhands` command."""
+    """The arguments of the `manyhands` command."""
     environment: dict[str, str]
     folder: str
     cores: list[int]
@@ -57,13 +57,13 @@ _decoder = msgspec.msgpack.Decoder(ForkRequest)
 
 
 class Child:
-    """A process that the fork server has forked, with as much of `subprocess.Popen` as is asked of workers."""
+    """A process that the fork server has forked, with the part of `subprocess.Popen` that workers need."""
 
     def __init__(self, pid: int, ending: int) -> None:
         self.pid, self._ending = pid, ending
         self.returncode: int | None = None
         self._lock = threading.RLock()
-        """A signal's handler may ask in the middle of a wait of the same thread."""
+        """Reentrant: a signal handler may call `wait` in the middle of a wait of the same thread."""
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,14 +71,14 @@ class Child:
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended; subprocess.TimeoutExpired where it has not."""
+        """Return the exit status; subprocess.TimeoutExpired where the process has not ended in time."""
         with self._lock:
             if self.returncode is None:
                 ready = select.poll()  # a process may have more descriptors than select() counts to
                 ready.register(self._ending, select.POLLIN)
                 if not ready.poll(None if timeout is None else max(0.0, 1e3 * timeout)):
                     raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            if self.returncode is None:  # nor was it read by whoever asked meanwhile
+            if self.returncode is None:  # another caller may have read it meanwhile
                 status = os.read(self._ending, _NUMBER.size)
                 self.returncode = _NUMBER.unpack(status)[0] if len(status) == _NUMBER.size else _UNKNOWN_ENDING
                 os.close(self._ending)
@@ -98,7 +98,7 @@ class Child:
 
 
 class ForkServer:
-    """Whoever starts workers has one of these for each number of threads, which libraries read when they are loaded."""
+    """The parent's end of a fork server. There is one for each number of threads, which libraries read when loaded."""
 
     def __init__(self, threads: int) -> None:
         near, far = socket.socketpair()
@@ -123,7 +123,7 @@ class ForkServer:
         return self.process.poll() is None
 
     def fork(self, words: Sequence[str], environment: Mapping[str, str], output: int) -> Child:
-        """A process that runs the `manyhands` command with these words, printing to a descriptor."""
+        """Fork a process that runs the `manyhands` command with these arguments and prints to a descriptor."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         body = msgspec.msgpack.encode(ForkRequest(list(words), dict(environment), os.getcwd(), cores))
         ending, notify = os.pipe()
@@ -141,7 +141,7 @@ class ForkServer:
         return Child(_NUMBER.unpack(answer)[0], ending)
 
     def close(self) -> None:
-        """It ends, and whoever it has forked."""
+        """End the fork server and the processes that it has forked."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
@@ -155,24 +155,27 @@ _finding = threading.Lock()
 
 
 def fork_server_for(threads: int, workers: int) -> ForkServer:
-    """The one of this process; NoForkServer where it would not pay, or this system does not fork safely."""
+    """Return this process's fork server for a number of threads.
+
+    NoForkServer where it would not pay off, or where this system does not fork safely.
+    """
     if sys.platform != "linux":
         raise NoForkServer("not on this system")
     with _finding:
-        found = _fork_servers.get(threads)
-        if found is not None and found.is_alive:
-            return found
+        fork_server = _fork_servers.get(threads)
+        if fork_server is not None and fork_server.is_alive:
+            return fork_server
         if workers < 2:
             raise NoForkServer("a single worker")
-        _fork_servers[threads] = found = ForkServer(threads)
-        return found
+        _fork_servers[threads] = fork_server = ForkServer(threads)
+        return fork_server
 
 
 def close_fork_servers() -> None:
-    """Those of this process end, and whoever they have forked: the next workers start from nothing."""
+    """End all fork servers of this process, and the processes they have forked: the next workers start from nothing."""
     with _finding:
-        for one in _fork_servers.values():
-            one.close()
+        for fork_server in _fork_servers.values():
+            fork_server.close()
         _fork_servers.clear()
 
 
@@ -180,7 +183,7 @@ def close_fork_servers() -> None:
 
 
 class _Children:
-    """The children that have not ended, and the pipe on which each one's end is reported."""
+    """The children that have not ended, and the pipe on which the end of each is reported."""
 
     def __init__(self) -> None:
         self.notify: dict[int, int] = {}
@@ -196,12 +199,12 @@ class _Children:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 pipe = self.notify.pop(child)
-                with contextlib.suppress(OSError):  # nobody wants to know any more
+                with contextlib.suppress(OSError):  # the parent no longer waits for it
                     os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipe)
 
     def leave(self) -> None:
-        """In a child: it has none of this."""
+        """Reset signals and close all pipes, in a child: it has no part in this."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (self.waking, self.woken, *self.notify.values()):
@@ -209,8 +212,11 @@ class _Children:
 
 
 def tend(requests: socket.socket) -> list[str] | None:
-    """Fork whoever is asked for. Returns in every child, with the words of the command it is to run; and in the
-    fork server itself at the end, with None."""
+    """Fork the processes that are requested.
+
+    Returns in every child, with the arguments of the command it is to run, and at the end in the fork server itself,
+    with None.
+    """
     children = _Children()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     requests.setblocking(True)
@@ -221,16 +227,16 @@ def tend(requests: socket.socket) -> list[str] | None:
             children.reap()
         if requests.fileno() in ready:
             try:
-                wanted, output, notify = _asked(requests)
+                request, output, notify = _asked(requests)
             except (OSError, msgspec.MsgspecError):
-                return None  # whoever started this has ended
+                return None  # the process that started this one has ended
             child = os.fork()
             if child == 0:
                 requests.close()
                 os.close(notify)
                 children.leave()
-                _become(wanted, output)
-                return wanted.words
+                _become(request, output)
+                return request.words
             os.close(output)
             children.notify[child] = notify
             with contextlib.suppress(OSError):
@@ -252,27 +258,27 @@ def _asked(requests: socket.socket) -> tuple[ForkRequest, int, int]:
     return _decoder.decode(_read(requests, size)), output, notify
 
 
-def _become(wanted: ForkRequest, output: int) -> None:
-    """As if it had been started by itself."""
+def _become(request: ForkRequest, output: int) -> None:
+    """Set up this child as if it had been started as a process of its own."""
     os.setsid()
     os.environ.clear()
-    os.environ.update(wanted.environment)
+    os.environ.update(request.environment)
     with contextlib.suppress(OSError):
-        os.chdir(wanted.folder)
-    if wanted.cores:
+        os.chdir(request.folder)
+    if request.cores:
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, wanted.cores)
+            os.sched_setaffinity(0, request.cores)
     os.dup2(output, 1)
     os.dup2(output, 2)
     if output > 2:
         os.close(output)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        _show([sys.executable, "-P", "-m", "manyhands", *wanted.words])
+        _show([sys.executable, "-P", "-m", "manyhands", *request.words])
 
 
 def _show(words: Sequence[str]) -> None:
-    """Have `ps` and `pgrep` show these as the command of this process, as far as there is room for them."""
+    """Make `ps` and `pgrep` show these as the command of this process, as far as there is room for them."""
     with open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as shown:
         start, end = map(int, stat.read().rpartition(b")")[2].split()[45:47])
         if end - start != len(shown.read()):
@@ -282,10 +288,10 @@ def _show(words: Sequence[str]) -> None:
 
 
 def _read(requests: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = requests.recv(size - len(found))
+    received = bytearray()
+    while len(received) < size:
+        part = requests.recv(size - len(received))
         if not part:
             raise OSError("closed by the other side")
-        found += part
-    return bytes(found)
+        received += part
+    return bytes(received)

@@ -1,4 +1,4 @@
-"""Snapshots from every stage, put together off the main path."""
+"""Gathers snapshots from every stage, off the main path."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from manyhands.runtime.run import Run
 
 MOST_SNAPSHOTS_BEHIND = 2
-"""With more than these not yet saved no further step is fed: they take memory on the workers."""
+"""With more snapshots than this not yet saved, no further step is fed: they take memory on the workers."""
 _SAVE_SECONDS = 120.0
 
 
 class Gathering:
-    """Snapshots from every stage, put together off the main path and handed on in order.
+    """Snapshots from every stage, joined off the main path and passed on in order.
 
-    One is handed on once the steps before it have been reported, so that no record of them is missing if all ends then.
+    A snapshot is passed on once the steps before it have been reported, so that no record of them is missing if the run
+    ends then.
     """
 
     def __init__(self, run: Run) -> None:
@@ -40,18 +41,18 @@ class Gathering:
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._arrived: set[int] = set()
-        """Snapshots of which every part has come; they may still be written."""
+        """Steps of snapshots of which every part has arrived; they may not be saved yet."""
         self._ended = run.first - 1
         self._saved = 0
         self._is_closed = False
         self._error: BaseException | None = None
         self._verdict: Verdict | None = None
-        """The worker that sends twice what it has not offered."""
+        """The worker whose snapshot differed twice from what it offered."""
 
     def take(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
-        """A worker has a snapshot: make room for it, ask for it, and wait for it on a thread."""
+        """Make room for a worker's snapshot, request it, and wait for it on a thread."""
         thread = threading.Thread(target=self._receive, args=(name, message, listed), name="gathering", daemon=True)
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
         thread.start()
 
     def _receive(self, name: str, message: State, listed: tuple[TensorEntry, ...]) -> None:
@@ -69,15 +70,15 @@ class Gathering:
                 parts[name] = (tensors, message.scalars)
                 if len(parts) < len(self.run.keepers):
                     return
-                found = self._joined(message.step)
+                snapshot = self._joined(message.step)
                 limit = self.run.order.wait_limit_seconds + 60  # the run itself ends before that
                 if not self._change.wait_for(lambda: self._is_closed or self._is_next(message.step), limit):
                     raise TimedOut(f"The snapshot after step {message.step} could not be kept for {limit:g} s.")
                 if self._is_closed:
                     return
-            self.run.hooks.on_snapshot(found)
+            self.run.hooks.on_snapshot(snapshot)
             with self._change:
-                self.latest = found
+                self.latest = snapshot
                 self._saved += 1
                 self._change.notify_all()
         except BaseException as error:
@@ -88,47 +89,47 @@ class Gathering:
     def _fetched(
         self, name: str, message: State, listed: tuple[TensorEntry, ...], attempt: int
     ) -> dict[str, torch.Tensor] | None:
-        """A worker's snapshot; None where what came is not what it offered."""
+        """Return a worker's snapshot; None where what arrived is not what it offered."""
         tensors = state.empty(listed)
-        box, step, called = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
-        box.expect(name, called, state.byte_count(listed))
-        box.post(name, step, called, list(tensors.values()))
+        mailbox, step, message_topic = self.run.coordinator.endpoint.mailbox, message.step, topic(message.step, attempt)
+        mailbox.expect(name, message_topic, state.byte_count(listed))
+        mailbox.post(name, step, message_topic, list(tensors.values()))
         self.run.coordinator.send(name, SendState(self.run.generation, step, COORDINATOR, attempt))
-        box.receive(name, step, called, list(tensors.values()))
+        mailbox.receive(name, step, message_topic, list(tensors.values()))
         return tensors if checksums(tensors.values()) == message.checksums else None
 
     def _is_next(self, step: int) -> bool:
         return self._ended >= step - 1 and self.run.order.snapshots[self._saved] == step
 
     def _joined(self, step: int) -> RunState:
-        found = RunState({}, steps_done=step)
+        snapshot = RunState({}, steps_done=step)
         parts = self._parts.pop(step)
         self._arrived.add(step)
         for tensors, scalars in (parts[name] for name in reversed(self.run.keepers)):
-            found.weights |= state.of(state.WEIGHT, tensors)
-            found.optimizer |= state.of(state.OPTIMIZER, tensors)
-            found.scalars |= scalars
-        return found
+            snapshot.weights |= state.of(state.WEIGHT, tensors)
+            snapshot.optimizer |= state.of(state.OPTIMIZER, tensors)
+            snapshot.scalars |= scalars
+        return snapshot
 
     def ended(self, step: int) -> None:
-        """A step is over, and reported."""
+        """Note that a step has ended and was reported."""
         with self._change:
             self._ended = step
             self._change.notify_all()
 
     def is_behind(self, fed: int) -> bool:
-        """Whether so many snapshots of steps that were fed are not saved yet that workers should wait."""
+        """Return whether too many snapshots of steps that were fed are not saved yet, so that workers should wait."""
         due = bisect.bisect_right(self.run.order.snapshots, fed)
         return due - self._saved > MOST_SNAPSHOTS_BEHIND
 
     @property
     def wanted_step(self) -> int | None:
-        """The oldest snapshot that is not saved yet."""
+        """The step of the oldest snapshot that is not saved yet."""
         snapshots = self.run.order.snapshots
         return snapshots[self._saved] if self._saved < len(snapshots) else None
 
     def owing(self) -> list[str]:
-        """Devices whose part of the oldest snapshot has not come; a slow disk is not their fault."""
+        """Return the devices whose part of the oldest snapshot has not arrived; a slow disk is not their fault."""
         step = self.wanted_step
         with self._change:
             if step is None or step in self._arrived:
@@ -145,7 +146,7 @@ class Gathering:
             raise self._error
 
     def close(self) -> None:
-        """One that is being saved is waited for."""
+        """End all threads, waiting for a snapshot that is being saved."""
         with self._change:
             self._is_closed = True
             self._change.notify_all()

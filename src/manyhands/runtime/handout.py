@@ -1,4 +1,4 @@
-"""What each device of a run is handed: its part of the job, and from which device each tensor of its state comes."""
+"""Assigns each device of a run its part of the job, and the device from which each tensor of its state comes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manyhands.schedule.policy import Schedule
 
 
 class Handout:
-    """Which device computes, which only gives away what it has, and what each starts with."""
+    """The devices of a run: those that compute, those that only send state, and the state that each starts with."""
 
     def __init__(self, order: Order, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -31,18 +31,18 @@ class Handout:
             located = located.with_here(state.named(state.LOSS, order.graph.loss.state))
         self.located = located
         self.sources = located.assigned({name: self._wanted(name) for name in self.names})
-        """Device -> source -> tensors that it starts with."""
+        """Device -> source -> tensors that the device starts with."""
         self.gives = _turned(self.sources)
-        """Source -> device -> tensors that it is sent."""
+        """Source -> device -> tensors that the device is sent."""
         givers = [name for name in self.gives if name not in self.names and name != COORDINATOR]
         self.everybody = (*self.names, *givers)
-        """The devices that compute, and those that only give away what they have."""
+        """The devices that compute, and those that only send the state they have."""
 
     def job(
         self, name: str, member: Member, order: Order, feed: BatchFeed, document: dict[str, Any], digest: str,
         wait_limit_seconds: float,
     ) -> DeviceJob:  # fmt: skip
-        """A device's part. `document`: the graph, which is left out where the device was given it before."""
+        """Return a device's part of the job. `document`: the graph, left out where the device already has it."""
         located = self.located
         kernels = dict(order.kernels.get(name, {}))
         together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
@@ -52,7 +52,7 @@ class Handout:
             graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
-            state=tuple(self._part(name, located.entries[one]) for one in self._wanted(name)),
+            state=tuple(self._part(name, located.entries[tensor_name]) for tensor_name in self._wanted(name)),
             sources=self.sources[name], checksums=self._checksums(name),
             scalars=located.scalars, steps_done=located.steps_done, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
@@ -64,13 +64,13 @@ class Handout:
         )  # fmt: skip
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Each device that the coordinator sends tensors, and those tensors."""
-        here = self.located.here
+        """Yield each device that the coordinator sends tensors to, with those tensors."""
+        stored = self.located.here
         for name, tensors in self.gives.get(COORDINATOR, {}).items():
-            yield name, [self._part_of(name, one, here[one]).detach().cpu().contiguous() for one in tensors]
+            yield name, [self._part_of(name, key, stored[key]).detach().cpu().contiguous() for key in tensors]
 
     def moving_bytes(self) -> int:
-        """Bytes of state that travel before the run begins."""
+        """Return the bytes of state that are sent before the run begins."""
         return sum(
             state.byte_count(self.located.entries[name] for name in names)
             for gives in self.gives.values()
@@ -78,12 +78,12 @@ class Handout:
         )
 
     def _wanted(self, name: str) -> list[str]:
-        """What a device starts with: its stages' weights, their part of the optimiser's state, its loss' constants."""
+        """Return the tensors that a device starts with: its stages' weights and optimiser state, loss constants."""
         constants = [name for name in self.located.here if name.startswith(state.LOSS)]
         return self.located.wanted_by(self.weights[name]) + constants
 
     def _part(self, device: str, entry: TensorEntry) -> TensorEntry:
-        """What a device gets of a tensor: by channels, its own part of a weight."""
+        """Return the entry for the part of a tensor that a device gets: by channels, its own part of a weight."""
         box = self._schedule.lowering.work[device].weight_box(state.weight_of(entry.name))
         return entry if box is None else msgspec.structs.replace(entry, shape=box.shape)
 
@@ -93,20 +93,20 @@ class Handout:
         return tensor if box is None else tensor[box.slices()]
 
     def _checksums(self, name: str) -> dict[str, dict[str, int]]:
-        """What a device starts with, as it was when it was kept."""
+        """Return the checksums of the state that a device starts with, from when it was kept, by source."""
         sums = {}
         for source, tensors in self.sources[name].items():
-            known = self.located.checksums.get(source, {})
-            if own := {one: known[one] for one in tensors if one in known}:
-                sums[source] = own
+            recorded = self.located.checksums.get(source, {})
+            if tensor_sums := {tensor: recorded[tensor] for tensor in tensors if tensor in recorded}:
+                sums[source] = tensor_sums
         return sums
 
 
 def _turned(sources: Mapping[str, Mapping[str, tuple[str, ...]]]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Source -> device -> tensors, of device -> source -> tensors; without what devices have themselves."""
+    """Return source -> device -> tensors from device -> source -> tensors, without the tensors a device has itself."""
     gives: dict[str, dict[str, tuple[str, ...]]] = {}
-    for device, own in sources.items():
-        for source, names in own.items():
+    for device, names_by_source in sources.items():
+        for source, names in names_by_source.items():
             if source != device:
                 gives.setdefault(source, {})[device] = names
     return gives

@@ -1,4 +1,4 @@
-"""The first messages of a worker: it says what it is, and the coordinator welcomes or refuses it."""
+"""The first messages of a worker: it introduces itself, and the coordinator welcomes or refuses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.transport.transport import ConnectedEndpoint, ControlChannel
 
 
 class CalledOtherwise(Refused):
-    """Another worker has this one's name; under the name given here it may join."""
+    """Another worker has this one's name; it may join under `name`."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason, hint=refusal.hint)
@@ -23,7 +23,7 @@ class CalledOtherwise(Refused):
 
 
 class Quarantined(Refused):
-    """The run that this worker was evicted from; `again_seconds` from now it may join again."""
+    """The run has evicted this worker; it may join again `again_seconds` from now."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason, hint=refusal.hint)
@@ -31,7 +31,7 @@ class Quarantined(Refused):
 
 
 def hello_of(joining: Joining, channel: ControlChannel, endpoint: ConnectedEndpoint, silo: Silo | None) -> Hello:
-    """A worker's first message."""
+    """Return a worker's first message."""
     host, port = endpoint.address
     identity = own_identity(joining.process, channel.local_host)
     is_named = joining.is_named and bool(joining.name)
@@ -40,19 +40,20 @@ def hello_of(joining: Joining, channel: ControlChannel, endpoint: ConnectedEndpo
 
 
 def short(hello: Hello) -> Hello:
-    """A hello that a coordinator will read; one that is too long is refused here, where somebody is told why."""
+    """Return a hello that is short enough for a coordinator. BadData otherwise, here where the user learns why."""
     size = len(encode(hello))
     if size > LARGEST_HELLO_BYTES:
         arrays = len(hello.facts.silo.arrays) if hello.facts.silo is not None else 0
         raise BadData(
-            f"What this worker says of itself takes {size} bytes; a coordinator reads at most {LARGEST_HELLO_BYTES}.",
+            f"What this worker reports of itself takes {size} bytes; a coordinator reads at most "
+            f"{LARGEST_HELLO_BYTES}.",
             hint=f"Its silo has {arrays} arrays: give it fewer, or shorter names.",
         )
     return hello
 
 
 def welcome_from(joining: Joining, channel: ControlChannel) -> Welcome:
-    """The coordinator's answer to a hello. Raises Refused where it does not take this worker in."""
+    """Return the coordinator's answer to a hello. Refused where it does not admit this worker."""
     answer = _answer(joining, channel)
     if isinstance(answer, Refusal) and answer.name:
         raise CalledOtherwise(answer)
@@ -66,25 +67,27 @@ def welcome_from(joining: Joining, channel: ControlChannel) -> Welcome:
 
 
 def _answer(joining: Joining, channel: ControlChannel) -> Message | None:
-    """What the coordinator answers; None: nothing."""
+    """Return the coordinator's answer; None where none came."""
     data = channel.receive(joining.limit_seconds)
     try:
         return decode_from_coordinator(data) if data is not None else None
     except Refused as error:
         raise Refused(
-            f"The coordinator at {joining.host}:{joining.port} says what manyhands {__version__} cannot "
+            f"The coordinator at {joining.host}:{joining.port} sent what manyhands {__version__} cannot "
             f"read: {error.message}",
             hint="Install the same version of manyhands on both.",
         ) from error
 
 
 def pin_coordinator(credentials: Credentials | None, channel: ControlChannel, coordinator: str) -> bool:
-    """Remember the coordinator's key, which is enough from now on; whether it is new. Refused where its name is another
-    key's."""
+    """Remember the coordinator's key, which is enough from now on, and return whether it is new.
+
+    Refused where its name belongs to another key.
+    """
     if credentials is None or not channel.peer_key:
         return False
-    name = "".join(sign for sign in coordinator[:64] if sign.isprintable()) or "coordinator"
+    name = "".join(character for character in coordinator[:64] if character.isprintable()) or "coordinator"
     try:
         return credentials.book.join(channel.peer_key, name, Role.COORDINATOR)
     except (BadFile, BadValue):
-        return False  # it cannot be kept: the token will be asked for again
+        return False  # the key cannot be stored: the token will be needed again

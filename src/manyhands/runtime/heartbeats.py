@@ -1,6 +1,7 @@
-"""Heartbeats between a coordinator and its workers: how often, for how long one may be missing, and what follows.
+"""Heartbeats between a coordinator and its workers: their interval, their timeout, and what follows.
 
-Two threads: one sends the coordinator's heartbeats, one asks the failure detector which workers to probe or give up.
+There are two threads: one sends the coordinator's heartbeats, the other has the failure detector name the workers to
+probe or to give up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from manyhands.runtime.membership import Membership
 
 HEARTBEAT_SECONDS = 0.5
 COORDINATOR_TIMEOUT_SECONDS = 15.0
-"""Workers wait longer for the coordinator: which device has failed is its judgement, and without it nothing goes on."""
+"""Workers wait longer for the coordinator: it judges which device has failed, and without it nothing goes on."""
 _HEARTBEATS_IN_TIMEOUT = 4
 _LOOKS_IN_TIMEOUT = 8
 _SEND_SECONDS = 2.0
@@ -27,7 +28,7 @@ _SEND_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class HeartbeatTimes:
-    """How often workers send heartbeats, and after how long without any a worker has failed."""
+    """The interval between a worker's heartbeats, and the time without any after which it has failed."""
 
     interval_seconds: float
     timeout_seconds: float
@@ -43,12 +44,12 @@ class HeartbeatTimes:
             )
 
     def coordinator_timeout_seconds(self, timeout_factor: float) -> float:
-        """After how long without a heartbeat of the coordinator a worker gives it up."""
+        """Return the seconds without a heartbeat of the coordinator after which a worker gives it up."""
         return max(COORDINATOR_TIMEOUT_SECONDS * timeout_factor, self.timeout_seconds)
 
 
 class HeartbeatMonitor:
-    """Sends heartbeats to all members, and takes out those whose heartbeats stopped."""
+    """Sends heartbeats to all members, and removes those whose heartbeats stopped."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class HeartbeatMonitor:
         closing: threading.Event,
         on_look: Callable[[], None],
     ) -> None:
-        """`on_look`: called after each look around. Both threads end when `closing` is set."""
+        """`on_look`: called after each check of the members. Both threads end when `closing` is set."""
         self._membership, self._clock_sync, self._times = membership, clock_sync, times
         self._closing, self._on_look = closing, on_look
         self._threads = (
@@ -71,13 +72,13 @@ class HeartbeatMonitor:
             thread.start()
 
     def join(self, limit_seconds: float) -> None:
-        """Wait for the threads to end, each for so long."""
+        """Wait for the threads to end, at most this long for each."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(limit_seconds)
 
     def look_around(self) -> None:
-        """Probe the members that are silent, and take out those that do not answer."""
+        """Probe the members that are silent, and remove those that do not answer."""
         suspects, lost = self._membership.due()
         for name in suspects:
             self._clock_sync.ask(name, PROBE_TICKET)
@@ -89,13 +90,13 @@ class HeartbeatMonitor:
 
     def _keep_looking(self) -> None:
         while not self._closing.wait(self._times.timeout_seconds / _LOOKS_IN_TIMEOUT):
-            with contextlib.suppress(Exception):  # whatever a callback raises that is told of losses: this goes on
+            with contextlib.suppress(Exception):  # whatever a callback for losses raises, this goes on
                 self.look_around()
             with contextlib.suppress(Exception):
                 self._on_look()
 
     def _send_heartbeats(self) -> None:
-        """A worker ends when nothing has come from its coordinator for long."""
+        """Send heartbeats to all members: a worker ends when its coordinator has sent nothing for long."""
         while not self._closing.wait(self._times.interval_seconds * 2):
             for member in self._membership.alive():
                 with contextlib.suppress(ManyhandsError):
@@ -103,10 +104,10 @@ class HeartbeatMonitor:
 
 
 def heartbeat_interval(timeout_seconds: float) -> float:
-    """How often workers send a heartbeat, where one that is missing for so long means that they have failed."""
+    """Return the seconds between a worker's heartbeats, where it has failed after `timeout_seconds` without any."""
     return min(HEARTBEAT_SECONDS, timeout_seconds / _HEARTBEATS_IN_TIMEOUT)
 
 
 def no_heartbeat(seconds: float) -> str:
-    """The reason for which a worker without heartbeats is lost."""
+    """Return the reason for the loss of a worker without heartbeats."""
     return f"it has sent nothing for {seconds:.1f} s: it hangs, was stopped, or its network is down"

@@ -1,4 +1,4 @@
-"""Which machine this is, and by which of its interfaces it is reached."""
+"""Identifies this machine, and the interface by which it is reached."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _DIGEST_CHARACTERS = 16
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What tells one worker from another of the same name. Digests: ids of machines are nobody else's business."""
+    """The facts that distinguish workers of the same name, as digests: ids of machines are private."""
 
     process: str = ""
-    """Drawn by the worker's process: one that comes back after its connection broke has the same."""
+    """A random id of the worker's process: it stays the same when the worker reconnects."""
     machine: str = ""
-    """Of the system's id and the network card: a copied SD card in another machine has another."""
+    """Digest of the system's id and the network card: it differs for a copied SD card in another machine."""
     system: str = ""
-    """Of the system's id alone: a copied SD card has the same."""
+    """Digest of the system's id alone: it is the same for a copied SD card."""
 
 
 def own_identity(process: str, local_host: str) -> Identity:
-    """This worker, which talks from this address."""
+    """Return the identity of this worker, which connects from this address."""
     system = _system_id()
     return Identity(process, _digest(system, _card(local_host)), _digest(system) if system else "")
 
@@ -34,8 +34,8 @@ def own_identity(process: str, local_host: str) -> Identity:
 def _system_id() -> str:
     for path in _ID_FILES:
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if found := file.read(200).decode(errors="replace").strip():
-                return found
+            if system_id := file.read(200).decode(errors="replace").strip():
+                return system_id
     return ""
 
 
@@ -47,38 +47,40 @@ def _digest(*texts: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Addresses of this machine at which others may reach it -> interfaces that are up; no loopback, nothing that
-    needs a scope."""
+    """Return the addresses at which others may reach this machine, with their interfaces, which are up.
+
+    Loopback addresses and those that need a scope are left out.
+    """
     import psutil
 
     states = psutil.net_if_stats()
-    found = {}
-    for interface, own in psutil.net_if_addrs().items():
+    interfaces = {}
+    for interface, interface_addresses in psutil.net_if_addrs().items():
         if interface in states and not states[interface].isup:
             continue
-        for one in own:
-            if one.family not in (socket.AF_INET, socket.AF_INET6):
+        for address in interface_addresses:
+            if address.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            parsed = ipaddress.ip_address(one.address.partition("%")[0])
+            parsed = ipaddress.ip_address(address.address.partition("%")[0])
             if not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified):
-                found[one.address] = interface
-    return found
+                interfaces[address.address] = interface
+    return interfaces
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address; empty where none has."""
+    """Return the interface that has this address; empty where none has."""
     import psutil
 
-    for interface, own in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address.partition("%")[0] for one in own):
+    for interface, interface_addresses in psutil.net_if_addrs().items():
+        if any(candidate.address.partition("%")[0] == address.partition("%")[0] for candidate in interface_addresses):
             return interface
     return "lo" if address.startswith("127.") else ""
 
 
 def _card(address: str) -> str:
-    """The hardware address of the card that has this address; empty where there is none."""
+    """Return the hardware address of the card that has this address; empty where there is none."""
     import psutil
 
-    own = psutil.net_if_addrs().get(interface_of(address), [])
-    found = [one.address for one in own if one.family == psutil.AF_LINK and one.address != _NO_ADDRESS]
-    return found[0] if found else ""
+    entries = psutil.net_if_addrs().get(interface_of(address), [])
+    hardware = [entry.address for entry in entries if entry.family == psutil.AF_LINK and entry.address != _NO_ADDRESS]
+    return hardware[0] if hardware else ""

@@ -1,11 +1,12 @@
-"""Workers that are invited: they listen, and the coordinator dials them.
+"""Invites workers: they listen, and the coordinator dials them.
 
     manyhands split serve                              # on a machine in the cloud: `serving.listen`
     coordinator.invite(host, port, token)              # on the edge: from now on it is a worker like any other
-    coordinator.keep_inviting(host, port, token)       # and comes back whenever its link does
+    coordinator.keep_inviting(host, port, token)       # and is invited again whenever it is lost
 
-Everything between the two is dialled from the coordinator's side, control and data, at the one port that the worker
-listens on, by its own token: the edge needs no port that the cloud could reach, and tells it no address.
+All connections between the two, for control and data, are dialled from the coordinator's side, at the one port that the
+worker listens on, with the worker's own token: the edge needs no port that the cloud could reach, and reveals no
+address to it.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ if TYPE_CHECKING:
 
 INVITE_SECONDS = 30.0
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 5.0)
-"""Between two attempts to have a lost one back; the last for as long as it takes."""
+"""Pauses between attempts to invite a lost worker again; the last one repeats for as long as it takes."""
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 6.0
-"""A worker that accepts the connection and then sends nothing is given up by then."""
+"""By then a worker that accepts the connection and sends nothing has been given up."""
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How an invited worker was reached, and is to be reached by others."""
+    """The way an invited worker was reached, and by which others are to reach it."""
 
     host: str
-    """As it was typed."""
+    """The host as it was typed."""
     port: int
     security: Security
-    """Of data connections to it."""
+    """The security of data connections to it."""
     credentials: Credentials | None = None
-    """With which it was dialled."""
+    """The credentials with which it was dialled."""
 
     def is_to(self, host: str, port: int) -> bool:
         return (self.host, self.port) == (host, port)
@@ -49,8 +50,11 @@ class Invitation:
 def peer_address(
     reader: tuple[str, Invitation | None], peer: tuple[str, Invitation | None], address: tuple[str, int]
 ) -> Address:
-    """Where a peer is as the reader is to meet it: an invited one is dialled by those who are not. Among others the
-    smaller name dials. An invited one learns nothing of where those are who dial it."""
+    """Return the address of a peer as the reader needs it, with the side that dials.
+
+    Workers that were not invited dial those that were. Otherwise the smaller name dials. An invited worker does not
+    learn the addresses of the workers that dial it.
+    """
     (name, invited), (other, invitation) = reader, peer
     if (invited is None) == (invitation is None):
         is_dialled = name < other
@@ -62,20 +66,22 @@ def peer_address(
 
 
 class Inviting:
-    """A thread that has a worker back whenever it is lost. It ends with `close`, or with its coordinator."""
+    """A thread that invites a worker again whenever it is lost. It ends with `close`, or with its coordinator."""
 
     def __init__(self, coordinator: Coordinator, host: str, port: int, token: str) -> None:
         self.coordinator, self.host, self.port, self._token = coordinator, host, port, token
         self.failure = ""
-        """Why the last attempt failed; empty where it did not."""
+        """The reason why the last attempt failed; empty where it did not."""
         self.attempts = 0
-        """Since it was last here."""
+        """Attempts since the worker was last a member."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"inviting {host}:{port}", daemon=True)
         self._thread.start()
 
     def is_here(self) -> bool:
-        return any(one.invitation and one.invitation.is_to(self.host, self.port) for one in self.coordinator.alive())
+        return any(
+            member.invitation and member.invitation.is_to(self.host, self.port) for member in self.coordinator.alive()
+        )
 
     def _run(self) -> None:
         pause, was_here = 0.0, False
@@ -97,15 +103,15 @@ class Inviting:
                 is_cancelled=self._closing.is_set,
             )  # fmt: skip
             failure = ""
-        except Exception as error:  # whatever it is: it may be another the next time
+        except Exception as error:  # of any kind: the next attempt may fail differently
             failure = error.message if isinstance(error, ManyhandsError) else repr(error)
         is_news = failure and failure != self.failure and not self._closing.is_set()
         self.failure = failure
         if is_news:
-            self.coordinator.on_event(f"{self.host}:{self.port} was invited in vain: {failure:.300}")
+            self.coordinator.on_event(f"{self.host}:{self.port} could not be invited: {failure:.300}")
 
     def close(self) -> None:
-        """Nobody is invited from now on; whoever is here stays."""
+        """End the thread: it invites no more. A worker that is a member stays."""
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS * self.coordinator.security.patience)

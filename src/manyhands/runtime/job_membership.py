@@ -1,4 +1,4 @@
-"""The members of a job that outlives them: which are there, which joined since it was planned, which want to go."""
+"""The members of a job that outlives them: those available, those that joined since it was planned, those leaving."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _POLL_SECONDS = 0.05
 
 
 class JobMembership:
-    """Members as a job sees them."""
+    """The members from a job's point of view."""
 
     def __init__(self, coordinator: Coordinator, retry_policy: RetryPolicy, log_event: LogEvent) -> None:
         self.coordinator, self.retry_policy, self.log_event = coordinator, retry_policy, log_event
         self._known: set[Member] = set()
-        """The members that were there when the plan was made."""
+        """The members that were available when the plan was made."""
         self._kept: set[Member] = set()
-        """The members that want to go and cannot yet, which was logged."""
+        """The members that want to leave and cannot yet, which has been logged."""
 
     def available(self) -> list[Member]:
-        """The members that may compute, at most so many."""
+        """Return the members that may compute, at most `max_devices`, those of the plan first."""
         members = [member for member in self.coordinator.alive() if not member.is_leaving]
-        known = [member for member in members if member in self._known]
-        return [*known, *(one for one in members if one not in self._known)][: self.retry_policy.max_devices]
+        planned = [member for member in members if member in self._known]
+        return [*planned, *(member for member in members if member not in self._known)][: self.retry_policy.max_devices]
 
     def know_all(self) -> None:
-        """A plan is made: whoever is there is not new from now on."""
+        """Note that a plan is made: the present members are not new from now on."""
         self._known = set(self.coordinator.alive())
 
     def is_leaving(self, names: Collection[str]) -> bool:
-        """Whether one of these wants to go."""
+        """Return whether one of these members wants to leave."""
         return any(member.is_leaving and member.name in names for member in self.coordinator.alive())
 
     def has_changed(self, names: Collection[str]) -> bool:
-        """Whether somebody has come since the plan was made, or one of those that it names wants to go and may."""
+        """Return whether a worker has joined since the plan was made, or one of these wants to leave and may."""
         if self.is_leaving(names):
             is_enough = len(self.available()) >= self.retry_policy.min_devices
             if not is_enough:
@@ -48,12 +48,12 @@ class JobMembership:
         return any(member not in self._known for member in self.available())
 
     def _log_kept(self, names: Collection[str]) -> None:
-        """Once of each who wants to go while without it too few would be left."""
+        """Log, once for each, the members that want to leave but without which too few would be left."""
         for member in self.coordinator.alive():
             if member.is_leaving and member.name in names and member not in self._kept:
                 self._kept.add(member)
-                left, floor = len(self.available()), self.retry_policy.min_devices
-                text = f"{member.name} wants to leave; {left} device(s) would be left, at least {floor} needed"
+                count, floor = len(self.available()), self.retry_policy.min_devices
+                text = f"{member.name} wants to leave; {count} device(s) would be left, at least {floor} needed"
                 self.log_event("note", text=f"{text}: it goes when another joins, or by a second Ctrl-C.")
 
     def log_change(self, names: Collection[str]) -> None:
@@ -64,15 +64,18 @@ class JobMembership:
                 self.log_event("joined", device=member.name)
 
     def dismiss(self, needed: Collection[str]) -> None:
-        """Those who were asked to go, and are not needed, go."""
+        """Dismiss the members that were asked to leave and are not needed."""
         for member in self.coordinator.alive():
             if member.is_leaving and member.name not in needed and not member.is_dismissed:
                 self.coordinator.dismiss(member.name)
                 self.log_event("left", device=member.name)
 
     def wait_for_enough(self, error: ManyhandsError, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the floor is reached. Raises WorkerLost, with what `error` says of how it came to that, where too
-        few are there at the end of the wait; or whatever `check` does meanwhile."""
+        """Wait until there are at least `min_devices` members.
+
+        WorkerLost, with the message of `error` for the cause, where too few are left at the end of the wait. `check` is
+        called meanwhile, and may raise an error of its own.
+        """
         if len(self.available()) >= self.retry_policy.min_devices:
             return
         wait_seconds = self.retry_policy.wait_seconds

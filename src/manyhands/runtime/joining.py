@@ -1,4 +1,4 @@
-"""Where and as whom a worker joins, and what it says of its machine."""
+"""The settings with which a worker joins, and the facts that it reports of its machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manyhands.transport.transport import ControlConnection, Transport, reach_ei
 
 @dataclass
 class Joining:
-    """Where and as whom a worker joins."""
+    """The address, name and credentials with which a worker joins, and its settings."""
 
     host: str
     port: int
@@ -33,27 +33,27 @@ class Joining:
     threads: int = 0
     limit_seconds: float = 60.0
     encrypted: bool | None = None
-    """None: unless the coordinator is on this very machine."""
+    """Whether connections are encrypted; None: unless the coordinator is on this very machine."""
     timeout_factor: float = 1.0
-    """How many times longer than usual to wait for anybody."""
+    """The factor by which every wait is longer than usual."""
     parent: int = 0
-    """A process without which this one ends too; 0: none."""
+    """The process whose end ends this one too; 0: none."""
     slowdown: float = 1.0
-    """How many times longer than it takes here everything that is computed is made to take."""
+    """The factor by which all computation is slowed down."""
     silo: str = ""
-    """A file of samples that only this worker has."""
+    """The file with samples that only this worker has; empty: none."""
     is_named: bool = True
-    """The name, if any, was given by hand: the coordinator does not choose another."""
+    """Whether the name, if any, was given by hand: then the coordinator does not choose another."""
     process: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells this worker from others of its name; the same when it comes back."""
+    """An id that distinguishes this worker from others of its name; it stays the same when the worker reconnects."""
     confinement: Confinement | None = None
-    """How this process is confined; None: it is not a process of its own."""
+    """The confinement of this process; None: the worker is not a process of its own."""
     credentials: Callable[[], Credentials | None] = worker_credentials
-    """This device's key and whom it knows; asked for beyond loopback."""
+    """Returns this device's key and the devices it knows; called for connections beyond loopback."""
 
 
 def reach(joining: Joining, name: str, transport: Transport) -> ControlConnection:
-    """The coordinator, which may not be there yet."""
+    """Return a connection to the coordinator, which may not have started yet."""
     return reach_either(
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
         encrypted=joining.encrypted, patience=joining.timeout_factor, credentials=joining.credentials,
@@ -61,7 +61,7 @@ def reach(joining: Joining, name: str, transport: Transport) -> ControlConnectio
 
 
 def prepare_gpu(compute: str) -> None:
-    """Refuse one that is not there; compute as the others do: the same bits every time, no numbers cut short."""
+    """Set up deterministic kernels without TF32, so that a GPU computes as others do. Refused where it is missing."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(compute.partition(":")[2] or 0) >= count:
         raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.", hint="Use --compute cpu.")
@@ -70,7 +70,7 @@ def prepare_gpu(compute: str) -> None:
 
 
 def facts_of(joining: Joining, silo: Silo | None) -> Facts:
-    """What a worker says of itself."""
+    """Return the facts that a worker reports of its machine."""
     machine = identify()
     return Facts(
         machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
@@ -83,7 +83,7 @@ def _silo_facts(silo: Silo | None) -> SiloFacts | None:
     if silo is None:
         return None
     listed = state.entries(silo.arrays)
-    return SiloFacts(len(silo), tuple(msgspec.structs.replace(one, shape=one.shape[1:]) for one in listed))
+    return SiloFacts(len(silo), tuple(msgspec.structs.replace(entry, shape=entry.shape[1:]) for entry in listed))
 
 
 def _memory_bytes(compute: str) -> int:

@@ -1,6 +1,6 @@
-"""Copies of state that a worker keeps against losses: its own after some steps, and those it holds for others.
+"""Keeps copies of state on a worker against losses: its own after some steps, and those it holds for others.
 
-They outlive generations: what was kept in one is where the next begins. They do not outlive a job.
+The copies outlive generations: the next one begins from copies of the one before. They do not outlive a job.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from manyhands.runtime.control_parts import TensorEntry
 from manyhands.transport.endpoint import Endpoint
 
 STATE = "state"
-"""The message with what a device starts with, one from each who has some of it."""
+"""The topic of messages with the state a device starts with, one from each device that has part of it."""
 
 
 @dataclass
 class Kept:
-    """State after some step, as far as it is here."""
+    """State after some step, as far as this worker has it."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
-    """Of tensors that are copies, from when they were made."""
+    """Checksums of tensors that are copies, from when the copies were made."""
 
 
 def topic(step: int, attempt: int = 0) -> str:
-    """The message with a copy of a device's state; `attempt`: how often it was sent before."""
+    """Return the topic of the message with a copy of a device's state; `attempt`: how often it was sent before."""
     return f"state {step}" if not attempt else f"state {step} again {attempt}"
 
 
 class Keeping:
-    """What is here, by steps done. Asked by the thread that works and by the one that listens."""
+    """The state that this worker keeps, by steps completed. Used by the working and the listening thread."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._lock = threading.Lock()
         self._since = -1
-        """The generation with which the job began whose state this is."""
+        """The generation with which the job of this state began."""
         self._kept: dict[int, Kept] = {}
         self._arriving: dict[tuple[str, int], tuple[Hold, dict[str, torch.Tensor]]] = {}
 
     def begin(self, since: int) -> None:
-        """A job goes on, or another one begins: what was kept of an earlier one is forgotten."""
+        """Begin a generation of a job, and forget the state of an earlier job."""
         with self._lock:
             if since != self._since:
                 self._since = since
@@ -58,47 +58,47 @@ class Keeping:
     def keep(
         self, step: int, tensors: dict[str, torch.Tensor], scalars: dict[str, Any], sums: Sequence[int] = ()
     ) -> None:
-        """Add to what there is of a step. The tensors must not change from now on. `sums`: checksums, if known."""
+        """Add to the state of a step. The tensors must not change from now on. `sums`: checksums, if known."""
         with self._lock:
-            known = self._kept.setdefault(step, Kept())
-            known.tensors = {**known.tensors, **tensors}
-            known.scalars = {**known.scalars, **scalars}
-            others = {name: one for name, one in known.checksums.items() if name not in tensors}
-            known.checksums = others | dict(zip(tensors, sums))
+            stored = self._kept.setdefault(step, Kept())
+            stored.tensors = {**stored.tensors, **tensors}
+            stored.scalars = {**stored.scalars, **scalars}
+            others = {name: checksum for name, checksum in stored.checksums.items() if name not in tensors}
+            stored.checksums = others | dict(zip(tensors, sums))
 
     def at(self, step: int) -> dict[str, torch.Tensor]:
-        """What there is of a step."""
+        """Return the tensors that are kept of a step."""
         with self._lock:
-            known = self._kept.get(step)
-            return dict(known.tensors) if known is not None else {}
+            stored = self._kept.get(step)
+            return dict(stored.tensors) if stored is not None else {}
 
     def checksums_at(self, step: int) -> dict[str, int]:
-        """Of what there is of a step, where they are known."""
+        """Return the checksums of the tensors that are kept of a step, where they are known."""
         with self._lock:
-            known = self._kept.get(step)
-            return dict(known.checksums) if known is not None else {}
+            stored = self._kept.get(step)
+            return dict(stored.checksums) if stored is not None else {}
 
     def retain(self, first: int, last: int, *, is_between_kept: bool = True) -> None:
-        """Forget all other steps."""
+        """Forget all steps other than these: `first` to `last`, or without `is_between_kept` only the two."""
         with self._lock:
-            wanted = range(first, last + 1) if is_between_kept else (first, last)
-            self._kept = {step: kept for step, kept in self._kept.items() if step in wanted}
+            wanted_steps = range(first, last + 1) if is_between_kept else (first, last)
+            self._kept = {step: stored for step, stored in self._kept.items() if step in wanted_steps}
 
     def listing(
         self,
     ) -> tuple[dict[int, tuple[TensorEntry, ...]], dict[int, dict[str, Any]], dict[int, dict[str, int]]]:
-        """What there is by steps: tensors, scalars, checksums."""
+        """Return the kept tensors, scalars and checksums, each by step."""
         with self._lock:
             return (
-                {step: state.entries(kept.tensors) for step, kept in self._kept.items()},
-                {step: kept.scalars for step, kept in self._kept.items()},
-                {step: dict(kept.checksums) for step, kept in self._kept.items()},
+                {step: state.entries(stored.tensors) for step, stored in self._kept.items()},
+                {step: stored.scalars for step, stored in self._kept.items()},
+                {step: dict(stored.checksums) for step, stored in self._kept.items()},
             )
 
     # Copies of others
 
     def make_room(self, message: Hold) -> None:
-        """Another worker's copy may come."""
+        """Make room for a copy that another worker is to send."""
         size = state.byte_count(message.tensors)
         tensors = state.empty(message.tensors)
         name = topic(message.step, message.attempt)
@@ -108,22 +108,22 @@ class Keeping:
             self._arriving[message.source, message.step] = (message, tensors)
 
     def collect(self) -> list[Held]:
-        """Copies that have come since the last time. One that differs from what was announced is not kept."""
+        """Return copies that have arrived since the last call. One that differs from what was announced is not kept."""
         with self._lock:
             arriving = list(self._arriving.items())
-        found = []
+        held = []
         for (source, step), (message, tensors) in arriving:
             if self.endpoint.mailbox.collect(source, step, topic(step, message.attempt)):
                 sums = checksums(tensors.values())
                 if sums == message.checksums:
                     self.keep(step, tensors, message.scalars, sums)
-                found.append(Held(message.generation, source, step, combined(sums), message.attempt))
+                held.append(Held(message.generation, source, step, combined(sums), message.attempt))
                 with self._lock:
                     self._arriving.pop((source, step), None)
-        return found
+        return held
 
     def expect_nobody(self) -> None:
-        """The generation is over: what has not come will not."""
+        """Collect the copies that have arrived, and expect no others: the generation is over."""
         self.collect()
         with self._lock:
             self._arriving.clear()

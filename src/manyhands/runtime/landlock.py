@@ -1,7 +1,7 @@
-"""Landlock: this process and its descendants reach only the files that are named here, for good.
+"""Restricts this process and its descendants with Landlock to files named by rules, permanently.
 
-It also keeps them from looking into processes outside (`/proc/PID/mem`, `/proc/PID/fd`) and, where the kernel can, from
-sending those signals. Rules belong to the calling thread and what it starts: to be applied before there are threads.
+It also keeps them from inspecting processes outside (`/proc/PID/mem`, `/proc/PID/fd`) and, where the kernel can, from
+sending those signals. Rules hold for the calling thread and what it starts: apply them before there are threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAKE_CHAR, MAKE_DIR, MAKE_REG, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK, MAKE_SYM = (1 <
 REFER, TRUNCATE, IOCTL_DEV = (1 << bit for bit in range(13, 16))
 _ALL, _OF_FILES = (1 << 16) - 1, EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 _NEWER = ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV))
-"""Version -> the right it brought."""
+"""(version, the right that it introduced)."""
 
 READ = READ_FILE | READ_DIR
 WRITE = (
@@ -37,7 +37,7 @@ USE_DEVICE = READ | WRITE_FILE | TRUNCATE | IOCTL_DEV
 
 @dataclass(frozen=True)
 class Rule:
-    """What may be done with a file, or with a folder and everything beneath it."""
+    """The rights to a file, or to a folder and everything beneath it."""
 
     path: str
     rights: int
@@ -54,14 +54,14 @@ class _Beneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Of the kernel's Landlock; OSError where it has none, or was started without."""
+    """Return the version of the kernel's Landlock; OSError where it has none, or was started without."""
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "not on this system")
     return _call(_CREATE, None, 0, _ASK_VERSION)
 
 
 def why_not_available() -> str:
-    """Why this system has none, in a few words; empty where it has."""
+    """Return why this system has no Landlock, in a few words; empty where it has."""
     if sys.platform != "linux":
         return "not on this system"
     try:
@@ -73,32 +73,32 @@ def why_not_available() -> str:
 
 
 def handled_rights(number: int) -> int:
-    """What a version of Landlock can deny; everything not granted by a rule is."""
+    """Return the rights that a version of Landlock can deny; those that no rule grants are denied."""
     return _ALL & ~sum(right for since, right in _NEWER if number < since)
 
 
 def granted(rule: Rule, number: int, *, is_folder: bool) -> int:
-    """The rights of a rule that this version knows, and that a file can have where it is one."""
+    """Return the rights of a rule that this version knows; for a file, only those that a file can have."""
     rights = rule.rights & handled_rights(number)
     return rights if is_folder else rights & _OF_FILES
 
 
 def apply(rules: Iterable[Rule]) -> int:
-    """Restrict this process to these; paths that do not exist are passed over. Returns Landlock's version.
+    """Restrict this process to these rules, and return Landlock's version. Paths that do not exist are skipped.
 
-    "No new privileges" must be set before. OSError where the kernel refuses, or other threads run already.
+    "No new privileges" must be set before. OSError where the kernel refuses, or where other threads run already.
     """
     number = version()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise OSError(errno.EBUSY, f"{threads} threads run already, which it would not reach")
     ruleset = _Ruleset(handled_rights(number), 0, _SCOPE_SIGNAL if number >= _FIRST_WITH_SIGNALS else 0)
-    made = _call(_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
+    ruleset_descriptor = _call(_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
     try:
         for rule in rules:
-            _add(made, rule, number)
-        _call(_RESTRICT, made, 0, 0)
+            _add(ruleset_descriptor, rule, number)
+        _call(_RESTRICT, ruleset_descriptor, 0, 0)
     finally:
-        os.close(made)
+        os.close(ruleset_descriptor)
     return number
 
 
@@ -114,9 +114,9 @@ def _add(ruleset: int, rule: Rule, number: int) -> None:
 
 def _call(number: int, *arguments: object) -> int:
     library = ctypes.CDLL(None, use_errno=True)
-    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     result: int = library.syscall(ctypes.c_long(number), *words)
     if result < 0:
-        found = ctypes.get_errno()
-        raise OSError(found, os.strerror(found))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
     return result

@@ -1,4 +1,4 @@
-"""A worker's part in measuring links: of all devices at once (`probing`), or of one pair (`pair_probe`)."""
+"""A worker's part in measuring links: between all devices (`probing`), or between one pair (`pair_probe`)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from manyhands.transport.endpoint import Endpoint
 
 
 def expected(command: ProbeLinks, name: str) -> dict[tuple[str, str], int]:
-    """(peer, topic) -> bytes of every message that comes to the device of this name."""
-    look = pair_probe.expected(command.devices, name, command.sizes) if command.sizes else None
-    return look if look is not None else probing.expected(command.devices, name)
+    """Return (peer, topic) -> bytes, for every message that comes to the device of this name."""
+    pair_bytes = pair_probe.expected(command.devices, name, command.sizes) if command.sizes else None
+    return pair_bytes if pair_bytes is not None else probing.expected(command.devices, name)
 
 
 def run(command: ProbeLinks, endpoint: Endpoint) -> Probed:
-    """What the device has measured."""
+    """Measure the links, and return what the device has measured."""
     if command.sizes:
         links = pair_probe.run(endpoint, command.devices, command.sizes)
         return Probed(command.generation, 0.0, 0.0, 0.0, links)
-    found = probing.run(endpoint, command.devices)
-    return Probed(command.generation, *found.of(len(command.devices)), found.links)
+    measured = probing.run(endpoint, command.devices)
+    return Probed(command.generation, *measured.of(len(command.devices)), measured.links)

@@ -1,4 +1,4 @@
-"""Links that a worker imitates: what leaves to a peer does so at the rate and with the delay of such a link."""
+"""Imitates links on a worker: what it sends to a peer leaves at the rate and with the delay of such a link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LinkShaping:
         self.up_bytes_per_second = math.inf
 
     def shape(self, links: Mapping[str, Shape]) -> None:
-        """From now on what leaves to these peers does so as over such links; to others as before."""
+        """Imitate these links to these peers from now on; those to other peers stay as they are."""
         for peer, shape in links.items():
             rate = math.inf if shape.bytes_per_second is None else shape.bytes_per_second
             self.links[peer] = Link(max(rate, STOPPED_BYTES_PER_SECOND), shape.delay_seconds)

@@ -1,6 +1,6 @@
-"""Keeps `live.json` of a run's folder true while the run goes on: who is there, how fast, what a round looks like.
+"""Keeps `live.json` in a run's folder up to date while the run goes on: its devices, its speed, the last round.
 
-Nobody waits for it: what happens is noted in memory, and a thread writes it down about once a second.
+Nothing waits for it: events are noted in memory, and a thread writes the file about once a second.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 1.0
 WATCH_SECONDS = 3.0
-"""Between two rounds that are looked at: the spans of one are about 5 kB from each device."""
+"""Seconds between two watched rounds: the spans of one take about 5 kB from each device."""
 LEAST_LOOKS = 5
-"""Of a run that is shorter than that."""
+"""How many rounds of a run are watched at least, where it is too short for that interval."""
 _LAST_STEPS = 20
 _LAST_ARRIVALS = 32
 _MOST_SPANS_IN_ALL = 4000
 _LEAST_SPANS = 20
 _END_SECONDS = 5.0
 _UNDER_WAY = 4
-"""Rounds that not all devices have reported yet."""
+"""How many rounds are kept that not all devices have reported yet."""
 
 
 def rounds_between_looks(round_seconds: float, rounds: int) -> int:
-    """One round in so many is looked at."""
-    wanted = WATCH_SECONDS / round_seconds if round_seconds > 0 else rounds
-    return max(1, min(round(wanted), max(3, rounds // LEAST_LOOKS)))
+    """Return a number n such that one round in n is to be watched."""
+    rounds_apart = WATCH_SECONDS / round_seconds if round_seconds > 0 else rounds
+    return max(1, min(round(rounds_apart), max(3, rounds // LEAST_LOOKS)))
 
 
 @dataclass
 class _Outlook:
-    """What is run, and what the simulator says of it."""
+    """The plan that runs, and what the simulator predicts for it."""
 
     plan: Plan
     network: Network
@@ -79,32 +79,34 @@ class _Outlook:
 
     @functools.cached_property
     def stage_seconds(self) -> dict[tuple[int, str], float]:
-        """(stage, device) -> computing in a round, simulated."""
-        found: defaultdict[tuple[int, str], float] = defaultdict(float)
+        """(stage, device) -> simulated seconds of computing in a round."""
+        seconds_by_stage: defaultdict[tuple[int, str], float] = defaultdict(float)
         for span in self.prediction.spans if self.prediction is not None else ():
             if span.kind in ("forward", "backward"):
-                found[getattr(span.what, "stage", -1), span.device] += span.end - span.start
-        return dict(found)
+                seconds_by_stage[getattr(span.what, "stage", -1), span.device] += span.end - span.start
+        return dict(seconds_by_stage)
 
     @functools.cached_property
     def spans(self) -> tuple[LiveSpan, ...]:
-        """The simulated round."""
+        """The spans of the simulated round."""
         by_device: defaultdict[str, list[Glimpse]] = defaultdict(list)
         for span in self.prediction.spans if self.prediction is not None else ():
             stage, label = getattr(span.what, "stage", -1), _label(span.what)
             by_device[span.device].append(Glimpse(span.track, span.kind, span.start, span.end, stage, label))
         return tuple(
-            one for name in self.plan.devices for one in _spans(name, thinned(by_device[name], self.most_spans), 0.0)
+            live_span
+            for name in self.plan.devices
+            for live_span in _spans(name, thinned(by_device[name], self.most_spans), 0.0)
         )
 
     @property
     def most_spans(self) -> int:
-        """Of a device: what is drawn is to stay small however many there are."""
+        """The most spans of a device: a drawing is to stay small however many devices there are."""
         return max(_LEAST_SPANS, min(MOST_SPANS, _MOST_SPANS_IN_ALL // max(1, 2 * len(self.plan.devices))))
 
 
 class Living:
-    """One run as others see it. Its methods are called from the run's own threads and never raise or wait."""
+    """One run as observers see it. Its methods are called from the run's own threads and never raise or wait."""
 
     def __init__(self, folder: Path, *, command: str, model: str, first_step: int, steps: int, batch_size: int) -> None:
         self.folder = folder
@@ -117,14 +119,14 @@ class Living:
         self._outlook: _Outlook | None = None
         self._seconds: deque[float] = deque(maxlen=_LAST_STEPS)
         self._seen: dict[str, Seen] = {}
-        """The last of each device."""
+        """The last watched round of each device."""
         self._rounds: dict[int, dict[str, Seen]] = {}
         self._busy: dict[str, float] = {}
         self._stage_seconds: dict[int, float] = {}
         self._arrivals: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(lambda: deque(maxlen=_LAST_ARRIVALS))
         self._sent: dict[tuple[str, str], int] = {}
         self._sent_before: dict[tuple[str, str], int] = {}
-        """In generations that are over."""
+        """Bytes sent in generations that are over."""
         self._round: LiveRound | None = None
         self._devices: tuple[LiveDevice, ...] = ()
         self._is_new_round = self._is_to_be_simulated = False
@@ -142,18 +144,18 @@ class Living:
         self._coordinator = coordinator
 
     def planned(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile, prediction: Simulation) -> None:
-        """It begins."""
+        """Note the plan with which the run begins, and what the simulator predicts for it."""
         with self._lock:
             self._outlook = _Outlook(plan, network, cluster, profile, prediction)
         self._change(state="running", text="", predicted_seconds=prediction.seconds / plan.steps_per_round)
 
     def replanned(self, plan: Plan) -> None:
-        """Others go on, by another plan; what that should take is simulated when there is time."""
+        """Note that the run goes on by another plan, which is simulated when there is time."""
         with self._lock:
             if self._outlook is None:
                 return
-            own = self._outlook
-            self._outlook = _Outlook(plan, own.network, own.cluster, own.profile, None)
+            outlook = self._outlook
+            self._outlook = _Outlook(plan, outlook.network, outlook.cluster, outlook.profile, None)
             self._is_to_be_simulated = True
             self._rounds.clear()
             self._busy.clear()
@@ -174,26 +176,26 @@ class Living:
         )  # fmt: skip
 
     def reported(self, device: str, message: Progress) -> None:
-        """A device has ended a round."""
+        """Note that a device has ended a round."""
         with self._lock:
             for target, count in message.sent.items():
                 self._sent[device, target] = count
             if message.seen is None or self._outlook is None:
                 return
             self._seen[device] = message.seen
-            seen = self._rounds.setdefault(message.step, {})
-            seen[device] = message.seen
-            if set(seen) >= set(self._outlook.plan.devices):
+            seen_by_device = self._rounds.setdefault(message.step, {})
+            seen_by_device[device] = message.seen
+            if set(seen_by_device) >= set(self._outlook.plan.devices):
                 del self._rounds[message.step]
-                self._take_round(message.step, seen, self._outlook)
+                self._take_round(message.step, seen_by_device, self._outlook)
             while len(self._rounds) > _UNDER_WAY:
                 del self._rounds[min(self._rounds)]
 
     def arrived(self, device: str, arrivals: Iterable[Arrival]) -> None:
         with self._lock:
-            for one in arrivals:
-                if one.seconds > 0:
-                    self._arrivals[one.source, device].append(one)
+            for arrival in arrivals:
+                if arrival.seconds > 0:
+                    self._arrivals[arrival.source, device].append(arrival)
 
     def noted(self, text: str) -> None:
         self._change(text=text)
@@ -202,7 +204,7 @@ class Living:
         self._change(state="waiting", text=text)
 
     def close(self, state: RunState, text: str = "") -> None:
-        """The last that is written."""
+        """Write the final state, and end the thread."""
         if self._closing.is_set():
             return
         self._change(state=state, text=text, remaining_seconds=0.0 if state == "ended" else None)
@@ -222,153 +224,161 @@ class Living:
         self._write()
 
     def _write(self) -> None:
-        with contextlib.suppress(Exception):  # the run is not to end because nobody can look at it
+        with contextlib.suppress(Exception):  # the run must not end because it cannot be shown
             with self._lock:
                 live = msgspec.structs.replace(
                     self._live, updated=time.time(), devices=self._describe_devices(), links=self._describe_links(),
                     stages=self._describe_stages(),
                 )  # fmt: skip
-                found, self._is_new_round = self._round if self._is_new_round else None, False
+                new_round, self._is_new_round = self._round if self._is_new_round else None, False
             write_live(self.folder, live)
-            if found is not None:
-                write_round(self.folder, found)
+            if new_round is not None:
+                write_round(self.folder, new_round)
             self._simulate()
 
     def _simulate(self) -> None:
-        """What the plan of now should take; nobody knows where devices came of which nothing is known here."""
+        """Simulate a new plan; there is no prediction where devices joined that the profile does not know."""
         with self._lock:
-            own, is_wanted, self._is_to_be_simulated = self._outlook, self._is_to_be_simulated, False
-        if own is None or not is_wanted:
+            outlook, is_wanted, self._is_to_be_simulated = self._outlook, self._is_to_be_simulated, False
+        if outlook is None or not is_wanted:
             return
         with contextlib.suppress(ManyhandsError, KeyError):
-            prediction = simulate(own.plan, own.network, own.cluster, own.profile)
+            prediction = simulate(outlook.plan, outlook.network, outlook.cluster, outlook.profile)
             with self._lock:
-                if self._outlook is own:
-                    self._outlook = _Outlook(own.plan, own.network, own.cluster, own.profile, prediction)
-            self._change(predicted_seconds=prediction.seconds / own.plan.steps_per_round)
+                if self._outlook is outlook:
+                    self._outlook = _Outlook(
+                        outlook.plan, outlook.network, outlook.cluster, outlook.profile, prediction
+                    )
+            self._change(predicted_seconds=prediction.seconds / outlook.plan.steps_per_round)
 
-    def _take_round(self, step: int, seen: Mapping[str, Seen], own: _Outlook) -> None:
+    def _take_round(self, step: int, seen_by_device: Mapping[str, Seen], outlook: _Outlook) -> None:
         members = self._coordinator.members if self._coordinator is not None else {}
-        offsets = {name: members[name].clock_offset_seconds if name in members else 0.0 for name in seen}
-        starts = [span.start + offsets[name] for name, one in seen.items() for span in one.spans]
-        ends = [span.end + offsets[name] for name, one in seen.items() for span in one.spans]
+        offsets = {name: members[name].clock_offset_seconds if name in members else 0.0 for name in seen_by_device}
+        starts = [span.start + offsets[name] for name, report in seen_by_device.items() for span in report.spans]
+        ends = [span.end + offsets[name] for name, report in seen_by_device.items() for span in report.spans]
         if not starts:
             return
         zero, seconds = min(starts), max(ends) - min(starts)
         measured = tuple(
-            one
-            for name in own.plan.devices
-            for one in _spans(name, thinned(seen[name].spans, own.most_spans), zero - offsets[name])
+            span
+            for name in outlook.plan.devices
+            for span in _spans(name, thinned(seen_by_device[name].spans, outlook.most_spans), zero - offsets[name])
         )
-        expected = own.prediction.seconds if own.prediction is not None else 0.0
-        self._round = LiveRound(step, seconds, expected, measured, own.spans)
+        expected = outlook.prediction.seconds if outlook.prediction is not None else 0.0
+        self._round = LiveRound(step, seconds, expected, measured, outlook.spans)
         self._is_new_round = True
-        self._busy = {name: computing(one.spans) / seconds for name, one in seen.items() if seconds}
-        for number in range(len(own.plan.stages)):
-            devices = own.plan.stages[number].devices
-            self._stage_seconds[number] = max(computing(seen[name].spans, number) for name in devices)
+        self._busy = {name: computing(report.spans) / seconds for name, report in seen_by_device.items() if seconds}
+        for number in range(len(outlook.plan.stages)):
+            devices = outlook.plan.stages[number].devices
+            self._stage_seconds[number] = max(computing(seen_by_device[name].spans, number) for name in devices)
 
     def _describe_devices(self) -> tuple[LiveDevice, ...]:
-        """Once the coordinator ends, everybody goes: they stay as they were."""
-        coordinator, own = self._coordinator, self._outlook
+        """Return the devices. When the coordinator ends, all members leave: the devices then stay as they were."""
+        coordinator, outlook = self._coordinator, self._outlook
         if coordinator is None or coordinator.is_closing:
             return self._devices
         members = dict(coordinator.members)
         stages: defaultdict[str, list[int]] = defaultdict(list)
-        planned = own.prediction.devices if own is not None and own.prediction is not None else {}
-        if own is not None:
-            for number, stage in enumerate(own.plan.stages):
+        planned = outlook.prediction.devices if outlook is not None and outlook.prediction is not None else {}
+        if outlook is not None:
+            for number, stage in enumerate(outlook.plan.stages):
                 for name in stage.devices:
                     stages[name].append(number)
-        found = []
+        described = []
         started = coordinator.local.running()
-        order = {name: place for place, name in enumerate(own.cluster.names)} if own is not None else {}
-        for name, member in sorted(members.items(), key=lambda one: order.get(one[0], len(order))):
+        order = {name: place for place, name in enumerate(outlook.cluster.names)} if outlook is not None else {}
+        for name, member in sorted(members.items(), key=lambda item: order.get(item[0], len(order))):
             state = "left" if member.has_left else "lost" if member.is_lost else "here"
             if member.is_leaving and not member.is_lost:
                 state = "leaving"
-            if state == "here" and own is not None and name not in stages:
+            if state == "here" and outlook is not None and name not in stages:
                 state = "idle"
-            seen, device = self._seen.get(name), member.device
-            found.append(
+            last_seen, device = self._seen.get(name), member.device
+            described.append(
                 LiveDevice(
                     name, device.kind, state, member.reason if state == "lost" else "",
-                    memory_bytes=(own.cluster.device(name) if own and name in order else device).memory_bytes,
+                    memory_bytes=(outlook.cluster.device(name) if outlook and name in order else device).memory_bytes,
                     planned_bytes=planned[name].peak_bytes if name in planned else 0.0,
-                    resident_bytes=seen.resident_bytes if seen is not None and not member.is_lost else 0,
-                    peak_bytes=seen.peak_bytes if seen is not None else 0,
+                    resident_bytes=last_seen.resident_bytes if last_seen is not None and not member.is_lost else 0,
+                    peak_bytes=last_seen.peak_bytes if last_seen is not None else 0,
                     busy=self._busy.get(name) if not member.is_lost else None, host=member.channel.peer_host,
                     compute=member.facts.compute, stages=tuple(stages.get(name, ())),
                     pid=started.get(name, 0),
                 )
             )  # fmt: skip
-        self._devices = tuple(found)
+        self._devices = tuple(described)
         return self._devices
 
     def _describe_links(self) -> tuple[LiveLink, ...]:
-        own = self._outlook
-        if own is None:
+        outlook = self._outlook
+        if outlook is None:
             return ()
         pairs: dict[tuple[str, str], None] = {}
-        if own.prediction is not None:
-            pairs |= dict.fromkeys(own.prediction.bytes_between)
+        if outlook.prediction is not None:
+            pairs |= dict.fromkeys(outlook.prediction.bytes_between)
         pairs |= dict.fromkeys(self._sent)
-        found = []
+        described = []
         busiest = sorted(pairs, key=lambda pair: -self._sent.get(pair, 0) - self._sent_before.get(pair, 0))
         for source, target in busiest[:MOST_LINKS]:
             rate, delay = None, 0.0
             with contextlib.suppress(ManyhandsError, KeyError):
-                link = own.cluster.link_between(source, target)
-                speed = own.cluster.bytes_per_second_between(source, target)
+                link = outlook.cluster.link_between(source, target)
+                speed = outlook.cluster.bytes_per_second_between(source, target)
                 rate, delay = (speed if speed < float("inf") else None), link.delay_seconds
-            came = self._arrivals.get((source, target), ())
-            seconds = sum(one.seconds for one in came)
+            arrivals = self._arrivals.get((source, target), ())
+            seconds = sum(arrival.seconds for arrival in arrivals)
             sent = self._sent.get((source, target), 0) + self._sent_before.get((source, target), 0)
-            measured = sum(one.bytes for one in came) / seconds if seconds else None
-            found.append(LiveLink(source, target, rate, delay, measured, sent))
-        return tuple(found)
+            measured = sum(arrival.bytes for arrival in arrivals) / seconds if seconds else None
+            described.append(LiveLink(source, target, rate, delay, measured, sent))
+        return tuple(described)
 
     def _describe_stages(self) -> tuple[LiveStage, ...]:
-        own = self._outlook
-        if own is None:
+        outlook = self._outlook
+        if outlook is None:
             return ()
-        found = []
-        for number, stage in enumerate(own.plan.stages):
+        described = []
+        for number, stage in enumerate(outlook.plan.stages):
             first, last = layer_range(stage)
             seconds = self._stage_seconds.get(number)
-            found.append(
+            described.append(
                 LiveStage(
                     number, first, last, _share_text(stage), stage.devices, seconds,
-                    max((own.stage_seconds.get((number, name), 0.0) for name in stage.devices), default=0.0),
-                    own.plan.batch_size / seconds if seconds else None,
+                    max((outlook.stage_seconds.get((number, name), 0.0) for name in stage.devices), default=0.0),
+                    outlook.plan.batch_size / seconds if seconds else None,
                 )
             )  # fmt: skip
-        return tuple(found)
+        return tuple(described)
 
 
 def _spans(device: str, glimpses: Sequence[Glimpse], zero: float) -> Iterable[LiveSpan]:
-    for one in glimpses:
+    for glimpse in glimpses:
         yield LiveSpan(
-            device, one.track, round(one.start - zero, 6), round(one.end - zero, 6), one.kind, one.label, one.stage
+            device,
+            glimpse.track,
+            round(glimpse.start - zero, 6),
+            round(glimpse.end - zero, 6),
+            glimpse.kind,
+            glimpse.label,
+            glimpse.stage,
         )
 
 
-def _label(what: object) -> str:
-    micro_batch = getattr(what, "micro_batch", None)
+def _label(action: object) -> str:
+    micro_batch = getattr(action, "micro_batch", None)
     return str(micro_batch) if micro_batch is not None else ""
 
 
 def computing(spans: Iterable[Glimpse], stage: int | None = None) -> float:
-    """Seconds, waits apart."""
+    """Return the seconds of computing, without waits; `stage`: only those of this stage."""
     return sum(
-        one.end - one.start
-        for one in spans
-        if one.track == "compute" and one.kind != "reduce" and (stage is None or one.stage == stage)
+        span.end - span.start
+        for span in spans
+        if span.track == "compute" and span.kind != "reduce" and (stage is None or span.stage == stage)
     )
 
 
 def _share_text(stage: Stage) -> str:
-    """How a stage is shared, in a few words."""
+    """Return a description of how a stage is shared, in a few words."""
     share = stage.share
     if isinstance(share, BySamples):
         return f"samples {'+'.join(map(str, share.samples))}" if len(share.samples) <= 8 else "samples"
