@@ -1,4 +1,4 @@
-"""A device's port, whose rate follows a recorded trace."""
+"""Makes the rate of a device's port follow a recorded trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.lab.spaces import Spaces
 
 
 class TraceFollower:
-    """A device's port along a trace, whose time goes as slowly as everything in the lab."""
+    """A device's port along a trace, whose time is slowed down like everything in the lab."""
 
     def __init__(self, spaces: Spaces, played: Played, device: str, trace: LinkTrace) -> None:
         self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
@@ -24,7 +24,7 @@ class TraceFollower:
         self.due = self.began
 
     def follow(self, now: float) -> None:
-        """Set what holds now, if it is time."""
+        """Set the rates that hold at `now`, if it is time."""
         if now < self.due:
             return
         moment = (now - self.began) / self.scale
