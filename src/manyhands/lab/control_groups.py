@@ -30,7 +30,7 @@ from manyhands.lab.lines import check_lab_name
 
 OURS = "manyhands"
 PERIOD_MICROSECONDS = 10_000
-_LEAST_MICROSECONDS = 1000  # of quota, says the kernel: shares below a tenth get a longer period
+_LEAST_MICROSECONDS = 1000  # of quota, the kernel's minimum: shares below a tenth get a longer period
 _MOST_MICROSECONDS = 1_000_000  # of period
 _FREEZE_SECONDS = 5.0
 _ATTEMPTS = 3

@@ -17,7 +17,7 @@ class TraceFollower:
         self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
         port = played.network.device(device)
         self.up_part = 1.0
-        """Where one recording stands for both directions, up keeps its ratio to down."""
+        """The ratio of up to down, which is kept where one recording stands for both directions."""
         if math.isfinite(port.up_bytes_per_second) and math.isfinite(port.down_bytes_per_second):
             self.up_part = port.up_bytes_per_second / port.down_bytes_per_second
         self.began = time.monotonic()

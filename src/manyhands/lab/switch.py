@@ -93,7 +93,7 @@ class Switch:
         self.bytes = 0
         self.dropped = 0
         self.notes: list[str] = []
-        """What this machine refused, and the consequences."""
+        """Everything that this machine refused, and the consequences."""
         members = range(len(ports))
         self._lanes = {
             (sender, receiver): Lane(sender, receiver, _checked(delay_seconds(sender, receiver)))

@@ -141,7 +141,7 @@ def _palette(count: int) -> list[str]:
 
     colours = [to_hex(colormaps[name](place)) for name in ("tab20", "tab20b") for first in (0, 1)
              for place in range(first, 20, 2)]  # fmt: skip
-    colours = [colour for colour in colours if colour not in ("#7f7f7f", "#c7c7c7")]  # grey is what came with the input
+    colours = [colour for colour in colours if colour not in ("#7f7f7f", "#c7c7c7")]  # grey: comes with the input
     return [colours[place % len(colours)] for place in range(count)]
 
 

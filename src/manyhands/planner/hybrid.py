@@ -127,8 +127,8 @@ class Search:
         return pipelines
 
     def _promising(self, positions: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
-        """Return the stages between these cuts that a plan within the bound may have: they, what comes before and what
-        comes after take less."""
+        """Return the stages between these cuts that a plan within the bound may have: those for which the stage, the
+        layers before it and the layers after it each take less."""
         steps, layers, starts, ends = self.steps, self.steps.layers, self.steps.starts, self.steps.ends
         limit = bound * _SLACK / self.count
         begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
@@ -289,8 +289,9 @@ def pipelines(
 ) -> list[Pipeline]:
     """Return the best pipelines of each promising way to cut the mini-batch, the fastest first.
 
-    `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster. `pricing`:
-    what stages may be shared by, and their prices. `most_lines`: how much is searched beyond the promising cuts.
+    `like`: the other settings of a round. `may_be_alone`: whether one device may do it all, if that is faster.
+    `pricing`: makes the steps, with the ways in which stages may be shared and their prices. `most_lines`: how much is
+    searched beyond the promising cuts.
     """
     ways = batches(network, batch_size, like, micro_batches)
     most = max(way.samples for way in ways)
@@ -324,5 +325,5 @@ def pipelines(
             least = min(least, best.seconds)
     if not candidates:
         raise pipeline_shortage(network, cluster, like)
-    kept = {pipeline.stages: pipeline for pipeline in candidates if pipeline.seconds <= WORTH_A_SEARCH * least}
-    return sorted(kept.values(), key=lambda pipeline: pipeline.seconds)
+    near_best = {pipeline.stages: pipeline for pipeline in candidates if pipeline.seconds <= WORTH_A_SEARCH * least}
+    return sorted(near_best.values(), key=lambda pipeline: pipeline.seconds)

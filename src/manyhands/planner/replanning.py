@@ -188,7 +188,7 @@ def _incremental(plan: Plan, network: Network, cluster: Cluster, profile: Profil
     replanner = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
     for alternatives in replanner.shapes():
-        for is_tight in (True, False):  # the model's memory is a little too large; the price knows
+        for is_tight in (True, False):  # the model's memory is a little too large; the price decides
             best = min(alternatives, key=lambda drafts: replanner.cut(drafts, is_tight)[0])
             drafts = replanner.grown(replanner.regrouped(best, is_tight), is_tight)
             for cuts in replanner.ways_to_cut(drafts, is_tight):

@@ -229,7 +229,7 @@ class Steps:
             largest = numpy.array([self._parts[g].max() for g in self.groups])
             link = numpy.minimum(largest[:, None], largest[None, :]) / self.cluster.link.bytes_per_second
             if self.cluster.link.bytes_per_second >= max(ups.max(), downs.max()):
-                link = numpy.zeros_like(link)  # ports are what limits
+                link = numpy.zeros_like(link)  # only ports limit
             return numpy.maximum(ahead, link), numpy.maximum(back, link), delay
         if len(self.names) > MOST_WITH_GAPS and self.pairs.has_own_hosts:
             return self._neighbours_rates(ahead, back)

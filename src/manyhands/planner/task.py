@@ -98,7 +98,7 @@ class PlanCandidate:
     seconds: float
     reason: str = ""
     hint: str = ""
-    """What would help, where there is no plan."""
+    """The remedy, where there is no plan."""
     score: float | None = None
     """The quantity that plans are compared by if that is not seconds: bytes, or joules a sample."""
 
@@ -120,6 +120,6 @@ def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -
             return PlanCandidate(name, finer, price(finer))
         except OutOfMemory as error:
             refusal = error
-        except BadPlan:  # too few samples for its devices: memory is still what is wrong
+        except BadPlan:  # too few samples for its devices: memory is still the problem
             continue
     raise refusal

@@ -111,7 +111,7 @@ def interleave(
     for _ in range(warm_ups):
         first = {trial.name: timer(trial) for trial in alive}
         timings.spent_seconds += sum(map(passed, first.values()))
-        # A first run also builds what later ones reuse, so it must be slower by twice as much.
+        # A first run also builds what later ones reuse, so it may be twice as slow.
         alive = _promising(alive, first, 2 * pruned_ratio)
     for number in range(repeats):
         begin = number % len(alive)

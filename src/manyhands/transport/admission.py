@@ -29,7 +29,7 @@ class Pending:
     connected: socket.socket
     host: str
     network: str
-    """What counts as one client address."""
+    """The client's address as it is counted: see `client_network`."""
     is_authorized: bool = False
     evicted: threading.Event = field(default_factory=threading.Event)
     """Set once the connection had to make room."""

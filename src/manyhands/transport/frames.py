@@ -23,7 +23,7 @@ PRELUDE = struct.Struct("<4sI")
 LARGEST_HEADER_BYTES = 4096
 LARGEST_CHUNK_BYTES = 4 * 2**20
 LONGEST_TOPIC = LARGEST_HEADER_BYTES // 4
-"""In characters, of at most four bytes each."""
+"""The longest topic in characters, of at most four bytes each."""
 CHUNK_BYTES = 512 * 1024
 SHARED_CHUNK_BYTES = 2 * CHUNK_BYTES
 """The chunk size where payloads go through shared memory: copying takes less time than a frame otherwise."""

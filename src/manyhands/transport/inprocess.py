@@ -152,13 +152,13 @@ class InProcessTransport:
     def is_frozen(self, *names: str) -> bool:
         return not self._frozen.isdisjoint(names) or frozenset(names) in self._parted
 
-    def pass_on(self, source: str, target: str, what: Callable[[], None]) -> None:
+    def pass_on(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Make a delivery now, or when both are thawed."""
         with self.change:
             if self.is_frozen(source, target):
-                self._held.setdefault((source, target), deque()).append(what)
+                self._held.setdefault((source, target), deque()).append(deliver)
             else:
-                what()
+                deliver()
                 self.change.notify_all()
 
     def is_held(self, source: str) -> bool:

@@ -70,7 +70,7 @@ class DeviceKey:
     """This device's key pair."""
 
     def __init__(self, private: bytes) -> None:
-        """`private`: 32 bytes, as `new_private_key` makes them."""
+        """Load the key from `private`: 32 bytes, as `new_private_key` makes them."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         self._key = Ed25519PrivateKey.from_private_bytes(private)

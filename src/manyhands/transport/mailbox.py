@@ -318,10 +318,10 @@ class Mailbox:
         """The number of events so far, to hand to `wait_for_news`."""
         return self._news
 
-    def wait_for_news(self, seen: int) -> int:
-        """Wait until something has happened since `seen`; return the new count. Start with 0."""
+    def wait_for_news(self, known_news: int) -> int:
+        """Wait until something has happened since `known_news`; return the new count. Start with 0."""
         with self._lock:
-            self._wait(lambda: self._news > seen, None, lambda: sum(self.received_bytes.values()))
+            self._wait(lambda: self._news > known_news, None, lambda: sum(self.received_bytes.values()))
             return self._news
 
     def nudge(self) -> None:
