@@ -1,4 +1,4 @@
-"""One connection of the dashboard: files of the page, what is new as JSON, and a stream of it. GET only."""
+"""One connection of the dashboard: files of the page, new data as JSON, and a stream of it. GET only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
 
 BEAT_SECONDS = 3.0
-"""The page takes the connection for lost when nothing comes for a few of these."""
+"""The page considers the connection lost when nothing comes for a few of these."""
 STREAM_BUFFER_BYTES = 1 << 16
 TURN_SECONDS = 1.0
 LONGEST_PATH = 2000
@@ -52,14 +52,14 @@ class PageHandler(DeadlineHandler):
             self._cookie = f"{self.dashboard.cookie}={self.dashboard.token}; Path=/; Secure; HttpOnly; SameSite=Strict"
             return
         cookies = [cookie.strip().partition("=") for cookie in self.headers.get("Cookie", "").split(";")]
-        given = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
-        if not self._is_token(given):
+        token = next((value for name, _, value in cookies if name == self.dashboard.cookie), "")
+        if not self._is_token(token):
             raise HttpRefusal(
                 401, "The token is missing, or another.", "Open the address that was printed at the start."
             )
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.dashboard.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode("utf-8", "replace"), self.dashboard.token.encode())
 
     def _query(self) -> dict[str, str]:
         try:
@@ -88,7 +88,8 @@ class PageHandler(DeadlineHandler):
         super().end_headers()
 
     def _stream(self) -> None:
-        """Server-sent events. One update is under way at a time, so a slow viewer gets fewer and holds up nothing."""
+        """Send server-sent events. One update is under way at a time, so a slow viewer gets fewer and delays no
+        other."""
         reader = self.dashboard.reader
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES)
         self.close_connection = True

@@ -1,4 +1,4 @@
-"""The page's files, read once: whoever asks for another path gets nothing, so no path leads out of here."""
+"""The page's files, read once; any other path is unknown, so that no path leads out of this folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class File(NamedTuple):
 
 @functools.cache
 def page_files() -> dict[str, File]:
-    """Path in the address -> file."""
+    """Return the files by their path in the address."""
     root = resources.files("manyhands.dashboard") / "assets"
     files = {}
     for folder in FOLDERS:

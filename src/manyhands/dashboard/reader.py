@@ -1,4 +1,4 @@
-"""Reads a run's folder while anyone views the page, once for all viewers, and sends each what is new to it."""
+"""Reads a run's folder while anyone views the page, once for all viewers, and sends each viewer what is new to it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from manyhands.observe.live import Live
 from manyhands.observe.watching import RunWatch, View
 
 LOOK_SECONDS, IDLE_LOOK_SECONDS = 1.0, 3.0
-"""Between two looks at a run that goes on, and at one that is over."""
+"""Seconds between two looks at a run that goes on, and at one that is over."""
 INTEREST_SECONDS = 10.0
-"""Nobody has asked for so long: nothing is read."""
+"""Nothing is read once no viewer has requested anything for this long."""
 FIRST_LOOK_SECONDS = 5.0
 _CURSOR = re.compile(r"([0-9a-f]{8})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})")
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """One look. Lists may be longer by now; what was there at the look does not change."""
+    """The result of one look. Lists may be longer by now; what they held at the look does not change."""
 
     story: str
     """Changes where what was sent before is void: another folder, or a file that was begun anew."""
     number: int
     changed: Mapping[str, int] = field(default_factory=dict)
-    """Section -> the look at which it became what it is."""
+    """Section -> the look at which it last changed."""
     contents: Mapping[str, bytes] = field(default_factory=dict)
     metrics: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     rows: int = 0
@@ -46,7 +46,7 @@ class RunSnapshot:
 
 
 class Reader:
-    """Follows one folder after another. Any thread may ask."""
+    """Follows one folder after another. Any thread may call it."""
 
     def __init__(self, folder: Path | None) -> None:
         self._changed = threading.Condition()
@@ -55,16 +55,16 @@ class Reader:
         self._whole: tuple[RunSnapshot | None, bytes] = (None, b"")
         self._telling = threading.Lock()
         self._looks = 0
-        """How often the folder was looked at: 0 until the first."""
+        """The number of times the folder was looked at: 0 until the first."""
         self._wanted_until = 0.0
         self._is_closing = False
         self.is_over = False
-        """Nothing more will be seen."""
+        """Nothing more will be read."""
         self._thread = threading.Thread(target=self._follow, name="dashboard reader", daemon=True)
         self._thread.start()
 
     def show(self, folder: Path) -> None:
-        """Another folder from now on."""
+        """Follow another folder from now on."""
         with self._changed:
             if self._watch is None or self._watch.folder != folder:
                 self._watch, self._looks = RunWatch(folder), 0
@@ -72,7 +72,7 @@ class Reader:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """One last look, so that those who watch learn how it ended."""
+        """Take one last look, so that viewers learn how the run ended."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -80,31 +80,31 @@ class Reader:
             self.is_over = True
             self._changed.notify_all()
 
-    # Asked by those who serve
+    # Called by the threads that serve
 
     def update(self, cursor: str) -> tuple[str, bytes]:
-        """What is new since `cursor`, as JSON, and the cursor after it."""
+        """Return the cursor after this look, and what is new since `cursor` as JSON."""
         with self._changed:
             self._wanted_until = time.monotonic() + INTEREST_SECONDS
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._looks or self._watch is None or self.is_over, FIRST_LOOK_SECONDS)
-            seen = self._seen
-        place = _place(seen, cursor)
-        return seen.cursor, self._all_of(seen) if place is None else _answer(seen, place)
+            snapshot = self._seen
+        place = _place(snapshot, cursor)
+        return snapshot.cursor, self._all_of(snapshot) if place is None else _answer(snapshot, place)
 
-    def _all_of(self, seen: RunSnapshot) -> bytes:
-        """Everything, put together once for all who ask."""
+    def _all_of(self, snapshot: RunSnapshot) -> bytes:
+        """Return everything, put together once for all viewers."""
         key, content = self._whole
-        if key is not seen:
+        if key is not snapshot:
             with self._telling:
                 key, content = self._whole
-                if key is not seen:
-                    content = _answer(seen, None)
-                    self._whole = (seen, content)
+                if key is not snapshot:
+                    content = _answer(snapshot, None)
+                    self._whole = (snapshot, content)
         return content
 
     def wait(self, cursor: str, seconds: float) -> bool:
-        """Wait until there is something newer than `cursor`; False: there is not."""
+        """Wait until there is something newer than `cursor`; return False if there is not."""
         with self._changed:
             self._wanted_until = time.monotonic() + seconds + INTEREST_SECONDS
             self._changed.notify_all()
@@ -155,36 +155,36 @@ def _new_story() -> str:
 
 
 def _next(before: RunSnapshot, view: View, contents: Mapping[str, bytes]) -> RunSnapshot:
-    """What is known after a look; `before` itself where nothing is new."""
+    """Return the snapshot after a look; `before` itself where nothing is new."""
     rows = min((len(view.metrics[name]) for name in COLUMNS if name in view.metrics), default=0)
     event_count = len(view.events)
     story = before.story
     if rows < before.rows or event_count < before.event_count:
         story = _new_story()
-    other = [name for name in NAMES if before.contents.get(name) != contents[name]]
-    if story == before.story and not other and (rows, event_count) == (before.rows, before.event_count):
+    changed_names = [name for name in NAMES if before.contents.get(name) != contents[name]]
+    if story == before.story and not changed_names and (rows, event_count) == (before.rows, before.event_count):
         return before
     number = before.number + 1
-    changed = {**before.changed, **dict.fromkeys(other, number)}
+    changed = {**before.changed, **dict.fromkeys(changed_names, number)}
     return RunSnapshot(story, number, changed, contents, dict(view.metrics), rows, view.events, event_count)
 
 
-def _place(seen: RunSnapshot, cursor: str) -> tuple[int, int, int] | None:
-    """What whoever has this cursor knows: up to which look, row and event. None: nothing of this story."""
+def _place(snapshot: RunSnapshot, cursor: str) -> tuple[int, int, int] | None:
+    """Return what the holder of this cursor has: up to which look, row and event. None: nothing of this story."""
     match = _CURSOR.fullmatch(cursor)
-    if match is None or match.group(1) != seen.story:
+    if match is None or match.group(1) != snapshot.story:
         return None
     number, rows, events = map(int, match.groups()[1:])
-    is_ours = number <= seen.number and rows <= seen.rows and events <= seen.event_count
+    is_ours = number <= snapshot.number and rows <= snapshot.rows and events <= snapshot.event_count
     return (number, rows, events) if is_ours else None
 
 
-def _answer(seen: RunSnapshot, place: tuple[int, int, int] | None) -> bytes:
+def _answer(snapshot: RunSnapshot, place: tuple[int, int, int] | None) -> bytes:
     number, rows, events = place or (-1, 0, 0)
-    answer: dict[str, Any] = {"cursor": seen.cursor, "reset": place is None}
-    for name, content in seen.contents.items():
-        if seen.changed[name] > number:
+    answer: dict[str, Any] = {"cursor": snapshot.cursor, "reset": place is None}
+    for name, content in snapshot.contents.items():
+        if snapshot.changed[name] > number:
             answer[name] = msgspec.Raw(content)
-    answer["metrics"] = rows_between(seen.metrics, rows, seen.rows)
-    answer["events"] = [msgspec.Raw(event) for event in shown_events(seen.events[events : seen.event_count])]
+    answer["metrics"] = rows_between(snapshot.metrics, rows, snapshot.rows)
+    answer["events"] = [msgspec.Raw(event) for event in shown_events(snapshot.events[events : snapshot.event_count])]
     return msgspec.json.encode(answer)

@@ -5,7 +5,7 @@
     links     with planned and measured rates        cluster   cluster.yaml
     stages    layers, devices, seconds
 
-What is in a run's folder may be anything: each section has a limit, and one that is no JSON is left out.
+A run's folder may hold anything: each section has a size limit, and one that is not JSON is left out.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ MOST_BYTES = 2_000_000
 MOST_SPANS = 4000
 """The most spans of a round, measured and predicted each: the longest are kept."""
 MOST_ROWS = 4000
-"""The most rows of a first answer: beyond it the means of several steps are sent."""
+"""The most rows of a first answer: where there are more, the means of several steps are sent."""
 MOST_EVENTS = 300
 UNTOLD = frozenset({"looked"})
-"""At the link of an edge and a cloud, every few seconds: it would push out what is of interest to people."""
+"""Events that are not sent: every few seconds at the link of an edge and a cloud, they would push out those of
+interest."""
 MOST_EVENT_BYTES = 4000
 _NOTHING = b"null"
 
 
 def sections(view: View) -> dict[str, bytes]:
-    """Each section as JSON."""
+    """Return each section as JSON."""
     live = msgspec.to_builtins(msgspec.structs.replace(view.live, devices=(), links=(), stages=(), round=None))
     for name in ("devices", "links", "stages", "round", "pid", "dashboard"):
-        live.pop(name)  # who watches need not know the process, and knows the address
+        live.pop(name)  # viewers need not know the process, and know the address
     by_name = {
         "live": {
             **live,
@@ -64,7 +65,7 @@ def _encoded(content: Any, most: int) -> bytes:
 
 
 def _round(live: Live) -> Mapping[str, Any] | None:
-    """Spans as short rows: device (its place in `names`), track, start, end, kind, text, stage."""
+    """Return spans as short rows: device (its index in `names`), track, start, end, kind, text, stage."""
     live_round: LiveRound | None = live.round
     if live_round is None:
         return None
@@ -72,9 +73,9 @@ def _round(live: Live) -> Mapping[str, Any] | None:
     place = {name: index for index, name in enumerate(names)}
 
     def rows(spans: Iterable[LiveSpan]) -> list[tuple[int, str, float, float, str, str, int]]:
-        kept = list(spans)
-        if len(kept) > MOST_SPANS:
-            kept = sorted(kept, key=lambda span: span.start - span.end)[:MOST_SPANS]
+        shown = list(spans)
+        if len(shown) > MOST_SPANS:
+            shown = sorted(shown, key=lambda span: span.start - span.end)[:MOST_SPANS]
         return [
             (
                 place[span.device],
@@ -85,7 +86,7 @@ def _round(live: Live) -> Mapping[str, Any] | None:
                 span.text[:80],
                 span.stage,
             )
-            for span in kept
+            for span in shown
         ]
 
     return {
@@ -103,12 +104,12 @@ def _round(live: Live) -> Mapping[str, Any] | None:
 
 def shown_events(events: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return the last of the events that are shown, each as JSON."""
-    kept = [event for event in events if event["event"] not in UNTOLD]
-    return [event_bytes(event) for event in kept[-MOST_EVENTS:]]
+    shown = [event for event in events if event["event"] not in UNTOLD]
+    return [event_bytes(event) for event in shown[-MOST_EVENTS:]]
 
 
 def event_bytes(event: Mapping[str, Any]) -> bytes:
-    """An event as JSON; of one that is too long, when and what it was."""
+    """Return an event as JSON; for one that is too long, only its time and name."""
     encoded = _encoded(event, MOST_EVENT_BYTES)
     if encoded != _NOTHING:
         return encoded
@@ -121,7 +122,7 @@ def event_bytes(event: Mapping[str, Any]) -> bytes:
 def rows_between(
     metrics: Mapping[str, Sequence[float | None]], first: int, last: int, most: int = MOST_ROWS
 ) -> dict[str, list[float | None]]:
-    """Columns of the steps [first, last), at most `most` of them: means of several where there are more."""
+    """Return columns of the steps [first, last), at most `most` of them: means of several where there are more."""
     columns = {name: list(metrics.get(name, ())[first:last]) for name in COLUMNS}
     count = last - first
     if count <= most:

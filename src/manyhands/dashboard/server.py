@@ -1,12 +1,12 @@
-"""The dashboard's server: a page about one run's folder, for as many browsers as there are hands to hold them.
+"""The dashboard's server: a page about one run's folder, for several browsers at a time.
 
     GET /             the page, and its files
-    GET /api/view     what is new since ?since=CURSOR, as JSON
-    GET /api/stream   the same as server-sent events, as it happens
+    GET /api/view     the data that are new since ?since=CURSOR, as JSON
+    GET /api/stream   the same as server-sent events, as they happen
 
-It has threads of its own that end with the process, and reads the folder only while somebody watches. On loopback
-connections are plain and anybody on this machine may look. Beyond it they are encrypted with a certificate of this
-process alone, and the address has a token.
+It has threads of its own that end with the process, and reads the folder only while a page is open. On loopback,
+connections are plain and any user of this machine may look. Elsewhere they are encrypted with a certificate made for
+this process alone, and the address has a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PER_SECOND, AT_ONCE = 60, 150
 
 
 class Dashboard:
-    """Serves from the moment it is made until it is closed."""
+    """The server of a run's page, from the moment it is made until it is closed."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Dashboard:
         shown_host: str = "",
         limits: ConnectionLimits = LIMITS,
     ) -> None:
-        """`folder`: None until it is known, see `show`. `shown_host`: in the address for people, where it listens on
-        all of the machine's addresses."""
+        """Start serving. `folder`: None until it is known, see `show`. `shown_host`: the host in the address for
+        people, where it listens on all of the machine's addresses."""
         host, port = address
         self.is_encrypted = not is_loopback(host)
         self.token = new_token() if self.is_encrypted else ""
@@ -50,7 +50,7 @@ class Dashboard:
         self._server = HttpServer((host, port), self._handler, limits, context, self.rate_limiter)
         self.host, self.port = shown_host or host, int(self._server.server_address[1])
         self.cookie = f"manyhands-{self.port}"
-        """Browsers do not tell ports apart; two dashboards of one machine must not take each other's."""
+        """Browsers do not separate cookies by port; two dashboards of one machine must not use each other's."""
         self.reader = Reader(folder)
         self._closing = threading.Lock()
         self._is_closed = False
@@ -61,17 +61,17 @@ class Dashboard:
 
     @property
     def url(self) -> str:
-        """Ready to be opened, with the token if there is one."""
+        """The address, ready to be opened, with the token if there is one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         query = f"?{urlencode({'token': self.token})}" if self.token else ""
         return f"http{'s' if self.is_encrypted else ''}://{host}:{self.port}/{query}"
 
     def show(self, folder: Path) -> None:
-        """The run that is looked at from now on."""
+        """Show the run in this folder from now on."""
         self.reader.show(folder)
 
     def close(self) -> None:
-        """Send viewers how the run ended."""
+        """Send viewers the end of the run, and stop."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True

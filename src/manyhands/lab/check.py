@@ -1,4 +1,4 @@
-"""What was asked of a lab against what it gives, device by device, measured."""
+"""Compares the requested properties of a lab with the measured ones, device by device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from manyhands.lab.spaces import COORDINATOR_SPACE
 
 TOLERANCE = 0.10
 LEAST_SECONDS = 0.2e-3
-"""A round trip may be this much late whatever was asked: sending and receiving take time of their own."""
+"""A round trip may be this much late whatever was requested: sending and receiving take time of their own."""
 _SHARE_SECONDS, _MOST_SHARE_SECONDS = 2.0, 20.0
 _SHARE_PERIODS = 40
-"""The periods of the kernel's quota to measure over: a small share is given out in few pieces a second."""
+"""The periods of the kernel's quota to measure over: a small share is granted in few pieces per second."""
 
 Say = Callable[[str], None]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was asked for and measured."""
+    """One property that was requested and measured."""
 
     what: str
-    """rate up, rate down, rate of pair, round trip, share or memory."""
+    """One of: rate up, rate down, rate of pair, round trip, share, memory."""
     who: str
     unit: str
     asked: float
@@ -37,7 +37,7 @@ class Finding(msgspec.Struct, frozen=True):
     """None: not measured, or it did not happen."""
     note: str = ""
     slack: float = 0.0
-    """How far it may be off beside the tolerance."""
+    """The deviation allowed beyond the tolerance."""
 
     @property
     def error(self) -> float:
@@ -51,7 +51,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def check(lab: Lab, say: Say) -> Iterator[Finding]:
-    """All of it. Not where something runs: devices are run out of memory, and the kernel kills what it likes there."""
+    """Yield all findings. Not to be used while something runs: devices are run out of memory, and the kernel kills any
+    process there."""
     busy = [device.name for device in lab.status() if device.processes]
     if busy:
         raise LabError(
@@ -78,26 +79,27 @@ def share_seconds(shares: Sequence[float]) -> float:
 def _rates(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding]:
     for name in names:
         device = lab.played.network.device(name)
-        for what, set_rate, ends in (
+        for direction, set_rate, ends in (
             ("rate up", device.up_bytes_per_second, (name, COORDINATOR_SPACE)),
             ("rate down", device.down_bytes_per_second, (COORDINATOR_SPACE, name)),
         ):
             if math.isfinite(set_rate) and name not in dict(lab.played.traces):
-                say(f"{what} of {name}")
-                yield Finding(what, name, "B/s", set_rate, measure.rate(lab, *ends, set_rate))
+                say(f"{direction} of {name}")
+                yield Finding(direction, name, "B/s", set_rate, measure.rate(lab, *ends, set_rate))
 
 
 def _around(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Every device once as the near end and once as the far one."""
+    """Return every device once as the near end and once as the far one."""
     return [(name, other) for name, other in zip(names, (*names[1:], *names[:1])) if name != other]
 
 
 def slow_pairs(cluster: Cluster) -> list[tuple[str, str]]:
-    """Around the ring, sender and receiver, there and back, where their own link is slower than both ports."""
-    both = [pair for name, other in _around(cluster.names) for pair in ((name, other), (other, name))]
+    """Return the pairs (sender, receiver), around the ring in both directions, whose own link is slower than both
+    ports."""
+    pairs = [pair for name, other in _around(cluster.names) for pair in ((name, other), (other, name))]
     return [
         (sender, receiver)
-        for sender, receiver in dict.fromkeys(both)
+        for sender, receiver in dict.fromkeys(pairs)
         if cluster.link_between(sender, receiver).bytes_per_second
         < min(cluster.device(sender).up_bytes_per_second, cluster.device(receiver).down_bytes_per_second)
     ]
@@ -115,7 +117,7 @@ def _pair_rates(lab: Lab, say: Say) -> Iterator[Finding]:
 
 
 def _delay_of(network: Cluster, name: str, other: str) -> float:
-    """There and back."""
+    """Return the delay of the round trip."""
     return network.link_between(name, other).delay_seconds + network.link_between(other, name).delay_seconds
 
 
@@ -129,20 +131,20 @@ def _round_trips(lab: Lab, names: tuple[str, ...], say: Say) -> Iterator[Finding
 
 
 def _memory(lab: Lab, say: Say) -> Iterator[Finding]:
-    """Each size once: devices of one size are limited in one way."""
-    seen: set[int] = set()
+    """Yield one finding per memory size: devices of one size are limited in one way."""
+    measured_sizes: set[int] = set()
     for seat in lab.played.seats:
-        if seat.memory_bytes in seen:
+        if seat.memory_bytes in measured_sizes:
             continue
-        seen.add(seat.memory_bytes)
+        measured_sizes.add(seat.memory_bytes)
         if seat.memory_bytes > 0.8 * psutil.virtual_memory().available:
             yield Finding("memory", seat.device, "B", seat.memory_bytes, None, "this machine has less: not tried")
             continue
         say(f"running {seat.device} out of memory")
-        before = lab.groups.share(lab.name, seat.device)
+        share_before = lab.groups.share(lab.name, seat.device)
         lab.groups.set_cpu(lab.name, seat.device, None)
         try:
             killed_at = measure.memory_at_death(lab, seat.device)
         finally:
-            lab.groups.set_cpu(lab.name, seat.device, before)
+            lab.groups.set_cpu(lab.name, seat.device, share_before)
         yield Finding("memory", seat.device, "B", seat.memory_bytes, killed_at)

@@ -1,9 +1,9 @@
 """The control groups of all labs on this machine, whichever version of them the kernel has.
 
 The folders are manyhands/LAB/DEVICE in each of version 1's hierarchies, or in version 2's only one. The CPU quota is
-given out every 10 ms (less often below a tenth of a core: the kernel gives no less than 1 ms): with the usual 100 ms a
-step of some milliseconds either waits for the next period or does not, and times fall into two heaps. Pages of
-libraries count for the process that touched them first.
+granted every 10 ms (less often below a tenth of a core: the kernel grants no less than 1 ms): with the usual 100 ms a
+step of some milliseconds either waits for the next period or does not, and times fall into two clusters. Pages of
+libraries are charged to the process that touched them first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manyhands.lab.lines import check_lab_name
 
 OURS = "manyhands"
 PERIOD_MICROSECONDS = 10_000
-_LEAST_MICROSECONDS = 1000  # of quota, says the kernel: shares below a tenth get a longer period
+_LEAST_MICROSECONDS = 1000  # of quota, the kernel's minimum: shares below a tenth get a longer period
 _MOST_MICROSECONDS = 1_000_000  # of period
 _FREEZE_SECONDS = 5.0
 _ATTEMPTS = 3
@@ -38,7 +38,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What a device used since its group was made."""
+    """The resources that a device used since its group was made."""
 
     cpu_seconds: float
     throttled_seconds: float  # in which it would have computed, but had used its share
@@ -50,7 +50,7 @@ class GroupStatistics:
 
 
 def quota_and_period(share: float) -> tuple[int, int]:
-    """Microseconds of computing in so many microseconds, for a share of one core."""
+    """Return (quota, period) in microseconds, for a share of one core: the computing time allowed in each period."""
     if not 0.001 <= share <= 10_000:
         raise BadValue(f"A share of the CPU is {share:g}; it must be 0.001 to 10000 cores.")
     period = min(_MOST_MICROSECONDS, max(PERIOD_MICROSECONDS, round(_LEAST_MICROSECONDS / share)))
@@ -67,14 +67,14 @@ class ControlGroups(ABC):
 
     @abstractmethod
     def _prepare(self, folder: Path) -> None:
-        """Let the children of a folder have what we limit."""
+        """Enable, for the children of a folder, the controllers that limit them."""
 
     @abstractmethod
     def _limit_memory(self, lab: str, device: str, memory_bytes: int | None) -> None: ...
 
     @abstractmethod
     def _quota(self, lab: str, device: str) -> str:
-        """The CPU limit as the kernel writes it; `_set_quota` takes it back."""
+        """Return the CPU limit as the kernel writes it; `_set_quota` accepts it."""
 
     @abstractmethod
     def _set_quota(self, lab: str, device: str, quota: str) -> None: ...
@@ -91,24 +91,24 @@ class ControlGroups(ABC):
     @abstractmethod
     def statistics(self, lab: str, device: str) -> GroupStatistics: ...
 
-    # What does not
+    # What is common to both
 
     def refused(self) -> str:
-        """Why no group can be made although all seems to be there; empty where one can."""
+        """Return why no group can be made although everything seems to be in place; empty where one can."""
         return ""
 
     def share(self, lab: str, device: str) -> float | None:
-        """The share of one core that the device may use now; None: as much as it likes."""
+        """Return the share of one core that the device may use now; None: no limit."""
         quota, period = self._quota(lab, device).split()
         return None if quota in ("-1", "max") else int(quota) / int(period)
 
     def make(self, lab: str, device: str, cpu_share: float | None, memory_bytes: int | None) -> None:
-        """A device's group with its limits (None: no limit); one that is there already gets these limits."""
+        """Make a device's group with its limits (None: no limit); a group that exists already gets these limits."""
         check_lab_name(lab)
         if memory_bytes is not None and memory_bytes <= 0:
             raise BadValue(f"{device}: its memory is {memory_bytes} bytes; it must be > 0.")
         for root in self._roots:
-            for attempt in range(_ATTEMPTS):  # the last lab to go takes our folder with it, perhaps just now
+            for attempt in range(_ATTEMPTS):  # the last lab to be removed removes our folder too, perhaps just now
                 try:
                     self._make_folders(root, lab, device)
                     break
@@ -126,34 +126,34 @@ class ControlGroups(ABC):
         make_folder(self._folder(root, lab, device))
 
     def set_cpu(self, lab: str, device: str, share: float | None) -> None:
-        """The share of one core (it may be more than 1) that the device has from now on; None: no limit."""
+        """Set the share of one core (it may be more than 1) that the device has from now on; None: no limit."""
         self._set_quota(lab, device, self._quota_for(share))
 
     def enter(self, lab: str, device: str) -> None:
-        """Put the calling process, and what it will start, into the device's group."""
+        """Move the calling process, and every process that it will start, into the device's group."""
         for root in self._roots:
             write_file(self._folder(root, lab, device) / "cgroup.procs", "0")  # 0: the writing process
 
     def freeze(self, lab: str, device: str) -> None:
-        """Stop every process of the device where it is; connections stay open, and silent."""
+        """Suspend every process of the device; its connections stay open, and silent."""
         self._set_frozen(lab, device, frozen=True)
-        what = f"{device} of lab '{lab}' cannot be frozen"
-        wait_until(lambda: self.is_frozen(lab, device), _FREEZE_SECONDS, what)
+        failure = f"{device} of lab '{lab}' cannot be frozen"
+        wait_until(lambda: self.is_frozen(lab, device), _FREEZE_SECONDS, failure)
 
     def thaw(self, lab: str, device: str) -> None:
         self._set_frozen(lab, device, frozen=False)
 
     def processes(self, lab: str, device: str) -> list[int]:
-        """The ids of the processes inside; empty also where there is no such group."""
+        """Return the ids of the processes inside; empty also where there is no such group."""
         pids: set[int] = set()
         for root in self._roots:
             for folder in folders_below(self._folder(root, lab, device)):
                 with contextlib.suppress(OSError):
                     pids.update(int(word) for word in (folder / "cgroup.procs").read_text().split())
-        return sorted(pids - {0})  # 0: one that this process may not see; to kill it would mean to kill ourselves
+        return sorted(pids - {0})  # 0: a process that this one may not see; killing 0 would kill this process itself
 
     def kill(self, lab: str, device: str) -> None:
-        """End everything inside by SIGKILL, also what is frozen; the limits stay for what comes next.
+        """End every process inside by SIGKILL, frozen ones too; the limits remain for later processes.
 
         Dying costs CPU time too, so there is no quota until all are dead.
         """
@@ -165,13 +165,13 @@ class ControlGroups(ABC):
             self._set_quota(lab, device, self._quota_for(None))
 
         def is_empty() -> bool:
-            left = self.processes(lab, device)
-            for process in left:
+            alive = self.processes(lab, device)
+            for process in alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             with contextlib.suppress(LabError):
                 self._set_frozen(lab, device, frozen=False)
-            return not left
+            return not alive
 
         try:
             wait_until(is_empty, KILL_SECONDS, f"{device} of lab '{lab}' still has processes that SIGKILL does not end")
@@ -187,7 +187,7 @@ class ControlGroups(ABC):
         return {path.name for root in self._roots for path in folders_in(root / OURS / check_lab_name(lab))}
 
     def remove(self, lab: str) -> None:
-        """Kill what is left of a lab and take its groups away, all that are there."""
+        """Kill what is left of a lab and remove its groups, all that exist."""
         survivors: list[LabError] = []
         for device in sorted(self.devices(lab)):
             try:
@@ -198,7 +198,7 @@ class ControlGroups(ABC):
             raise survivors[0]
         for root in self._roots:
             for folder in reversed(folders_below(root / OURS / lab)):
-                remove_folder(folder)  # and the processes that came in meanwhile
+                remove_folder(folder)  # and the processes that entered meanwhile
             with contextlib.suppress(OSError):
                 (root / OURS).rmdir()  # unless it holds another lab
 

@@ -1,6 +1,7 @@
 """Control groups of version 1.
 
-Where the kernel groups real-time processes too, none of those can enter: a process becomes one, if it must, outside.
+Where the kernel groups real-time processes too, none of those can enter a group: a process that needs real-time
+priority must stay outside.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NO_LIMIT = 2**62  # version 1 writes a number where version 2 writes 'max'
 
 
 class ControlGroupsV1(ControlGroups):
-    """A hierarchy for each controller; cpu and cpuacct are often one."""
+    """Groups with a hierarchy for each controller; cpu and cpuacct are often one."""
 
     def __init__(self, cpu: Path, memory: Path, freezer: Path, cpuacct: Path | None = None) -> None:
         self._cpu, self._memory, self._freezer, self._cpuacct = cpu, memory, freezer, cpuacct or cpu
@@ -30,12 +31,12 @@ class ControlGroupsV1(ControlGroups):
     def _limit_memory(self, lab: str, device: str, memory_bytes: int | None) -> None:
         folder = self._folder(self._memory, lab, device)
         text = "-1" if memory_bytes is None else str(memory_bytes)
-        both = folder / "memory.memsw.limit_in_bytes"  # memory and swap: never less than memory alone
-        if both.exists():
-            write_file(both, "-1")
+        with_swap = folder / "memory.memsw.limit_in_bytes"  # memory and swap: never less than memory alone
+        if with_swap.exists():
+            write_file(with_swap, "-1")
         write_file(folder / "memory.limit_in_bytes", text)
-        if both.exists():
-            write_file(both, text)
+        if with_swap.exists():
+            write_file(with_swap, text)
         elif (folder / "memory.swappiness").exists():
             write_file(folder / "memory.swappiness", "0")
 

@@ -19,7 +19,7 @@ from manyhands.lab.kernel_files import (
 
 
 class ControlGroupsV2(ControlGroups):
-    """One hierarchy, in which every folder passes the controllers on to its children."""
+    """Groups in one hierarchy, in which every folder passes the controllers on to its children."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -31,7 +31,8 @@ class ControlGroupsV2(ControlGroups):
             write_file(passed_on, "+cpu +memory")
 
     def refused(self) -> str:
-        """Tried, beside our groups: a root that holds processes itself, as in a container, passes nothing on."""
+        """Return why no group can be made, by trying it beside our groups: a root that holds processes itself, as in a
+        container, passes no controllers on."""
         return _refused(self._root)
 
     def try_one(self) -> None:

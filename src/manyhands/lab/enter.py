@@ -3,7 +3,7 @@
     python -m manyhands.lab.enter LAB DEVICE COMMAND ...
     python -m manyhands.lab.enter --network LAB DEVICE COMMAND ...     in its network only, at this machine's full speed
 
-It becomes the command, so that the process that started it has the command itself as its child.
+The process becomes the command, so that its parent has the command itself as its child.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NETWORK = "--network"
 
 
 def words(lab: str, device: str, *, only_network: bool = False) -> tuple[str, ...]:
-    """What to write before a command so that it runs there."""
+    """Return the words to write before a command so that it runs there."""
     return (sys.executable, "-P", "-m", "manyhands.lab.enter", *[_NETWORK] * only_network, lab, device)
 
 
 def run(lab: str, device: str, command: list[str], *, only_network: bool) -> NoReturn:
-    """This process becomes the command, on the device."""
+    """Replace this process by the command, on the device."""
     entry = record.load(lab)
     if device != COORDINATOR_SPACE and not only_network:
         seat = entry.played.seat(device)

@@ -1,4 +1,4 @@
-"""A device's port, whose rate follows a recorded trace."""
+"""Makes the rate of a device's port follow a recorded trace."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from manyhands.lab.spaces import Spaces
 
 
 class TraceFollower:
-    """A device's port along a trace, whose time goes as slowly as everything in the lab."""
+    """A device's port along a trace, whose time is slowed down like everything in the lab."""
 
     def __init__(self, spaces: Spaces, played: Played, device: str, trace: LinkTrace) -> None:
         self.spaces, self.scale, self.device, self.trace = spaces, played.scale, device, trace
         port = played.network.device(device)
         self.up_part = 1.0
-        """Where one recording stands for both directions, up keeps its ratio to down."""
+        """The ratio of up to down, which is kept where one recording stands for both directions."""
         if math.isfinite(port.up_bytes_per_second) and math.isfinite(port.down_bytes_per_second):
             self.up_part = port.up_bytes_per_second / port.down_bytes_per_second
         self.began = time.monotonic()
         self.due = self.began
 
     def follow(self, now: float) -> None:
-        """Set what holds now, if it is time."""
+        """Set the rates that hold at `now`, if it is time."""
         if now < self.due:
             return
         moment = (now - self.began) / self.scale

@@ -1,4 +1,4 @@
-"""The control groups of this machine: which version is mounted here, and whether it can be used."""
+"""The control groups of this machine: the version that is mounted here, and whether it can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.lab.kernel_files import read_file
 
 
 def find(mounts: Path = Path("/proc/self/mounts")) -> ControlGroups:
-    """The version that has the cpu and memory controllers here."""
+    """Return the groups of the version that has the cpu and memory controllers here."""
     mounted = _found(mounts)
     if mounted is None:
         hint = "Mount control groups, or run the lab without limits."
@@ -24,7 +24,7 @@ def find(mounts: Path = Path("/proc/self/mounts")) -> ControlGroups:
 
 
 def missing() -> str:
-    """Why control groups cannot be used here, as a sentence; empty if they can."""
+    """Return why control groups cannot be used here, as a sentence; empty if they can."""
     if platform.system() != "Linux":
         return f"Control groups exist on Linux only; this is {platform.system()}."
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""Files of the kernel, by which control groups are made, read and changed."""
+"""Reads and writes the kernel's files by which control groups are made and changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def read_pairs(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Return a file's lines of a name and a number."""
     words = (line.split() for line in read_file(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
 
@@ -43,7 +43,7 @@ def folders_in(path: Path) -> list[Path]:
 
 
 def folders_below(path: Path) -> list[Path]:
-    """A folder and all below it, parents first; nothing where it is not there."""
+    """Return a folder and all folders below it, parents first; empty where it does not exist."""
     if not path.is_dir():
         return []
     return [path, *(each for child in folders_in(path) for each in folders_below(child))]
@@ -57,7 +57,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """A group stays busy for a moment after its last process is dead. Who came in after the others died dies too."""
+    """Remove a group, which stays busy for a moment after its last process is dead. Processes that entered meanwhile
+    are killed too."""
 
     def is_gone() -> bool:
         with contextlib.suppress(OSError):
@@ -73,9 +74,9 @@ def remove_folder(path: Path) -> None:
     wait_until(is_gone, KILL_SECONDS, f"The control group {path} cannot be removed")
 
 
-def wait_until(is_done: Callable[[], bool], limit_seconds: float, what: str) -> None:
+def wait_until(is_done: Callable[[], bool], limit_seconds: float, failure: str) -> None:
     end = time.monotonic() + limit_seconds
     while not is_done():
         if time.monotonic() > end:
-            raise LabError(f"{what} (waited {limit_seconds:g} s).")
+            raise LabError(f"{failure} (waited {limit_seconds:g} s).")
         time.sleep(_LOOK_SECONDS)

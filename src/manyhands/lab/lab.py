@@ -1,12 +1,11 @@
-"""A cluster in a box: one namespace, one group of processes and one seat on the cores for each device, and a
-lab supervisor.
+"""A cluster in a box: for each device a namespace, a control group and a seat on the cores; and a lab supervisor.
 
     with Lab.up(played, "pi3x6", source="pi3x6", owned=True) as lab:
         subprocess.run([*lab.words("pi3-1"), "manyhands", "worker", ...])
         lab.cut("pi3-2")
 
-Nothing is left behind: `down` removes what bears the lab's name, whether it is all there or not; a lab that is owned
-goes down with its owner. Nothing else of the machine is touched, and no address exists outside of the namespaces.
+Nothing is left behind: `down` removes everything with the lab's name, whether it is complete or not; a lab that is
+owned goes down with its owner. Nothing else of the machine is touched, and no address exists outside the namespaces.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _taken(name: str) -> LabError:
 
 
 def _clear_orphan(name: str) -> None:
-    """A lab whose owner died before its supervisor could see it."""
+    """Take down a lab whose owner died before its supervisor could notice it."""
     with contextlib.suppress(ManyhandsError):
         owner = record.load(name).owner
         if owner is not None and not owner.is_alive:
@@ -76,8 +75,8 @@ class Lab:
     @classmethod
     def find(cls, name: str = "") -> Lab:
         """Return the lab of that name, or the only one."""
-        if why := missing():
-            raise LabError(f"There can be no lab here: {why}")
+        if reason := missing():
+            raise LabError(f"There can be no lab here: {reason}")
         if not name:
             up = record.names()
             if len(up) > 1:
@@ -91,12 +90,13 @@ class Lab:
     def up(
         cls, played: Played, name: str, *, source: str = "", owned: bool = False, at_full_speed: bool = False
     ) -> Lab:
-        """Bring a lab up. `owned`: it goes down with this process. `at_full_speed`: until `settle`."""
-        if why := missing():
-            raise LabError(f"There can be no lab here: {why}")
+        """Bring a lab up. `owned`: it goes down with this process. `at_full_speed`: devices are not slowed until
+        `settle`."""
+        if reason := missing():
+            raise LabError(f"There can be no lab here: {reason}")
         name = record.lab_name(name)
-        made = Spaces(name, played.network)
-        entry = LabRecord(name, source or name, played, made.uses_switch, Process.of(os.getpid()) if owned else None)
+        spaces = Spaces(name, played.network)
+        entry = LabRecord(name, source or name, played, spaces.uses_switch, Process.of(os.getpid()) if owned else None)
         _clear_orphan(name)
         if Spaces.exists(name) and name not in labs():
             raise LabError(
@@ -141,7 +141,7 @@ class Lab:
     # Using it
 
     def words(self, device: str, *, only_network: bool = False) -> tuple[str, ...]:
-        """What to write before a command so that it runs on a device (or in its network only), or as the
+        """Return the words to write before a command so that it runs on a device (or in its network only), or as the
         coordinator."""
         if device != COORDINATOR_SPACE:
             self.played.seat(device)
@@ -151,7 +151,7 @@ class Lab:
         return self.spaces.address(member)
 
     def settle(self) -> None:
-        """Make the devices as slow as they are meant to be."""
+        """Set the speeds that the devices are meant to have."""
         for seat in self.played.seats:
             self.groups.set_cpu(self.name, seat.device, seat.share)
 
@@ -177,7 +177,7 @@ class Lab:
         self.spaces.cut(device)
 
     def freeze(self, device: str) -> None:
-        """Stop everything that runs on a device; its connections stay open."""
+        """Suspend everything that runs on a device; its connections stay open."""
         self.played.seat(device)
         self.groups.freeze(self.name, device)
 
@@ -187,14 +187,14 @@ class Lab:
         self.groups.kill(self.name, device)
 
     def slow(self, device: str, factor: float) -> None:
-        """Leave a device `factor` of its speed."""
+        """Reduce a device to `factor` of its speed."""
         share = self.played.seat(device).share * factor
         if not 0 < factor <= 1:
             raise BadValue(f"{device} cannot get {factor:g} times as fast.", hint="Write 0.5 for half its speed.")
         self.groups.set_cpu(self.name, device, share)
 
     def heal(self, device: str) -> None:
-        """Undo faults: cable in, running, at its own speed. What was killed stays dead."""
+        """Undo faults: cable in, running, at its own speed. Processes that were killed stay dead."""
         seat = self.played.seat(device)
         self.spaces.heal(device)
         self.groups.thaw(self.name, device)

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from manyhands.facts.errors import BadValue
 
 MOST_STATIC = 256
-"""Up to this many members, each knows every other's hardware address; larger labs ask by ARP."""
+"""Up to this many members, each knows every other's hardware address; larger labs use ARP."""
 UNLIMITED_BYTES_PER_SECOND = 12.5e9
-"""What a port without a limit is set to where its pairs, or an earlier limit, need a qdisc there."""
+"""The rate of a port without a limit where its pairs, or an earlier limit, need a qdisc there."""
 
 _LAB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._]{0,63}")
 _FRAME = 1514
 _PAYLOAD = 1448
-_LARGE_UNIT = 65_536  # what TCP hands down in one piece unless told otherwise
+_LARGE_UNIT = 65_536  # what TCP hands down in one piece unless it is limited
 _LARGE_BURST = 48 * _FRAME  # such a piece, with a header for each of its packets
 _MOST_BURST_SECONDS = 0.02  # that a burst may last at a rate it was not made for
 _QUEUE_SECONDS = 0.2
 _LEAST_QUEUE = 64 * _FRAME  # TCP's slow start, at 0.05 Mbit/s, ends by itself at about 45
-_PARENT, _OTHERS, _FIRST_SENDER = 1, 2, 0x10  # htb classes: the port, who has none of his own, member 0
+_PARENT, _OTHERS, _FIRST_SENDER = 1, 2, 0x10  # htb classes: the port, senders without a class, member 0
 _FIRST_LEAF, _FIRST_HOLD = 0x10, 0x8000  # handles of the qdiscs below classes; netem's below those
 
 
-# What it may be called
+# Names and addresses
 
 
 def is_lab_name(text: str) -> bool:
@@ -34,7 +34,7 @@ def is_lab_name(text: str) -> bool:
 
 
 def check_lab_name(lab: str) -> str:
-    """The name, if a lab can have it. It has no '-', so that no lab's namespaces look like another's."""
+    """Return the name if a lab can have it. It has no '-', so that no lab's namespaces look like another's."""
     if not is_lab_name(lab):
         hint = "Use 1 to 64 letters, digits, '.' and '_', beginning with a letter or digit; '-' begins a device's name."
         raise BadValue(f"'{lab:.80}' cannot name a lab.", hint=hint)
@@ -62,7 +62,7 @@ def hardware_of(number: int) -> str:
 
 @dataclass(frozen=True)
 class PortFlow:
-    """What a port receives from one sender, where that sender's link is slower than the port, or delayed."""
+    """A flow into a port from one sender, whose link is slower than the port, or delayed."""
 
     number: int
     bytes_per_second: float
@@ -70,9 +70,9 @@ class PortFlow:
 
 
 def burst_bytes(bytes_per_second: float) -> int:
-    """What may pass at once: 2 packets while that is 2 ms or more, 8 while a whole piece of TCP's is 4.5 ms or more,
-    then at least such a piece and 2 ms, since timers may be late. Few steps: a rate that moves little keeps its burst.
-    """
+    """Return how much may pass at once: 2 packets while that is 2 ms or more, 8 while one of TCP's large pieces is 4.5
+    ms or more, then at least such a piece and 2 ms, since timers may be late. There are few steps, so that a rate that
+    changes little keeps its burst."""
     if bytes_per_second * 0.002 <= 2 * _FRAME:
         return 2 * _FRAME
     if bytes_per_second * 0.0045 <= _LARGE_BURST:
@@ -81,10 +81,11 @@ def burst_bytes(bytes_per_second: float) -> int:
 
 
 def kept_burst(before: int, bytes_per_second: float) -> int:
-    """The burst after a change. A smaller one strands longer pieces already queued, so the old one stays if it can."""
-    wanted = burst_bytes(bytes_per_second)
-    is_close = before <= wanted * 1.01  # the kernel rounds
-    return before if wanted < before and (is_close or before <= bytes_per_second * _MOST_BURST_SECONDS) else wanted
+    """Return the burst after a change. A smaller one would strand longer pieces already queued, so the old one stays if
+    possible."""
+    suitable = burst_bytes(bytes_per_second)
+    is_close = before <= suitable * 1.01  # the kernel rounds
+    return before if suitable < before and (is_close or before <= bytes_per_second * _MOST_BURST_SECONDS) else suitable
 
 
 def queue_bytes(bytes_per_second: float) -> int:
@@ -92,7 +93,8 @@ def queue_bytes(bytes_per_second: float) -> int:
 
 
 def unit_bytes(bytes_per_second: float) -> int:
-    """The largest piece TCP should hand to a port of this rate: what fits its burst with a header for every packet."""
+    """Return the largest piece TCP should hand to a port of this rate: one that fits its burst with a header for every
+    packet."""
     return min(_LARGE_UNIT, burst_bytes(bytes_per_second) * _PAYLOAD // _FRAME)
 
 
@@ -119,10 +121,11 @@ def shaping_lines(port: str, bytes_per_second: float, flows: Sequence[PortFlow] 
 def reshaping_lines(
     port: str, bytes_per_second: float, flows: Sequence[PortFlow], bursts: Mapping[str, int], *, is_shaped: bool
 ) -> list[str]:
-    """For tc: the same port at another rate, its queues kept. `bursts`: of its tbf by handle ('1:'), as they are now.
+    """Return tc's lines for the same port at another rate, with its queues kept. `bursts`: the present bursts of its
+    tbf qdiscs, by handle ('1:').
 
-    tbf never lets a piece pass that is longer than its burst. So where the burst must become smaller, that tbf
-    is made anew, and what waited in it is lost, as on a link that drops; elsewhere nothing is lost.
+    tbf never lets a piece pass that is longer than its burst. So where the burst must become smaller, that tbf is made
+    anew, and what waited in it is lost, as on a link that drops packets; elsewhere nothing is lost.
     """
     if not is_shaped:
         return shaping_lines(port, bytes_per_second, flows)
@@ -149,20 +152,22 @@ def finite(bytes_per_second: float) -> float:
 
 
 def _class_lines(verb: str, port: str, bytes_per_second: float, flows: Sequence[PortFlow]) -> list[str]:
-    """The port's class, and children that share it. Their own rates sum to it: htb grants those without asking it."""
+    """Return the lines for the port's class, and for the children that share it. The children's own rates sum to the
+    parent's, since htb grants those without checking the parent."""
     rate = finite(bytes_per_second)
     burst = 2 * burst_bytes(rate)
-    rest = f"burst {burst} cburst {burst} quantum {max(_FRAME, min(_LARGE_UNIT, burst_bytes(rate)))}"
+    options = f"burst {burst} cburst {burst} quantum {max(_FRAME, min(_LARGE_UNIT, burst_bytes(rate)))}"
     whole, share = max(8, round(8 * rate)), max(8, round(8 * rate / (len(flows) + 1)))
-    lines = [f"class {verb} dev {port} parent 1: classid 1:{_PARENT:x} htb rate {whole}bit ceil {whole}bit {rest}"]
+    lines = [f"class {verb} dev {port} parent 1: classid 1:{_PARENT:x} htb rate {whole}bit ceil {whole}bit {options}"]
     for leaf, _, _ in _leaves(rate, flows):
         where = f"dev {port} parent 1:{_PARENT:x} classid 1:{leaf:x}"
-        lines.append(f"class {verb} {where} htb rate {share}bit ceil {whole}bit {rest}")
+        lines.append(f"class {verb} {where} htb rate {share}bit ceil {whole}bit {options}")
     return lines
 
 
 def _leaves(bytes_per_second: float, flows: Sequence[PortFlow]) -> Iterator[tuple[int, float, float]]:
-    """Class, rate and delay of each leaf; tbf keeps the rate even where htb could, because it cuts long pieces."""
+    """Yield class, rate and delay of each leaf; tbf enforces the rate even where htb could, because it splits long
+    pieces."""
     yield _OTHERS, finite(bytes_per_second), 0.0
     for flow in flows:
         yield _FIRST_SENDER + flow.number, min(finite(bytes_per_second), flow.bytes_per_second), flow.delay_seconds
@@ -205,15 +210,15 @@ def hub_lines(count: int, *, has_bridge: bool) -> list[str]:
 
 
 def forwarding_lines(count: int) -> list[str]:
-    """Return bridge's lines, in the hub, that say which member is behind which port."""
+    """Return bridge's lines, in the hub, that map each member to its port."""
     return [f"fdb replace {hardware_of(number)} dev p{number} master static" for number in range(count)]
 
 
 def member_lines(number: int, count: int, *, has_cubic: bool = True) -> list[str]:
-    """For ip, in a member's namespace: its address, the route, and the hardware addresses of the others.
+    """Return ip's lines, in a member's namespace: its address, the route, and the hardware addresses of the others.
 
-    The route has TCP control its rate as nearly all devices do, whatever this host prefers. (BBR, for one, takes the
-    burst of a slow port for its rate, and floods it.)
+    The route makes TCP use the congestion control that nearly all devices use, whatever this host prefers. (BBR, for
+    one, takes the burst of a slow port for its rate, and floods it.)
     """
     control = " congctl cubic" if has_cubic else ""
     lines = [

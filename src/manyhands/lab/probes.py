@@ -1,9 +1,9 @@
-"""Small programs that run on a lab's devices to find out what they got. Only Python's own library, to start quickly.
+"""Small programs that measure a lab's devices from inside. They import only the standard library, to start quickly.
 
-python -m manyhands.lab.probes sink HOST PORT SECONDS HEAD_BYTES HEAD_SECONDS    tells how fast came what came
+python -m manyhands.lab.probes sink HOST PORT SECONDS HEAD_BYTES HEAD_SECONDS    prints the rate of what it received
 python -m manyhands.lab.probes source HOST PORT SECONDS
 python -m manyhands.lab.probes echo HOST PORT SECONDS      sends datagrams back, until none came for so long
-python -m manyhands.lab.probes ping HOST PORT COUNT SECONDS    tells the median of round trips; waits so long for each
+python -m manyhands.lab.probes ping HOST PORT COUNT SECONDS    prints the median of round trips; waits so long for each
 python -m manyhands.lab.probes burn SECONDS
 python -m manyhands.lab.probes hoard BYTES                 takes memory, page by page
 """
@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 
 LIMIT_SECONDS = 60.0
-"""No probe waits for longer than this for anybody."""
+"""No probe waits longer than this for a peer."""
 _PAGE = 4096
 
 
 def sink(host: str, port: str, seconds: str, head_bytes: str, head_seconds: str) -> None:
-    """Receive one stream and count its bytes for `seconds`, once its head has come."""
+    """Receive one stream and count its bytes for `seconds`, once its head has arrived."""
     with socket.create_server((host, int(port))) as server:
         server.settimeout(LIMIT_SECONDS)
         print("listening", flush=True)
@@ -58,7 +58,8 @@ def source(host: str, port: str, seconds: str) -> None:
 
 
 def at_once() -> None:
-    """Have this process woken when a packet comes, whatever else computes: else the wait for a core is measured too."""
+    """Make the scheduler wake this process as soon as a packet arrives, whatever else computes; otherwise the wait for
+    a core would be measured too."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
 
@@ -81,8 +82,8 @@ def echo(host: str, port: str, seconds: str) -> None:
 
 def ping(host: str, port: str, count: str, seconds: str) -> None:
     at_once()
-    found = []
-    first = min(3, int(count) // 3)  # they find things not yet ready
+    round_trips = []
+    first = min(3, int(count) // 3)  # slower: the path is not warmed up yet
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         bound.connect((host, int(port)))
         bound.settimeout(float(seconds))
@@ -90,10 +91,10 @@ def ping(host: str, port: str, count: str, seconds: str) -> None:
             begun = time.perf_counter()
             bound.send(b"%08d" % number)
             bound.recv(2048)
-            found.append(time.perf_counter() - begun)
+            round_trips.append(time.perf_counter() - begun)
             time.sleep(0.002)
         bound.send(b"end")
-    print(json.dumps(statistics.median(found[first:])), flush=True)
+    print(json.dumps(statistics.median(round_trips[first:])), flush=True)
 
 
 def burn(seconds: str) -> None:
@@ -103,11 +104,11 @@ def burn(seconds: str) -> None:
 
 
 def hoard(count: str) -> None:
-    kept = []
+    blocks = []
     for _ in range(int(count) // (1 << 20)):
         block = bytearray(1 << 20)
         block[::_PAGE] = b"\1" * (len(block) // _PAGE)
-        kept.append(block)
+        blocks.append(block)
     print("still here", flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Which labs are up: one file each, written before anything is made, so that whatever is there can be taken away."""
+"""The records of labs that are up: one file each, written before anything is made, so that everything can be removed
+again."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FOLDER = Path("/run/manyhands")
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process; the moment it began tells it from a later one with the same number."""
+    """A process; the moment it began distinguishes it from a later one with the same number."""
 
     pid: int
     began: int
@@ -47,7 +48,7 @@ class LabRecord(msgspec.Struct, frozen=True):
 
     name: str
     source: str
-    """The preset or file it was made from."""
+    """The preset or file that the lab was made from."""
     played: Played
     uses_switch: bool
     owner: Process | None = None
@@ -57,7 +58,7 @@ class LabRecord(msgspec.Struct, frozen=True):
 
 
 def lab_name(text: str) -> str:
-    """A lab is called like its preset or file; in namespaces a '-' comes between it and its devices."""
+    """Return a lab's name, that of its preset or file; in namespaces a '-' separates it from its devices."""
     name = text.lower().replace("-", "_")
     if not LAB_NAME.fullmatch(name):
         raise BadValue(f"'{text:.80}' cannot name a lab.", hint="Use 1 to 32 letters, digits, '_' and '.'.")
@@ -73,19 +74,19 @@ def _path(name: str) -> Path:
 
 
 def log_path(name: str) -> Path:
-    """The lab supervisor's messages."""
+    """Return the file with the lab supervisor's messages."""
     return folder() / f"{name}.log"
 
 
 def names() -> list[str]:
-    """Labs that were brought up and not taken down."""
+    """Return the labs that were brought up and not taken down."""
     with contextlib.suppress(OSError):
         return sorted(path.stem for path in folder().glob("*.json") if LAB_NAME.fullmatch(path.stem))
     return []
 
 
 def claim(record: LabRecord) -> bool:
-    """Write the record unless the name is taken; returns whether it was written. Of two at once, one gets it."""
+    """Write the record unless the name is taken; return whether it was written. Of two at once, one succeeds."""
     folder().mkdir(parents=True, exist_ok=True)
     mine = folder() / f".{secrets.token_hex(8)}.json"
     write_document(mine, _document(record))

@@ -10,11 +10,11 @@
 A rate counts the bits of Ethernet frames as `tc` sees them: 14 bytes of header, then a packet of up to 1500; no
 preamble, checksum or gap. A TCP stream in full packets moves 1448 bytes of payload in each 1514, so its goodput is
 0.956 of the rate (measured: 0.953 to 0.956 from 0.05 to 1000 Mbit/s, up and down). Delays belong to pairs of devices:
-netem holds the packets where the kernel has it; else there is no bridge, and a switch outside this module carries
+netem delays the packets where the kernel has it; else there is no bridge, and a switch outside this module carries
 the frames from port to port.
 
-Nothing is learned or asked on the wire: forwarding entries and (up to MOST_STATIC members) neighbours are written
-down, so that no port is spent on somebody else's frames, and no question dies of old age in a slow port's queue.
+Nothing is learned or resolved on the wire: forwarding entries and (up to MOST_STATIC members) neighbours are static,
+so that no port carries frames meant for others, and no ARP request times out in a slow port's queue.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LIMIT_SECONDS = 30.0
 
 
 class Spaces:
-    """The namespaces of one lab. Several objects, also in other processes, may speak of the same lab."""
+    """The namespaces of one lab. Several objects, also in different processes, may represent the same lab."""
 
     def __init__(self, lab: str, cluster: Cluster, *, uses_switch: bool | None = None) -> None:
         self.lab = check_lab_name(lab)
@@ -98,7 +98,8 @@ class Spaces:
         return f"p{self.number(member)}"
 
     def flows(self, receiver: str) -> list[PortFlow]:
-        """What `receiver`'s port has a class for: senders whose own link is slower than both ends, or held by netem."""
+        """Return the flows for which `receiver`'s port has a class: senders whose own link is slower than both ends, or
+        delayed by netem."""
         flows = []
         down = self.cluster.device(receiver).down_bytes_per_second
         for sender in self.cluster.devices:
@@ -109,11 +110,11 @@ class Spaces:
         return flows
 
     def up(self) -> None:
-        """Make it all; what was made before something failed is taken away again."""
+        """Make all namespaces; if something fails, those that were made are removed again."""
         if self.exists(self.lab):
             hint = f"Type: manyhands lab down {self.lab}"
             raise LabError(f"A lab called '{self.lab}' is up already.", hint=hint)
-        run_batch("ip", [f"netns add {self.hub}"])  # of two at once, one fails here and takes nothing away
+        run_batch("ip", [f"netns add {self.hub}"])  # of two at once, one fails here and removes nothing
         try:
             self._make()
         except BaseException:
@@ -143,7 +144,7 @@ class Spaces:
 
     @staticmethod
     def names_of(lab: str) -> list[str]:
-        """The namespaces of this lab that are there, the hub first."""
+        """Return the namespaces of this lab that exist, the hub first."""
         hub = hub_of(check_lab_name(lab))
         return sorted(name for name in _namespaces() if name == hub or name.startswith(hub + "-"))
 
@@ -153,16 +154,16 @@ class Spaces:
 
     @staticmethod
     def down(lab: str) -> None:
-        """Take away what is left of the lab's namespaces. Processes inside keep theirs, cut off, until they end."""
+        """Remove what is left of the lab's namespaces. Processes inside keep theirs, cut off, until they end."""
         run_batch("ip", [f"netns delete {name}" for name in Spaces.names_of(lab)], forced=True)
-        left = Spaces.names_of(lab)
-        if left:
-            raise LabError(f"These namespaces of lab '{lab}' cannot be removed: {', '.join(left)}.")
+        remaining = Spaces.names_of(lab)
+        if remaining:
+            raise LabError(f"These namespaces of lab '{lab}' cannot be removed: {', '.join(remaining)}.")
 
     def set_rates(self, device: str, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
-        """Other rates from now on. Connections stay; see `reshaping_lines` for when packets are lost.
+        """Set other rates from now on. Connections stay; see `reshaping_lines` for when packets are lost.
 
-        The pairs whose own links count are those found slower than both ports when the lab came up.
+        The pairs whose own links are shaped are those that were slower than both ports when the lab came up.
         """
         self.cluster.device(device)
         for rate in (up_bytes_per_second, down_bytes_per_second):
@@ -179,7 +180,7 @@ class Spaces:
             run_batch("tc", self._reshaping(self.port(device), down_bytes_per_second, self.flows(device)))
 
     def rates(self, device: str) -> tuple[float, float]:
-        """Bytes per second up and down, as the kernel keeps them now."""
+        """Return the bytes per second up and down, as the kernel has them now."""
         self.cluster.device(device)
         with entered(self.namespace(device)):
             up = port_rate(_qdiscs("eth0"))
@@ -218,7 +219,7 @@ def _namespaces() -> list[str]:
         return []
 
 
-# Speaking to the kernel
+# Calls to the kernel
 
 
 @functools.cache
@@ -234,13 +235,14 @@ def _call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def _back_afterwards() -> Iterator[None]:
-    """Whatever namespace this thread goes to meanwhile. An error inside is the one that is raised."""
+    """Return this thread to its namespace afterwards, whichever it enters meanwhile. An error inside is the one that is
+    raised."""
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(OSError):  # who may not leave may not come back either
+            with contextlib.suppress(OSError):  # a thread that may not leave may not come back either
                 _call("setns", namespace, _CLONE_NEWNET)
             raise
         _call("setns", namespace, _CLONE_NEWNET)
@@ -250,14 +252,15 @@ def _back_afterwards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """This thread, and what it starts meanwhile, is in that network namespace; sockets stay where they were made."""
+    """Run with this thread, and whatever it starts meanwhile, in that network namespace; sockets stay where they were
+    made."""
     with _back_afterwards():
         try:
-            there = os.open(_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _call("setns", there, _CLONE_NEWNET)
+                _call("setns", descriptor, _CLONE_NEWNET)
             finally:
-                os.close(there)
+                os.close(descriptor)
         except OSError as error:
             hint = "Type: manyhands lab status"
             raise LabError(f"Network namespace '{namespace}' cannot be entered: {error.strerror}.", hint=hint) from None
@@ -271,14 +274,15 @@ def _qdiscs(port: str) -> list[dict[str, Any]]:
 
 
 def port_rate(qdiscs: Sequence[dict[str, Any]]) -> float:
-    """Bytes per second of a port: where pairs have queues of their own, that of everybody else is the fastest."""
+    """Return the bytes per second of a port: where pairs have queues of their own, the rate of all other senders is the
+    fastest."""
     rate = max((float(qdisc["options"]["rate"]) for qdisc in qdiscs if qdisc["kind"] == "tbf"), default=math.inf)
     return rate if rate < UNLIMITED_BYTES_PER_SECOND else math.inf
 
 
 def _without_ipv6() -> None:
-    for which in ("all", "default"):
-        _write(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "1")
+    for scope in ("all", "default"):
+        _write(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6", "1")
 
 
 def _has_cubic() -> bool:
@@ -289,7 +293,8 @@ def _has_cubic() -> bool:
 
 
 def _write(path: str, text: str) -> None:
-    """Into a setting of the thread's namespace, if this kernel has it: the lab works without, only less quietly."""
+    """Write to a setting of the thread's namespace, if this kernel has it: the lab works without, but with more
+    background traffic."""
     with contextlib.suppress(OSError):
         Path(path).write_text(text)
 
@@ -303,20 +308,21 @@ def _tool(name: str) -> str:
 
 
 def run(words: Sequence[str], text: str = "", *, lines: Sequence[str] = (), forced: bool = False) -> str:
-    """What a command prints; where it fails, the error has the kernel's words (and the line of `lines` that failed)."""
-    done = subprocess.run(
+    """Return what a command prints; if it fails, the error has the kernel's message (and the line of `lines` that
+    failed)."""
+    completed = subprocess.run(
         [_tool(words[0]), *words[1:]], input=text, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
     )
-    if done.returncode != 0 and not forced:
-        complaints = [line for line in done.stderr.splitlines() if line and not line.startswith("Command failed")]
-        at = re.search(r"^Command failed -:(\d+)", done.stderr, re.MULTILINE)
-        what = " ".join(words) if at is None else f"{words[0]} {lines[int(at[1]) - 1]}"
-        raise LabError(f"`{what}` failed: {' '.join(complaints) or f'exit code {done.returncode}'}")
-    return done.stdout
+    if completed.returncode != 0 and not forced:
+        complaints = [line for line in completed.stderr.splitlines() if line and not line.startswith("Command failed")]
+        at = re.search(r"^Command failed -:(\d+)", completed.stderr, re.MULTILINE)
+        failed = " ".join(words) if at is None else f"{words[0]} {lines[int(at[1]) - 1]}"
+        raise LabError(f"`{failed}` failed: {' '.join(complaints) or f'exit code {completed.returncode}'}")
+    return completed.stdout
 
 
 def run_batch(tool: str, lines: Iterable[str], *, forced: bool = False) -> None:
-    """All lines in one process, in this thread's namespace; `forced`: the others too when one fails."""
+    """Run all lines in one process, in this thread's namespace; `forced`: go on after a line that fails."""
     lines = list(lines)
     if lines:
         flags = ["-force"] if forced else []
@@ -327,7 +333,7 @@ def run_batch(tool: str, lines: Iterable[str], *, forced: bool = False) -> None:
 
 
 def missing() -> str:
-    """Why namespaces cannot be used here, as a sentence; empty if they can."""
+    """Return why namespaces cannot be used here, as a sentence; empty if they can."""
     if platform.system() != "Linux":
         return f"Network namespaces exist on Linux only; this is {platform.system()}."
     if os.geteuid() != 0:
@@ -357,7 +363,7 @@ def _refused() -> str:
 
 @functools.cache
 def has_netem() -> bool:
-    """Whether this kernel can delay packets: tried, where nothing else is."""
+    """Return whether this kernel can delay packets, by trying it in a namespace of its own."""
     if missing():
         return False
     try:
@@ -370,7 +376,7 @@ def has_netem() -> bool:
 
 @contextlib.contextmanager
 def _nowhere() -> Iterator[None]:
-    """A namespace without a name, which is gone when this thread leaves it, whatever happens."""
+    """Run in a namespace without a name, which disappears when this thread leaves it, whatever happens."""
     with _back_afterwards():
         _call("unshare", _CLONE_NEWNET)
         yield

@@ -1,11 +1,11 @@
 """The lab supervisor: the process behind a lab.
 
-It carries frames where the kernel has no delays, follows traces, and takes the lab down when the process that owns it
-has died.
+It forwards frames where the kernel cannot delay them, follows traces, and takes the lab down when the process that owns
+it has died.
 
     python -m manyhands.lab.supervisor LAB
 
-It prints 'ready' once frames are carried.
+It prints 'ready' once frames are forwarded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LabSupervisor:
                 take_down(self.record.name)
 
     def _on_idle(self, now: float) -> float:
-        """The switch calls this first when it listens on all ports."""
+        """Report that the lab is ready; the switch calls this first when it listens on all ports."""
         if not self.is_ready:
             self._say_ready()
         return now + _LOOK_SECONDS
@@ -74,7 +74,7 @@ class LabSupervisor:
         self.is_ready = True
         print(READY, flush=True)
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)  # the process that waited for the word must not wait for more
+        os.dup2(nowhere, 1)  # the process that waited for this word must not wait for more output
         os.close(nowhere)
 
     def _delay(self, sender: int, receiver: int) -> float:
@@ -89,7 +89,8 @@ class LabSupervisor:
         return supervisor is None or supervisor.pid == os.getpid()
 
     def _follow(self, follower: TraceFollower, now: float) -> None:
-        """A rate that cannot be set is tried again: the owner is watched whatever becomes of it."""
+        """Set the rate of a port; one that cannot be set is tried again later, so that the owner is watched whatever
+        happens."""
         try:
             follower.follow(now)
         except (ManyhandsError, OSError, subprocess.SubprocessError, KeyError) as error:
@@ -97,7 +98,7 @@ class LabSupervisor:
             follower.due = now + _AGAIN_SECONDS
 
     def _look(self) -> None:
-        """Beside the switch, which has no time to wait for other programs."""
+        """Watch the owner and follow traces, beside the switch, which has no time to wait for other programs."""
         owner = self.record.owner
         while not self.ended.is_set():
             if owner is not None and not owner.is_alive:

@@ -1,9 +1,9 @@
 """A switch in user space: every frame between the hub's ports is held for the delay of its pair of members.
 
-It is for kernels without netem. Rates are the kernel's business, before a frame gets here and after it leaves. One
-packet socket for each port takes frames in, one for each pair gives them out, both with the virtio header, so that a
-unit of 64 KB crosses as one frame and is never cut or summed here. What a port cannot take yet waits, pair by pair, so
-that a pair with a slow link of its own does not hold up the others.
+It is for kernels without netem. Rates are left to the kernel, before a frame gets here and after it leaves. One packet
+socket for each port receives frames, one for each pair sends them, both with the virtio header, so that a unit of 64 KB
+crosses as one frame and is never segmented or checksummed here. Frames that a port cannot take yet wait, pair by pair,
+so that a pair with a slow link of its own does not hold up the others.
 
     arrives at p1 ──> lane 1→2: (due, frame) (due, frame) ... ──> p2      due = kernel's time of arrival + delay,
                  └──> lane 1→3: ...                            ──> p3           never before the frame in front
@@ -28,17 +28,17 @@ from collections.abc import Callable, Sequence
 from manyhands.facts.errors import BadValue, LabError
 
 MOST_HELD_BYTES = 64 * 2**20
-"""What waits for one receiver; a frame beyond that is dropped, as a real switch would."""
+"""The most bytes that wait for one receiver; a frame beyond that is dropped, as by a real switch."""
 MOST_PORTS = 256
 
 _VNET_HEADER_BYTES = 10
 _FRAME_BYTES = _VNET_HEADER_BYTES + 14 + 8 + 65536
 _ADDRESS = slice(_VNET_HEADER_BYTES, _VNET_HEADER_BYTES + 6)
 _OBJECT_BYTES = 200
-"""What a held frame takes beside its bytes: a flood of tiny ones is to be bounded too."""
+"""The memory of a held frame beside its bytes: a flood of tiny ones must be bounded too."""
 _RECEIVE_BYTES = 32 * 2**20
 _SEND_BYTES = 128 * 2**10
-"""Of each pair, in the port's queue; the kernel doubles it, and wakes the switch at half: 1 ms at 1 Gbit/s."""
+"""The bytes of each pair in the port's queue; the kernel doubles it, and wakes the switch at half: 1 ms at 1 Gbit/s."""
 _BURST_FRAMES = 32
 _REFUSED_SECONDS, _REFUSED_LONGEST_SECONDS, _REFUSED_TIMES = 0.001, 0.010, 200
 _LONGEST_WAIT_SECONDS = 0.1
@@ -58,7 +58,7 @@ _PRIORITY = 50
 
 
 def member_address(member: int) -> bytes:
-    """The MAC address of a member of the lab."""
+    """Return the MAC address of a member of the lab."""
     return b"\x02mh\x00" + member.to_bytes(2, "big")
 
 
@@ -76,7 +76,8 @@ class Lane:
         self.refused = 0
 
     def due(self, arrived: float) -> float:
-        """When a frame that arrived then may leave: a delay that became shorter lets none overtake another."""
+        """Return when a frame that arrived at `arrived` may leave: a delay that became shorter lets none overtake
+        another."""
         due = arrived + self.delay_seconds
         return max(due, self.frames[-1][0]) if self.frames else due
 
@@ -92,7 +93,7 @@ class Switch:
         self.bytes = 0
         self.dropped = 0
         self.notes: list[str] = []
-        """What this machine refused, and what follows from it."""
+        """Everything that this machine refused, and the consequences."""
         members = range(len(ports))
         self._lanes = {
             (sender, receiver): Lane(sender, receiver, _checked(delay_seconds(sender, receiver)))
@@ -109,19 +110,19 @@ class Switch:
         self._turn: list[tuple[float, int, Lane]] = []
         """A heap with one entry for each lane that has frames and is not blocked: when its next frame is due."""
         self._blocked: dict[int, Lane] = {}
-        """Lanes whose socket is full, by its number."""
+        """Socket number -> lane, for lanes whose socket is full."""
         self._serial = 0
         self._early_seconds = _EARLY_SECONDS
-        """What waking up and sending cost here; by so much the switch wakes before a frame is due."""
+        """The cost of waking up and sending here: the switch wakes this much before a frame is due."""
 
     def set_delay(self, sender: int, receiver: int, seconds: float) -> None:
-        """From now on; frames that are on their way keep their time, and none overtakes another."""
+        """Set the delay from now on; frames that are on their way keep their time, and none overtakes another."""
         self._lanes[sender, receiver].delay_seconds = _checked(seconds)
 
     def run(self, is_over: Callable[[], bool], on_idle: Callable[[float], float]) -> None:
-        """Forward until `is_over`; `on_idle(now)` does other small work and says when it wants to be called next.
+        """Forward until `is_over`; `on_idle(now)` does other small work and returns when it is to be called next.
 
-        This takes the process for itself: real-time priority, no garbage collection.
+        This takes over the process: real-time priority, no garbage collection.
         """
         inputs: dict[int, tuple[int, socket.socket]] = {}
         with select.epoll() as self._poll:
@@ -145,14 +146,14 @@ class Switch:
         on_idle: Callable[[float], float],
     ) -> None:
         poll, monotonic = self._poll, time.monotonic
-        wanted = 0.0
+        next_idle = 0.0
         while not is_over():
             now = monotonic()
-            if now >= wanted:
-                wanted = max(on_idle(now), now + _SHORTEST_IDLE_SECONDS)
+            if now >= next_idle:
+                next_idle = max(on_idle(now), now + _SHORTEST_IDLE_SECONDS)
                 self.dropped += sum(_lost(port) for _, port in inputs.values())
                 now = monotonic()
-            until = min(wanted, now + _LONGEST_WAIT_SECONDS)
+            until = min(next_idle, now + _LONGEST_WAIT_SECONDS)
             if self._turn:
                 until = min(until, self._turn[0][0] - self._early_seconds)
             # epoll counts milliseconds, select microseconds
@@ -175,7 +176,7 @@ class Switch:
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the cable was pulled: there is nothing more, for now
                     return
-                self.dropped += 1  # a kind of frame that the header has no word for
+                self.dropped += 1  # a kind of frame that the header cannot describe
                 continue
             if flags & _MSG_TRUNC:
                 self.dropped += 1
@@ -221,7 +222,7 @@ class Switch:
                 self._block(lane)
                 continue
             except OSError as error:
-                # ENOBUFS: the port's queue is full, which no socket tells the end of
+                # ENOBUFS: the port's queue is full, and no socket reports when it no longer is
                 if error.errno == errno.ENOBUFS and lane.refused < _REFUSED_TIMES:
                     lane.refused += 1
                     self._queue(lane, now + min(lane.refused * _REFUSED_SECONDS, _REFUSED_LONGEST_SECONDS))
@@ -256,7 +257,7 @@ class Switch:
         self._queue(lane, lane.frames[0][0])
 
     def _clear(self) -> None:
-        """Nothing is on its way any more."""
+        """Discard all frames that are on their way."""
         for lane in self._lanes.values():
             lane.frames.clear()
             if lane.socket is not None:
@@ -268,7 +269,7 @@ class Switch:
 
 
 def be_punctual() -> list[str]:
-    """Have this process wake up when it asked to, whatever else computes here. Returns what was refused."""
+    """Make this process wake up on time, whatever else computes here. Return what was refused."""
     notes = []
     with contextlib.suppress(OSError, ValueError):  # there may be a socket for every pair
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -281,7 +282,7 @@ def be_punctual() -> list[str]:
     except (OSError, AttributeError):
         notes.append("timer slack stays at its default: delays may be 0.05 ms longer")
     try:
-        # what this process starts is not to have the priority
+        # processes that this one starts must not have the priority
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY))
     except OSError as error:
         notes.append(f"no real-time priority ({error.strerror}): delays grow by milliseconds while the cores are busy")
@@ -291,7 +292,7 @@ def be_punctual() -> list[str]:
 
 
 def _open(port: str, *, receiving: bool) -> socket.socket:
-    """A packet socket on an interface; one that only sends is shown no frames."""
+    """Return a packet socket on an interface; one that only sends receives no frames."""
     opened = None
     try:
         opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
@@ -317,7 +318,7 @@ def _open(port: str, *, receiving: bool) -> socket.socket:
 
 
 def _lost(port: socket.socket) -> int:
-    """Frames the kernel dropped since it was asked last, because they were not read in time."""
+    """Return the frames that the kernel dropped since the last call, because they were not read in time."""
     try:
         counts = port.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, _STATISTICS.size)
     except OSError:
@@ -326,7 +327,7 @@ def _lost(port: socket.socket) -> int:
 
 
 def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
-    """When the kernel saw a frame, on this process's clock, however late that is read."""
+    """Return when the kernel saw a frame, on this process's clock, however late it is read."""
     for _, _, stamp in ancillary:
         seconds, nanoseconds = _STAMP.unpack(stamp)
         now = time.monotonic()

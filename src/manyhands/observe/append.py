@@ -1,4 +1,4 @@
-"""Files that only grow, and are valid whenever they are read: events.jsonl and metrics.csv of a run."""
+"""Files that only grow and are valid whenever they are read: events.jsonl and metrics.csv of a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OWN_FIELDS = ("time", "event")
 
 
 class LineFile:
-    """Appends whole lines, each by one write, from any thread. One process writes a file at a time."""
+    """A file to which any thread appends whole lines, each by one write. One process writes a file at a time."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open or create it. A last line that a crash left without its end is cut off."""
+        """Open or create the file. A last line that a crash left without its end is cut off."""
         self.path = Path(path)
         self._lock = threading.Lock()
         self._descriptor = -1
@@ -65,8 +65,8 @@ class LineFile:
 
     def write_event(self, event: str, /, **facts: object) -> None:
         """Append a JSON object: the UTC time, the event's name, and plain facts about it."""
-        if taken := [name for name in _OWN_FIELDS if name in facts]:
-            raise BadValue(f"{self.path}: an event has a field '{taken[0]}' of its own.")
+        if reserved := [name for name in _OWN_FIELDS if name in facts]:
+            raise BadValue(f"{self.path}: an event has a field '{reserved[0]}' of its own.")
         time = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         try:
             self.write(json.dumps({"time": time, "event": event, **{k: _plain(v) for k, v in facts.items()}}))
@@ -74,7 +74,7 @@ class LineFile:
             raise BadValue(f"{self.path}: the event '{event}' cannot be written as JSON: {error}") from error
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
@@ -90,15 +90,15 @@ class LineFile:
         self.close()
 
     def _fix(self) -> None:
-        """Cut off what comes after the last line's end."""
+        """Cut off whatever follows the last line's end."""
         size = place = os.fstat(self._descriptor).st_size
         keep = 0
         while place > 0:
             place, until = max(0, place - _BLOCK_BYTES), place
             os.lseek(self._descriptor, place, os.SEEK_SET)
             block = os.read(self._descriptor, until - place)
-            if (found := block.rfind(b"\n")) >= 0:
-                keep = place + found + 1
+            if (newline := block.rfind(b"\n")) >= 0:
+                keep = place + newline + 1
                 break
         if keep < size:
             os.ftruncate(self._descriptor, keep)
@@ -106,7 +106,7 @@ class LineFile:
 
 
 class Metrics:
-    """Numbers in a CSV file, a row at a time. Opening one that exists goes on below its last row."""
+    """Numbers in a CSV file, a row at a time. Where the file exists, rows are added below its last one."""
 
     def __init__(self, path: str | Path, columns: Iterable[str]) -> None:
         self.path, self.columns = Path(path), tuple(columns)
@@ -139,7 +139,7 @@ class Metrics:
         self.close()
 
     def _begin(self, header: str) -> None:
-        """Write the header, or see that it is the one the file has."""
+        """Write the header, or check that it is the one the file has."""
         try:
             with open(self.path, "rb") as file:
                 first = file.readline(_BLOCK_BYTES).decode(errors="replace").rstrip("\r\n")
@@ -165,7 +165,8 @@ class Metrics:
 
 
 def _plain(value: object) -> object:
-    """JSON has no NaN and no infinity; the events that matter most may hold them, so they become text."""
+    """Return the value with NaN and infinities as text: JSON has neither, and the events that matter most may hold
+    them."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(float(value))
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""What all pictures share: a figure without pyplot, so that a user's own backend and figures are left alone."""
+"""The parts that all pictures share: a figure without pyplot, so that a user's own backend and figures are not
+affected."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _DOTS_PER_INCH = 120
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """An empty figure that is drawn by Agg, into memory."""
+    """Return an empty figure that is drawn by Agg, into memory."""
     need_plots()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,12 +33,12 @@ def new_figure(width_inches: float, height_inches: float) -> Figure:
 
 
 def are_plots_here() -> bool:
-    """Whether pictures can be drawn: matplotlib is an extra."""
+    """Return whether pictures can be drawn: matplotlib is an extra."""
     return is_here("plots")
 
 
 def need_plots() -> None:
-    """Before anything is drawn, and before anything long is done for a picture."""
+    """Raise if matplotlib is missing: called before drawing, and before any long computation for a picture."""
     load("matplotlib", "Drawing a picture")
 
 
@@ -50,16 +51,16 @@ def write_figure(figure: Figure, path: Path) -> Path:
 
 
 def wrapped(title: str) -> str:
-    """A title in lines that fit the figure."""
+    """Return a title in lines that fit the figure."""
     return "\n".join(textwrap.fill(line, _LONGEST_LINE) for line in title.splitlines())
 
 
 def short_name(name: str) -> str:
-    """A device's name that leaves room for the picture; its ends tell devices apart."""
+    """Return a device's name, shortened to leave room for the picture; its ends distinguish devices."""
     half = _LONGEST_NAME // 2
     return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"
 
 
 def first_devices(title: str, devices: int) -> str:
-    """The title, saying how many devices are drawn when that is not all of them."""
+    """Return the title, with the number of devices drawn if that is not all of them."""
     return title + (f" (first {MOST_DEVICES} of {devices} devices)" if devices > MOST_DEVICES else "")

@@ -1,7 +1,7 @@
-"""What a run looks like from outside while it goes on: `live.json` and `round.json` in its folder.
+"""The state of a run, as other processes see it while it goes on: `live.json` and `round.json` in its folder.
 
-The coordinator replaces live.json about once a second, and round.json whenever a round was looked at. Terminal, page
-and `status` read them, in whatever process they are, and need nothing else: a past run is a folder in which they stay.
+The coordinator replaces live.json about once a second, and round.json whenever a round was recorded. Terminal, page and
+`status` read them, from any process, and need nothing else: the folder of a past run still has them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LIVE_FILE = "live.json"
 ROUND_FILE = "round.json"
 RunState = Literal["preparing", "waiting", "running", "ended", "stopped", "failed"]
 OVER = ("ended", "stopped", "failed")
-"""States in which nothing more happens."""
+"""States after which nothing more happens."""
 MOST_LINKS = 400
 """The most links in live.json: those over which most was sent."""
 
 
 class LiveSpan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something a device did in a round; seconds from the round's start."""
+    """Something that a device did in a round; seconds from the round's start."""
 
     device: str
     track: str
@@ -39,7 +39,7 @@ class LiveSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LiveRound(msgspec.Struct, frozen=True):
-    """One round as it went, beside the simulated one."""
+    """One round as measured, beside the simulated one."""
 
     step: int = 0
     seconds: float = 0.0
@@ -52,19 +52,19 @@ class LiveDevice(msgspec.Struct, frozen=True):
     name: str
     kind: str = ""
     state: str = "here"
-    """here (it has part in the plan), idle (it has none), leaving, left, lost"""
+    """here (it has a part in the plan), idle (it has none), leaving, left, lost"""
     reason: str = ""
-    """Why it is lost."""
+    """The reason why it is lost."""
     memory_bytes: float = 0.0
-    """What the plan may use of it."""
+    """The memory that the plan may use of it."""
     planned_bytes: float = 0.0
     """The most tensor bytes that the plan predicts."""
     resident_bytes: int = 0
-    """The process' memory when it was last looked at; 0: not yet."""
+    """The process's memory when it was last measured; 0: not yet."""
     peak_bytes: int = 0
     """The most tensor bytes, counted in one step; 0: not yet."""
     busy: float | None = None
-    """The part of the last round that was looked at in which it computed."""
+    """The fraction of the last recorded round in which it computed."""
     host: str = ""
     compute: str = "cpu"
     stages: tuple[int, ...] = ()
@@ -78,10 +78,10 @@ class LiveLink(msgspec.Struct, frozen=True):
     source: str
     target: str
     bytes_per_second: float | None = None
-    """As the plan was made with it; None: no limit."""
+    """The rate that the plan was made with; None: no limit."""
     delay_seconds: float = 0.0
     measured_bytes_per_second: float | None = None
-    """Of the last messages that were large enough to be timed; None: none was."""
+    """The rate of the last messages that were large enough to be timed; None: none was."""
     sent_bytes: int = 0
 
 
@@ -93,7 +93,7 @@ class LiveStage(msgspec.Struct, frozen=True):
     share: str = ""
     devices: tuple[str, ...] = ()
     seconds: float | None = None
-    """Computing in the last round that was looked at, of its slowest device."""
+    """Computing seconds of its slowest device in the last recorded round."""
     predicted_seconds: float = 0.0
     samples_per_second: float | None = None
 
@@ -101,21 +101,21 @@ class LiveStage(msgspec.Struct, frozen=True):
 class Live(msgspec.Struct, frozen=True):
     state: RunState = "preparing"
     text: str = ""
-    """What it is doing, for people."""
+    """What the run is doing, for people."""
     command: str = "train"
     model: str = ""
     pid: int = 0
     host: str = ""
     started: float = 0.0
     updated: float = 0.0
-    """Seconds since 1970, both."""
+    """Both times are seconds since 1970."""
     dashboard: str = ""
-    """Where the page is, if there is one."""
+    """The address of the page, if there is one."""
     first_step: int = 0
     step: int = 0
     """Steps done."""
     steps: int = 0
-    """In all."""
+    """All steps of the run."""
     epoch: int = 0
     batch_size: int = 0
     loss: float | None = None
@@ -126,7 +126,7 @@ class Live(msgspec.Struct, frozen=True):
     samples_per_second: float | None = None
     remaining_seconds: float | None = None
     generation: int = 0
-    """How often it was planned anew."""
+    """The number of times the run was planned anew."""
     devices: tuple[LiveDevice, ...] = ()
     links: tuple[LiveLink, ...] = ()
     stages: tuple[LiveStage, ...] = ()
@@ -138,7 +138,7 @@ class Live(msgspec.Struct, frozen=True):
 
 
 def write_live(folder: Path, live: Live) -> None:
-    """Replace live.json; of the round there is a file of its own, which changes less often."""
+    """Replace live.json; the round has a file of its own, which changes less often."""
     _replace(folder / LIVE_FILE, msgspec.json.encode(msgspec.structs.replace(live, round=None)))
 
 
@@ -147,7 +147,7 @@ def write_round(folder: Path, live_round: LiveRound) -> None:
 
 
 def read_live(folder: Path) -> Live | None:
-    """None: there is none, or it cannot be read now."""
+    """Return the state of a run; None: there is none, or it cannot be read now."""
     live = _read(folder / LIVE_FILE, Live)
     if live is None:
         return None
@@ -167,8 +167,8 @@ def _read(path: Path, kind: type[Document]) -> Document | None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """In one go, for readers; not made to survive a power cut, which would cost a write to the disk each second. A
-    disk that is full is noticed by those who write what matters."""
+    """Replace a file in one go, for readers; not made to survive a power cut, which would cost a disk write each
+    second. Errors such as a full disk are ignored here and reported by the files that matter."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError, BadFile):
         handle = open_descriptor(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, follows_links=False)

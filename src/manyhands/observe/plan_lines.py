@@ -1,4 +1,4 @@
-"""A plan as lines of letters: devices down, layers across, for a terminal. What is shared how shows without colour."""
+"""A plan as lines of letters for a terminal: devices down, layers across. The kind of sharing shows without colour."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_WIDTH, MOST_WIDTH = 20, 120
 
 
 def can_draw(encoding: str | None) -> bool:
-    """Whether an output takes the blocks; letters serve where it does not."""
+    """Return whether an output can encode the blocks; letters serve where it cannot."""
     try:
         "".join([*FILLS.values(), NOTHING]).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -31,7 +31,7 @@ def can_draw(encoding: str | None) -> bool:
 
 
 def plan_lines(plan: Plan, network: Network, names: Sequence[str], *, width: int, plain: bool = False) -> list[str]:
-    """The picture, so many letters wide. `names`: all devices of the cluster."""
+    """Return the picture, `width` letters wide. `names`: all devices of the cluster."""
     rows = plan_rows(plan, names)
     column = max(len("layer"), *(len(row.name) for row in rows)) + 2
     room = min(max(width - column, LEAST_WIDTH), MOST_WIDTH)
@@ -54,7 +54,7 @@ def plan_lines(plan: Plan, network: Network, names: Sequence[str], *, width: int
 
 
 def _letters(edges: Sequence[float], room: int) -> list[int]:
-    """Edges in whole letters: no layer without one while there are enough."""
+    """Return edges in whole letters: no layer without one while there are enough."""
     count = len(edges) - 1
     places = [round(edge * room) for edge in edges]
     if count <= room:
@@ -66,10 +66,10 @@ def _letters(edges: Sequence[float], room: int) -> list[int]:
     return places
 
 
-def _ruler(marks: Sequence[tuple[int, str]], room: int, wanted: set[int] | None = None) -> str:
-    """Words at their places: those at `wanted` places, then the others that find room."""
+def _ruler(marks: Sequence[tuple[int, str]], room: int, first: set[int] | None = None) -> str:
+    """Return words at their places: those at `first` places, then the others that fit."""
     line = [" "] * room
-    for place, word in sorted(marks, key=lambda mark: (mark[0] not in (wanted or ()), mark[0])):
+    for place, word in sorted(marks, key=lambda mark: (mark[0] not in (first or ()), mark[0])):
         before, after = max(0, place - 1), place + len(word) + 1
         if after <= room + 1 and not "".join(line[before:after]).strip():
             line[place : place + len(word)] = word

@@ -1,5 +1,6 @@
-"""A plan drawn: devices down, layers across, each block a device's part of a stage. Beside it what it computes and
-holds; above it what layers hand on and what they weigh, which is why some are best shared by tiles, some by samples."""
+"""A picture of a plan: devices down, layers across, each block a device's part of a stage. Beside it, what each device
+computes and holds; above it, what layers hand on and the size of their weights, which is why some are best shared by
+tiles and some by samples."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ _NEARLY_FULL = 0.9
 _WIDTH, _NAMES, _BARS, _SIDE = 13.34, 1.45, 1.62, 0.2
 _ROW, _STRIP, _HEAD, _FOOT = 0.42, 0.85, 0.62, 0.62
 _PAD = 0.12
-"""Of a row's height, above and below a block."""
+"""The margin above and below a block, as a fraction of a row's height."""
 _MOST_BARS = 60
 _TITLE_LETTERS, _NOTE_LETTERS = 135, 180
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What a device does in a step."""
+    """The load of a device in a step."""
 
     busy_part: float
     peak_bytes: float
@@ -45,7 +46,7 @@ def draw_plan(
     plan: Plan, network: Network, names: Sequence[str], loads: Mapping[str, DeviceLoad], path: Path, *, title: str,
     notes: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Write a PNG. Devices that do the same share a row where there are many; `notes` go below."""
+    """Write a PNG. Where there are many devices, those that do the same share a row; `notes` go below."""
     rows = plan_rows(plan, names)[:MOST_DEVICES]
     left_out = len(plan_rows(plan, names)) - len(rows)
     remarks = [*notes, *([f"{left_out} more rows of devices are not drawn."] if left_out > 0 else [])]
@@ -64,10 +65,10 @@ def draw_plan(
     edges = layer_edges(network)
     _draw_strip(strip, network, plan, edges)
     _draw_rows(main, rows, plan, edges, wide)
-    for number, what in enumerate(("computing", "memory")):
+    for number, quantity in enumerate(("computing", "memory")):
         left = (_SIDE + _NAMES + wide + 0.2 + number * (_BARS + 0.2)) / _WIDTH
         bars = figure.add_axes((left, bottom, _BARS / _WIDTH, _ROW * len(rows) / height))
-        _draw_bars(bars, rows, loads, what)
+        _draw_bars(bars, rows, loads, quantity)
     _draw_legend(figure, rows, foot, height)
     if below:
         figure.text(_SIDE / _WIDTH, 0.12 / height, "\n".join(below), fontsize=9.5, va="bottom", color=_INK,
@@ -87,7 +88,7 @@ def _pale(colour: str, part: float) -> tuple[float, float, float]:
 
 
 def _draw_strip(axes: Axes, network: Network, plan: Plan, edges: Sequence[float]) -> None:
-    """What each layer hands on for a batch, and what its weights are, to one scale."""
+    """Draw what each layer hands on for a batch, and the size of its weights, to one scale."""
     handed = [float(layer.output_bytes * plan.step_size) for layer in network.layers]
     weights = [float(layer.parameter_bytes) for layer in network.layers]
     most = max([*handed, *weights, 1.0])
@@ -147,7 +148,7 @@ def _draw_rows(axes: Axes, rows: Sequence[PlanRow], plan: Plan, edges: Sequence[
 
 
 def _draw_block(axes: Axes, block: Block, left: float, right: float, top: float, wide: float) -> None:
-    """The whole of it is filled; a part has a sign that shows which part."""
+    """Fill the block if the device computes the whole stage; else draw a sign that shows which part."""
     from matplotlib.patches import Rectangle
 
     colour, low, high = _colour(block.stage), top + _PAD, 1 - 2 * _PAD
@@ -174,7 +175,7 @@ def _draw_block(axes: Axes, block: Block, left: float, right: float, top: float,
 
 
 def _draw_sign(axes: Axes, block: Block, left: float, low: float, wide: float, high: float) -> None:
-    """A small map: the own tile of the grid, or the own samples of the micro-batch."""
+    """Draw a small map: the device's tile of the grid, or its samples of the micro-batch."""
     from matplotlib.patches import Rectangle
 
     colour = _colour(block.stage)
@@ -199,19 +200,19 @@ def _draw_sign(axes: Axes, block: Block, left: float, low: float, wide: float, h
             axes.plot([at, at], [low, low + high], color=colour, linewidth=0.5, zorder=5)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[PlanRow], loads: Mapping[str, DeviceLoad], what: str) -> None:
-    """Parts of the step that devices compute, or of their memory that they need."""
+def _draw_bars(axes: Axes, rows: Sequence[PlanRow], loads: Mapping[str, DeviceLoad], quantity: str) -> None:
+    """Draw the part of the step in which devices compute, or the part of their memory that they need."""
     from matplotlib.patches import Rectangle
 
     count = len(rows)
-    axes.text(0, count + 0.18, "computes" if what == "computing" else "holds at most", fontsize=9, weight="bold",
+    axes.text(0, count + 0.18, "computes" if quantity == "computing" else "holds at most", fontsize=9, weight="bold",
               color=_INK, va="bottom")  # fmt: skip
     for number, row in enumerate(rows):
         row_loads = [loads[name] for name in row.devices if name in loads]
         if not row_loads or not row.blocks:
             continue
         low, high = count - 1 - number + 0.2, 0.6
-        if what == "computing":
+        if quantity == "computing":
             part = max(load.busy_part for load in row_loads)
             text, colour = f"{part:.0%} of the step", "#9FB8D3"
         else:

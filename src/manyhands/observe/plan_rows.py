@@ -1,4 +1,5 @@
-"""Which device holds which layers and which part of them, as rows of blocks: what a plan's pictures are drawn from."""
+"""A plan as rows of blocks, which device holds which part of which layers: the data that a plan's pictures are drawn
+from."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from manyhands.observe.figures import short_name
 
 By = Literal["all", "samples", "tiles", "channels"]
 MOST_ROWS = 16
-"""More devices than that: those that do the same share a row."""
+"""The most rows with a device each: where there are more devices, those that do the same share a row."""
 _THINNEST = 0.3
-"""A layer with next to no work is drawn as wide as this part of the average."""
+"""The width of a layer with next to no work, as a fraction of the average."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,16 @@ class Block:
     """Layers [first, last)."""
     by: By
     begin: float
-    """For samples and channels, the parts of the devices before it in the stage."""
+    """For samples and channels, the total part of the devices before it in the stage."""
     part: float
     label: str
     short: str
     cell: tuple[int, int] = (0, 0)
     rows: tuple[float, ...] = (1.0,)
     columns: tuple[float, ...] = (1.0,)
-    """For tiles, the grid, relative heights and widths, and which of its cells."""
+    """For tiles, the grid's relative heights and widths; `cell` is the device's place in it."""
     is_each: bool = False
-    """The first of several that are alike."""
+    """Whether it stands for several devices that are alike."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PlanRow:
 
 
 def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[PlanRow]:
-    """The plan's devices in its order, then those that it leaves out."""
+    """Return the plan's devices in its order, then those that it leaves out."""
     blocks: dict[str, list[Block]] = {name: [] for name in plan.devices}
     for number, stage in enumerate(plan.stages):
         for place, device in enumerate(stage.devices):
@@ -67,12 +68,12 @@ def plan_rows(plan: Plan, names: Sequence[str], most: int = MOST_ROWS) -> list[P
     unused = tuple(name for name in names if name not in blocks)
     together = [PlanRow((name,), ()) for name in unused] if len(unused) <= 3 else [PlanRow(unused, ())]
     if len(rows) + len(together) > most:
-        rows = [_merged(list(some)) for _, some in groupby(rows, key=_alike)]
+        rows = [_merged(list(group)) for _, group in groupby(rows, key=_alike)]
     return [*rows, *together]
 
 
 def _alike(row: PlanRow) -> object:
-    """What devices of one row have in common: the stages, and how much of them."""
+    """Return the key that devices of one row have in common: the stages, and how much of them."""
     return [(block.stage, block.by, round(block.part, 2)) for block in row.blocks]
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run: how the loss fell, how busy the devices were, what they held, how right the prediction was."""
+"""Pictures of a run: the loss, how busy the devices were, the memory they held, and the accuracy of the prediction."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _MEASURED, _PREDICTED = "#4C78A8", "#C9D6E5"
 MEMORY_PARTS = {"features": "#4C78A8", "deltas": "#F58518", "weights": "#A6D854", "buffers": "#B9B9B9"}
 _BUDGET = "#C0392B"
 _FARTHEST_BUDGET = 3.0
-"""A budget so many times the highest bar would leave nothing of the bars to see: it is written, not drawn."""
+"""A budget that is this many times the highest bar would make the bars too small to see: it is written, not drawn."""
 
 
 def draw_losses(
     losses: Sequence[float], path: Path, *, title: str, first_step: int = 0, epoch_steps: int | None = None
 ) -> Path:
-    """Loss per step, thin, and its running mean, thick. Values that are not finite are left out, and counted."""
+    """Draw the loss per step, thin, and its running mean, thick. Values that are not finite are left out, and
+    counted."""
     need_plots()
     from matplotlib.ticker import MaxNLocator
 
@@ -77,7 +78,7 @@ def draw_losses(
 def draw_utilisation(
     busy: Mapping[str, float], predicted: Mapping[str, float] | None, path: Path, *, title: str
 ) -> Path:
-    """Each device's busy part of the time, 0 to 1, above the predicted one."""
+    """Draw the part of the time in which each device is busy, 0 to 1, above the predicted one."""
     devices = list(dict.fromkeys([*busy, *(predicted or {})]))
     shown = devices[:MOST_DEVICES]
     figure = new_figure(9, 1.5 + 0.5 * max(1, len(shown)))
@@ -106,7 +107,7 @@ def draw_utilisation(
 def draw_memory(
     parts: Mapping[str, Mapping[str, int]], budgets: Mapping[str, float] | None, path: Path, *, title: str
 ) -> Path:
-    """Each device's tensor bytes when they were most, by what they were, and where known what it may use."""
+    """Draw each device's tensor bytes at their peak, by kind, and its budget where known."""
     devices, limits = list(parts), budgets or {}
     shown = devices[:MOST_DEVICES]
     figure = new_figure(9, 1.5 + 0.45 * max(1, len(shown)))
@@ -157,9 +158,9 @@ def draw_predicted_beside_measured(
     measured_seconds: float,
     notes: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Path:
-    """One step as simulated above one step as it went, on the same time axis, both from 0.
+    """Draw one step as simulated above the same step as measured, on one time axis, both from 0.
 
-    `notes`: a word on each device, for either side.
+    `notes`: a note on each device, for either side.
     """
     sides = [
         (f"predicted: {predicted_seconds:.4g} s", from_zero(predicted), predicted_seconds, notes[0]),
@@ -183,9 +184,10 @@ def draw_predicted_beside_measured(
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Places, and the mean of the `window` values around each (fewer at the ends). A trailing mean would lag behind.
+    """Return places, and the mean of the `window` values around each (fewer at the ends). A trailing mean would lag
+    behind.
 
-    Each mean is summed afresh, so that one huge value spoils its own surroundings only.
+    Each mean is summed afresh, so that one huge value affects only its own surroundings.
     """
     places = np.unique(np.linspace(0, len(values) - 1, MOST_MEANS).astype(np.int64))
     around = [values[max(0, place - window // 2) : place + (window + 1) // 2] for place in places]
@@ -193,7 +195,8 @@ def running_mean(values: NDArray[np.float64], window: int) -> tuple[NDArray[np.i
 
 
 def _thinned(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The lowest and highest value of each of many buckets: looks the same, and Agg refuses very long noisy lines."""
+    """Return the lowest and highest value of each of many buckets: it looks the same, and Agg refuses very long noisy
+    lines."""
     if len(values) <= MOST_POINTS:
         return steps, values
     keep: set[int] = {0, len(values) - 1}
@@ -204,7 +207,8 @@ def _thinned(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDA
 
 
 def _mark_epochs(axes: Axes, first_step: int, last_step: int, epoch_steps: int) -> None:
-    """A line where an epoch begins, its number above the axes; of very many epochs every so many."""
+    """Draw a line where an epoch begins, with its number above the axes; where there are very many, only at every n-th
+    one."""
     epochs = range(math.ceil(first_step / epoch_steps), last_step // epoch_steps + 1)
     if not epochs:
         return

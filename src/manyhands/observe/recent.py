@@ -1,4 +1,4 @@
-"""Which runs there were lately, wherever they were written, so that nobody has to name the folder of the newest.
+"""The list of recent runs, wherever they were written, so that users need not name the folder of the newest.
 
     recent/0f3a9c5d1e7b2a64.json    in the cache folder: {"folder": "/home/me/digits-run"}
 
@@ -18,25 +18,26 @@ from manyhands.facts.errors import ManyhandsError
 from manyhands.files.documents import cache_folder, read_document, write_document
 
 MOST_RECENT = 100
-"""Runs that are remembered; the oldest are forgotten."""
+"""The number of runs that are remembered; the oldest are forgotten."""
 
 
 def remember(folder: Path) -> None:
-    """Note that a run begins, or goes on, in this folder. Forgets runs whose folder is gone, and the oldest ones."""
-    with contextlib.suppress(ManyhandsError, OSError, RuntimeError):  # RuntimeError: nobody's home is known
+    """Note that a run begins, or goes on, in this folder. Forgets runs whose folder no longer exists, and the oldest
+    ones."""
+    with contextlib.suppress(ManyhandsError, OSError, RuntimeError):  # RuntimeError: the home folder is unknown
         whole = str(folder.resolve())
         name = hashlib.sha256(os.fsencode(whole)).hexdigest()[:16]
         write_document(_index() / f"{name}.json", {"folder": whole})
-        kept = 0
+        kept_count = 0
         for entry, folder_known in _entries():
-            if kept < MOST_RECENT and folder_known is not None and folder_known.is_dir():
-                kept += 1
+            if kept_count < MOST_RECENT and folder_known is not None and folder_known.is_dir():
+                kept_count += 1
             else:
                 entry.unlink(missing_ok=True)
 
 
 def recent_runs() -> list[Path]:
-    """Folders that runs were written to, as far as they are still there; the one that began last first."""
+    """Return the folders of recent runs that still exist, the one that began last first."""
     with contextlib.suppress(OSError, RuntimeError):
         return [folder for _, folder in _entries() if folder is not None and folder.is_dir()]
     return []
@@ -47,7 +48,7 @@ def _index() -> Path:
 
 
 def _entries() -> Iterator[tuple[Path, Path | None]]:
-    """Each file of the list, the newest first, and the folder it names; None: it names none."""
+    """Yield each file of the list, the newest first, and the folder it names; None: it names none."""
     entries = []
     for entry in _index().glob("*.json"):
         with contextlib.suppress(OSError):  # another run has just forgotten it

@@ -1,4 +1,4 @@
-"""A picture of how right a prediction was: every stage on every device, predicted beside measured."""
+"""A picture of a prediction's accuracy: every stage on every device, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bar = tuple[float, float]
 
 
 def draw_stages(rows: Sequence[tuple[str, Bar, Bar]], path: Path, *, title: str) -> Path:
-    """For each name the predicted bar above the measured one: computing, and then the rest of the step, pale."""
+    """Draw for each name the predicted bar above the measured one: computing, and then the rest of the step, pale."""
     shown = rows[:MOST_DEVICES]
     figure = new_figure(10, 1.6 + 0.5 * max(1, len(shown)))
     axes = figure.subplots()

@@ -1,9 +1,9 @@
-"""A run's numbers for TensorBoard, in RUN/tensorboard/: written by its own writer, beside metrics.csv and events.jsonl.
+"""A run's numbers for TensorBoard, in RUN/tensorboard/: written by torch's writer, beside metrics.csv and events.jsonl.
 
     tensorboard --logdir runs
 
-loss, samples_per_second, seconds and staleness of every step; memory and share of computing of each device; what
-happened, as text; what was asked for, as hyper-parameters. A run that goes on hides the steps that are run again.
+loss, samples_per_second, seconds and staleness of every step; memory and share of computing of each device; events, as
+text; the configuration, as hyper-parameters. A run that is resumed hides the steps that are run again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from manyhands.observe.live import read_live
 
 FOLDER = "tensorboard"
 LOOK_SECONDS = 2.0
-"""Between two looks at the devices' memory."""
+"""Seconds between two looks at the devices' memory."""
 
 
 def need_tensorboard() -> None:
-    """Before anything starts."""
+    """Raise if TensorBoard is missing: called before anything starts."""
     load("tensorboard", "A log for TensorBoard")
 
 
 class TensorBoard:
-    """Writes one run's log."""
+    """A writer of one run's log."""
 
     def __init__(self, run: Path, steps_done: int = 0) -> None:
-        """`steps_done`: of the run that goes on; what was logged after it is hidden."""
+        """Open the log. `steps_done`: steps of the run that is resumed; entries logged after them are hidden."""
         need_tensorboard()
         from torch.utils.tensorboard import SummaryWriter
 
@@ -68,7 +68,7 @@ class TensorBoard:
                     self._writer.add_scalar(f"test/{name}", facts[name], self._step)
 
     def decided(self, config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-        """Hyper-parameters, in this log and not in one of their own as add_hparams has it."""
+        """Write the hyper-parameters, into this log and not into one of their own as add_hparams does."""
         from torch.utils.tensorboard.summary import hparams
 
         with self._writing():
@@ -77,7 +77,7 @@ class TensorBoard:
             self._writer.add_text("plan", f"```json\n{json.dumps(plan, indent=2, default=str)}\n```", self._step)
 
     def devices(self, peaks: Mapping[str, int]) -> None:
-        """The most tensor bytes of each device, counted in one step."""
+        """Write the most tensor bytes of each device, counted in one step."""
         with self._writing():
             for name, peak in peaks.items():
                 if peak:
@@ -92,14 +92,14 @@ class TensorBoard:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """TensorBoard's writer raises the system's errors, of a full disk for one."""
+        """Convert the system's errors that TensorBoard's writer raises, such as that of a full disk."""
         try:
             yield
         except OSError as error:
             raise write_failed(self._run / FOLDER, error, what="the log for TensorBoard") from error
 
     def _look(self, *, is_last: bool = False) -> None:
-        """What the devices hold, from what the run shows of itself."""
+        """Write the memory that the devices hold, from the run's live state."""
         now = time.monotonic()
         if not is_last and now - self._looked < LOOK_SECONDS:
             return
@@ -118,7 +118,7 @@ class TensorBoard:
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, str | float | bool]:
-    """One level: hyper-parameters are numbers and words."""
+    """Return a configuration in one level: hyper-parameters are numbers and words."""
     flat: dict[str, str | float | bool] = {}
     for key, value in config.items():
         name = f"{before}{key}"

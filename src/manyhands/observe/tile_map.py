@@ -1,8 +1,8 @@
-"""A picture of a tiled stage: for each group the map it starts from, cut into tiles, and what each tile fetches.
+"""A picture of a tiled stage: for each group, the map it starts from, cut into tiles, and what each tile fetches.
 
 +------+::     Tiles are drawn apart, each with the halo around it that its device fetches before the group starts, to
-|  a   |:b     scale, in the colours of the devices that send it. What a device is handed with its part of the stage's
-+------+::     input is grey.
+|  a   |:b     scale, in the colours of the devices that send it. The halo that a device receives with its part of the
++------+::     stage's input is grey.
 :::c:::::d
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 12
 HANDED = ""
-"""Stands for a sender: this part of the halo comes with the stage's input."""
+"""The sender of a part of the halo that comes with the stage's input."""
 _WIDTH_INCHES = 13.34  # 1600 pixels
 _WIDEST_INCHES, _TALLEST_INCHES = 6.37, 6.0
 _SIDE_INCHES, _GAP_INCHES = 0.15, 0.3
@@ -47,14 +47,14 @@ class GroupMap:
     way: str
     """'forward' or 'backward'."""
     number: int
-    """From 1."""
+    """Counted from 1."""
     layers: str
     size: tuple[int, ...]
     """Channels, rows and columns of the map."""
     owned: Mapping[str, Box]
     """Device -> its tile; empty where a map has fewer rows than the grid."""
     halos: Mapping[str, Sequence[tuple[str, Box]]]
-    """Device -> (who sends it, what lies around the tile)."""
+    """Device -> (sender, the box around the tile that it sends)."""
     exchanged_bytes: int
     """Bytes exchanged among the devices in a step, before this group."""
     notes: Sequence[str] = field(default_factory=tuple)
@@ -62,16 +62,16 @@ class GroupMap:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """Where the tiles of a panel go when they are drawn apart."""
+    """The places of a panel's tiles when they are drawn apart."""
 
     offsets: Mapping[str, tuple[float, float]]
-    """Device -> what is added to its rows and columns."""
+    """Device -> the offset added to its rows and columns."""
     height: float
     width: float
 
 
 def draw_tiles(groups: Sequence[GroupMap], path: Path, *, title: str) -> Path:
-    """Write a PNG. Of very many groups those that exchange most are drawn, and the title says so."""
+    """Write a PNG. Where there are very many groups, only those that exchange most are drawn, and the title says so."""
     need_plots()
     shown = chosen(groups)
     devices = list(dict.fromkeys(device for group in groups for device in group.owned))
@@ -111,75 +111,75 @@ def draw_tiles(groups: Sequence[GroupMap], path: Path, *, title: str) -> Path:
 
 
 def chosen(groups: Sequence[GroupMap]) -> list[GroupMap]:
-    """The groups that are drawn, in their order: of each way as many as find room, those that exchange most."""
-    of = {way: [group for group in groups if group.way == way] for way in _WAYS}
-    forward = min(len(of["forward"]), max(MOST_PANELS // 2, MOST_PANELS - len(of["backward"])))
+    """Return the groups to draw, in their order: of each way as many as there is room for, those that exchange most."""
+    groups_of_way = {way: [group for group in groups if group.way == way] for way in _WAYS}
+    forward = min(len(groups_of_way["forward"]), max(MOST_PANELS // 2, MOST_PANELS - len(groups_of_way["backward"])))
     room = {"forward": forward, "backward": MOST_PANELS - forward}
-    kept: set[int] = set()
-    for way, groups_here in of.items():
+    chosen_ids: set[int] = set()
+    for way, groups_here in groups_of_way.items():
         most = sorted(groups_here, key=lambda group: -group.exchanged_bytes)[: room[way]]
-        kept |= {id(group) for group in most}
-    return [group for group in groups if id(group) in kept]
+        chosen_ids |= {id(group) for group in most}
+    return [group for group in groups if id(group) in chosen_ids]
 
 
 def _left_out(groups: Sequence[GroupMap], shown: Sequence[GroupMap]) -> str:
-    """What a reader must know who counts the panels."""
+    """Return the note, for readers who count the panels, that some groups are not shown."""
     if len(shown) == len(groups):
         return ""
     parts = []
     for way in _WAYS:
-        of, there = (sum(group.way == way for group in some) for some in (groups, shown))
-        if there < of:
-            parts.append(f"{there} of {of} {way} groups")
+        total, shown_count = (sum(group.way == way for group in counted) for counted in (groups, shown))
+        if shown_count < total:
+            parts.append(f"{shown_count} of {total} {way} groups")
     return f"\n({' and '.join(parts)} are shown, those that exchange most; {len(groups) - len(shown)} are left out)"
 
 
 def _palette(count: int) -> list[str]:
-    """Colours that neighbours can be told apart by; they repeat after forty."""
+    """Return colours by which neighbours can be told apart; they repeat after forty."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     colours = [to_hex(colormaps[name](place)) for name in ("tab20", "tab20b") for first in (0, 1)
              for place in range(first, 20, 2)]  # fmt: skip
-    colours = [colour for colour in colours if colour not in ("#7f7f7f", "#c7c7c7")]  # grey is what came with the input
+    colours = [colour for colour in colours if colour not in ("#7f7f7f", "#c7c7c7")]  # grey: comes with the input
     return [colours[place % len(colours)] for place in range(count)]
 
 
 def _caption(group: GroupMap, count: int, width_inches: float) -> list[str]:
-    """Which group, which map, what travels: lines that fit the panel."""
+    """Return the group, its map and what it exchanges, as lines that fit the panel."""
     size = "x".join(map(str, group.size))
     up, across = (max((_reach(group, device, axis) for device in group.halos), default=0) for axis in (0, 1))
-    reach = [_counted(count, what) for count, what in ((up, "row"), (across, "column")) if count]
+    reach = [_counted(length, noun) for length, noun in ((up, "row"), (across, "column")) if length]
     halo = f"halo up to {', '.join(reach)}" if reach else "no halo"
     travels = f"{format_bytes(group.exchanged_bytes)} exchanged" if group.exchanged_bytes else "nothing exchanged"
-    what = "map" if group.way == "forward" else "gradients of"
+    subject = "map" if group.way == "forward" else "gradients of"
     return [
         f"{group.way} {group.number} of {count}: {travels}",
         *_lines(group.layers, width_inches, _CAPTION_POINTS),
-        *_lines(f"{what} {size}, {halo}", width_inches, _CAPTION_POINTS),
+        *_lines(f"{subject} {size}, {halo}", width_inches, _CAPTION_POINTS),
         *_lines("; ".join(group.notes), width_inches, _CAPTION_POINTS),
     ]
 
 
 def _lines(text: str, width_inches: float, points: float) -> list[str]:
-    """A text in lines that fit."""
+    """Return a text wrapped into lines that fit."""
     letters = int(width_inches * 72 / (0.5 * points))
     return [line for part in text.splitlines() for line in textwrap.wrap(part, letters)]
 
 
 def _write_caption(figure: Figure, lines: Sequence[str], left: float, top: float, total: float) -> None:
-    """Its first line is bold; `left` is a part of the width, the others are inches."""
+    """Write the lines, the first in bold. `left` is a fraction of the width; `top` and `total` are inches."""
     figure.text(left, top / total, lines[0], fontsize=_CAPTION_POINTS, va="top", weight="bold", parse_math=False)
     figure.text(left, (top - _LINE_INCHES) / total, "\n".join(lines[1:]), fontsize=_CAPTION_POINTS, va="top",
                 color="#333333", linespacing=1.3, parse_math=False)  # fmt: skip
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _reach(group: GroupMap, device: str, axis: int) -> int:
-    """How far a device's halo goes beyond its tile along an axis."""
+    """Return how far a device's halo extends beyond its tile along an axis."""
     owned = group.owned.get(device)
     if owned is None or owned.is_empty:
         return 0
@@ -189,7 +189,7 @@ def _reach(group: GroupMap, device: str, axis: int) -> int:
 
 
 def _apart(group: GroupMap) -> _Drawing:
-    """Offsets that leave room for every halo between the tiles."""
+    """Return offsets that leave room for every halo between the tiles."""
     present = {device: box for device, box in group.owned.items() if not box.is_empty}
     places = [_bands(present, group.halos, axis, group.size[-2:]) for axis in (0, 1)]
     offsets = {
@@ -201,7 +201,7 @@ def _apart(group: GroupMap) -> _Drawing:
 def _bands(
     owned: Mapping[str, Box], halos: Mapping[str, Sequence[tuple[str, Box]]], axis: int, size: Sequence[int]
 ) -> tuple[dict[tuple[int, int], float], float]:
-    """Along one axis: what is added to the numbers of each row (or column) of tiles, and how much room all take."""
+    """Return, along one axis, the offset of each row (or column) of tiles, and the room that all of them take."""
     before: dict[tuple[int, int], int] = {}
     after: dict[tuple[int, int], int] = {}
     for device, box in owned.items():
@@ -220,7 +220,7 @@ def _bands(
 
 
 class _Panel:
-    """One group, ready to be drawn into so much width."""
+    """One group, ready to be drawn into a given width."""
 
     def __init__(self, group: GroupMap, count: int, width_inches: float) -> None:
         self.group, self.drawing = group, _apart(group)
@@ -234,7 +234,7 @@ class _Panel:
         self.common_points = max(
             _EASY_POINTS, min((label.points for label in self.labels.values() if label), default=0.0)
         )
-        """Letters of one size look calmer; only small tiles have smaller ones."""
+        """Labels of one size look calmer; only small tiles have smaller ones."""
 
     @property
     def caption_inches(self) -> float:
@@ -285,30 +285,31 @@ class _Label:
     has_name: bool
 
 
-def _label(device: str, own: Box, scale: float) -> _Label | None:
-    """Name and size, as large as the tile allows, upright where it is narrow; less where there is no room."""
-    high, wide = (extent * scale for extent in own.shape)
-    name, size = short_name(device), "x".join(map(str, own.shape))
+def _label(device: str, tile: Box, scale: float) -> _Label | None:
+    """Return name and size, as large as the tile allows and rotated where it is narrow; only one of them, or None,
+    where there is no room."""
+    high, wide = (extent * scale for extent in tile.shape)
+    name, size = short_name(device), "x".join(map(str, tile.shape))
     for ways in ([[name, size], [f"{name}  {size}"]], [[name]], [[size]]):
-        found = []
+        labels = []
         for lines in ways:
             flat, steep = _points(lines, wide, high), _points(lines, high, wide)
             points, angle = (flat, 0) if flat >= min(steep, _EASY_POINTS) else (steep, 90)
-            found.append(_Label("\n".join(lines), points, angle, lines != [size]))
-        best = max(found, key=lambda label: min(label.points, _EASY_POINTS))  # the first of equals
+            labels.append(_Label("\n".join(lines), points, angle, lines != [size]))
+        best = max(labels, key=lambda label: min(label.points, _EASY_POINTS))  # the first of equals
         if best.points >= _SMALLEST_POINTS:
             return best
     return None
 
 
 def _points(lines: Sequence[str], wide: float, high: float) -> float:
-    """The largest letters with which lines fit into so many points."""
+    """Return the largest font size with which the lines fit into so many points."""
     longest = max(map(len, lines))
     return min(_LARGEST_POINTS, 0.92 * wide / (0.65 * longest), 0.9 * high / (1.2 * len(lines)))
 
 
 def _pale(colour: str, part: float) -> Colour:
-    """A colour mixed with so much white."""
+    """Return a colour mixed with white; `part` is the share of white."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (value + (1 - value) * part for value in to_rgb(colour))
@@ -316,7 +317,7 @@ def _pale(colour: str, part: float) -> Colour:
 
 
 def _legend(shown: Sequence[GroupMap], named: Mapping[str, str]) -> list[Patch]:
-    """What the patterns mean; and the devices' colours, where not every tile bears its name."""
+    """Return the meaning of the patterns, and the devices' colours where not every tile bears its name."""
     from matplotlib.patches import Patch
 
     senders = {source for group in shown for halo in group.halos.values() for source, _ in halo}

@@ -36,7 +36,7 @@ def draw_timeline(
     title: str,
     notes: dict[str, str] | None = None,
 ) -> Path:
-    """Write a PNG. Of very many devices the first are drawn, and the title says so."""
+    """Write a PNG. Where there are very many devices, only the first are drawn, and the title says so."""
     figure = new_figure(12, 1.4 + 0.62 * min(len(devices), MOST_DEVICES))
     axes = figure.subplots()
     kinds = draw_bands(axes, spans, devices, seconds, notes=notes)
@@ -54,7 +54,7 @@ def draw_bands(
     *,
     notes: Mapping[str, str] | None = None,
 ) -> set[str]:
-    """Spans from 0 to `seconds` into given axes, the first device on top. Returns the kinds that were drawn."""
+    """Draw spans from 0 to `seconds` into the axes, the first device on top, and return the kinds that were drawn."""
     shown = list(devices)[:MOST_DEVICES]
     place = {device: len(shown) - 1 - i for i, device in enumerate(shown)}
     drawn = [s for s in spans if s.device in place and s.track in _ROWS and sane(s) and s.end > s.start][:MOST_SPANS]
@@ -79,7 +79,7 @@ def draw_bands(
 
 
 def draw_legend(figure: Figure, kinds: set[str]) -> None:
-    """The colours of the kinds that were drawn, beside the axes."""
+    """Draw the colours of the kinds that were drawn, beside the axes."""
     from matplotlib.patches import Patch
 
     handles = [

@@ -1,7 +1,7 @@
 """A timeline as trace.json, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process per device, and a track each for computing, sending and receiving. Overlapping transfers on one track would
-be drawn wrongly, so each concurrent transfer gets a lane of its own.
+There is one process per device, with one track each for computing, sending and receiving. Overlapping transfers on one
+track would be drawn wrongly, so each concurrent transfer gets a lane of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 TRACKS = ("compute", "send", "receive")
 PARTS = ("interior", "rim", "inputs", "weights")
-"""What of an operator is computed first, and what later: forward, and backward."""
+"""The parts of an operator that are computed first or later, forward and backward."""
 
 
 class SpanLike(Protocol):
-    """What a timeline is made of; simulated and measured spans both are."""
+    """A span of a timeline, simulated or measured."""
 
     @property
     def device(self) -> str: ...
@@ -36,7 +36,7 @@ class SpanLike(Protocol):
 
 @dataclass(frozen=True)
 class ShiftedSpan:
-    """A span on another clock."""
+    """A span with its times shifted to another clock."""
 
     device: str
     track: str
@@ -47,55 +47,56 @@ class ShiftedSpan:
 
 
 def trace_events(spans: Iterable[SpanLike], *, title: str = "", simulated: bool = True) -> dict[str, Any]:
-    """The trace document. Times become microseconds; measured ones, of some clock, begin at 0."""
-    given = list(spans)
-    found = from_zero(given) if not simulated else [span for span in given if sane(span)]
+    """Return the trace document. Times become microseconds; measured ones, of any clock, begin at 0."""
+    all_spans = list(spans)
+    sane_spans = from_zero(all_spans) if not simulated else [span for span in all_spans if sane(span)]
     events: list[dict[str, Any]] = []
-    for process, (device, device_spans) in enumerate(_by_device(found).items(), 1):
+    for process, (device, device_spans) in enumerate(_by_device(sane_spans).items(), 1):
         events += _process(process, device, device_spans)
-    facts = {"title": title, "simulated": simulated, "spans_left_out": len(given) - len(found)}
+    facts = {"title": title, "simulated": simulated, "spans_left_out": len(all_spans) - len(sane_spans)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
 def combined_trace(predicted: Sequence[SpanLike], measured: Sequence[SpanLike], *, title: str) -> dict[str, Any]:
-    """Both in one document: each device has a process for what was measured and, below it, one for the prediction.
+    """Return one document of both timelines: each device has a process for the measurement and, below it, one for the
+    prediction.
 
-    Both begin at 0. The clocks of the measured devices must have been set to one another before.
+    Both begin at 0. The clocks of the measured devices must have been synchronised before.
     """
     sides = {"measured": _by_device(from_zero(measured)), "predicted": _by_device(from_zero(predicted))}
     events: list[dict[str, Any]] = []
     processes: dict[str, list[str]] = {side: [] for side in sides}
-    kept = 0
+    kept_count = 0
     for device in dict.fromkeys(name for by_device in sides.values() for name in by_device):
         for side, by_device in sides.items():
             if device_spans := by_device.get(device):
                 name = f"{device} ({side})"
                 processes[side].append(name)
-                kept += len(device_spans)
+                kept_count += len(device_spans)
                 events += _process(sum(map(len, processes.values())), name, device_spans)
     facts = {
         "title": title,
         "simulated_processes": processes["predicted"],
         "measured_processes": processes["measured"],
-        "spans_left_out": len(predicted) + len(measured) - kept,
+        "spans_left_out": len(predicted) + len(measured) - kept_count,
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
 def sane(span: SpanLike) -> bool:
-    """Whether the times are numbers in order. A span that crossed the wire may hold anything."""
+    """Return whether the times are numbers in order. A span that crossed the wire may hold any values."""
     return -math.inf < span.start <= span.end < math.inf
 
 
 def from_zero(spans: Iterable[SpanLike]) -> list[SpanLike]:
-    """The spans with sane times, moved together so that the first begins at 0."""
-    kept = [span for span in spans if sane(span)]
-    zero = min((span.start for span in kept), default=0.0)
-    return [ShiftedSpan(s.device, s.track, s.start - zero, s.end - zero, s.kind, s.text) for s in kept]
+    """Return the spans with sane times, shifted together so that the first begins at 0."""
+    sane_spans = [span for span in spans if sane(span)]
+    zero = min((span.start for span in sane_spans), default=0.0)
+    return [ShiftedSpan(s.device, s.track, s.start - zero, s.end - zero, s.kind, s.text) for s in sane_spans]
 
 
 def lanes(spans: list[SpanLike]) -> list[list[SpanLike]]:
-    """Spans in as few rows as keep them from overlapping."""
+    """Return the spans in as few rows as keep them from overlapping."""
     rows: list[list[SpanLike]] = []
     ends: list[float] = []
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
@@ -111,7 +112,7 @@ def lanes(spans: list[SpanLike]) -> list[list[SpanLike]]:
 
 
 def short_label(span: SpanLike) -> str:
-    """'F3', 'B3' and 'L3' for passes and losses, 'B3 weights' for a part of one, else the kind."""
+    """Return 'F3', 'B3' or 'L3' for passes and losses, 'B3 weights' for a part of one, else the kind."""
     if span.kind in ("forward", "backward", "loss"):
         words = span.text.split()
         micro_batch = next((word[1:] for word in words if word.startswith("m") and word[1:].isdigit()), "")
@@ -128,7 +129,7 @@ def _by_device(spans: Iterable[SpanLike]) -> dict[str, list[SpanLike]]:
 
 
 def _process(process: int, name: str, spans: Iterable[SpanLike]) -> list[dict[str, Any]]:
-    """The events of one device: names, the order of the tracks, and the spans."""
+    """Return the events of one device: names, the order of the tracks, and the spans."""
     tracks: dict[str, list[SpanLike]] = {track: [] for track in TRACKS}
     for span in spans:
         tracks.setdefault(span.track, []).append(span)
@@ -148,8 +149,8 @@ def _process(process: int, name: str, spans: Iterable[SpanLike]) -> list[dict[st
     return events
 
 
-def _about(what: str, process: int, thread: int, **facts: str | int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": facts}
+def _about(event: str, process: int, thread: int, **facts: str | int) -> dict[str, Any]:
+    return {"name": event, "ph": "M", "pid": process, "tid": thread, "args": facts}
 
 
 def _complete(span: SpanLike, process: int, thread: int) -> dict[str, Any]:

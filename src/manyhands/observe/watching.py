@@ -1,4 +1,4 @@
-"""Following a run by its folder: what it looks like now, its losses and its events, live or long over."""
+"""Follows a run by its folder: its present state, its losses and its events, live or long over."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNS = Path("runs")
 FRESH_SECONDS = 10.0
 """A run that has written nothing for this long is not live, whatever its file holds."""
 BLOCK_BYTES = 8_000_000
-"""Read at once, and the longest line that is believed."""
+"""The bytes that are read at once, and the longest line that is accepted."""
 _ENDINGS = {"finished": "ended", "failed": "failed", "stopped": "stopped"}
 
 
@@ -41,16 +41,17 @@ class View:
     metrics: dict[str, list[float | None]] = field(default_factory=dict)
     """Column -> a value of each step."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Each with its `number`, from 0."""
+    """The events, each with its `number`, from 0."""
     is_live: bool = False
-    """The process that runs it is there and writes."""
+    """Whether the process that runs it exists and writes."""
 
 
 class RunWatch:
     """Follows one folder. Each look reads only what was appended since the last."""
 
     def __init__(self, folder: str | Path, *, with_metrics: bool = True) -> None:
-        """`with_metrics`: every step's numbers are kept, about 200 bytes each, for as long as it is followed."""
+        """Follow a folder. `with_metrics`: every step's numbers are kept, about 200 bytes each, for as long as it is
+        followed."""
         self.folder, self._with_metrics = Path(folder), with_metrics
         self._view = View(self.folder)
         self._metrics = _Tail(self.folder / "metrics.csv")
@@ -58,7 +59,7 @@ class RunWatch:
         self._read_at: dict[str, tuple[int, int]] = {}
 
     def look(self) -> View:
-        """What there is now. A file that is missing, half-written or broken is as good as not there."""
+        """Return the present view. A file that is missing, half-written or broken is treated as if it did not exist."""
         view = self._view
         if self._with_metrics:
             self._look_at_metrics(view)
@@ -109,7 +110,8 @@ class RunWatch:
                     view.events.append({**event, "number": len(view.events)})
 
     def _ending(self, view: View) -> Any:
-        """How it ended, by its last events; a process that is gone without a word failed."""
+        """Return the state in which the run ended, by its last events; a process that vanished without an event
+        failed."""
         if not view.events:
             return "preparing"
         for event in reversed(view.events):
@@ -144,8 +146,8 @@ class _Tail:
         self._place, self._rest, self._file = 0, b"", 0
 
     def more(self) -> Iterator[tuple[bool, list[str]]]:
-        """Block by block: whether the file is another, or shorter, than at the last look (what was read before is void
-        then), and lines."""
+        """Yield block by block whether the file is another, or shorter, than at the last look (what was read before is
+        void then), and its new lines."""
         try:
             with open_plain(self.path) as file:
                 status, is_new = os.fstat(file.fileno()), False
@@ -175,7 +177,7 @@ def _stages(raw: object) -> tuple[LiveStage, ...]:
 
 
 def _rows(lines: list[str]) -> Iterator[list[str]]:
-    """The lines of a table that are some."""
+    """Yield the rows of a table that can be read."""
     for line in lines:
         try:
             yield from csv.reader([line])
@@ -191,7 +193,7 @@ def _number(text: str) -> float | None:
 
 
 def _whole(value: object) -> int:
-    """A number of something; 0 for what is none."""
+    """Return a count as a whole number; 0 where the value is none."""
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 else 0
 
 
@@ -204,7 +206,7 @@ def _document(path: Path) -> dict[str, Any] | None:
 
 
 def _is_live(live: Live) -> bool:
-    """On another machine only the time tells."""
+    """Return whether a run goes on; on another machine only the time of its last update can show that."""
     if live.is_over or time.time() - live.updated > FRESH_SECONDS:
         return False
     return live.host != socket.gethostname() or _exists(live.pid)
@@ -227,7 +229,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_here(where: Path = RUNS) -> list[Path]:
-    """Folders of runs below this one, the one that was written to last first."""
+    """Return the folders of runs below this one, the one that was written to last first."""
     try:
         folders = [folder for folder in where.iterdir() if folder.is_dir() and is_run(folder)]
     except OSError:
@@ -236,8 +238,8 @@ def runs_here(where: Path = RUNS) -> list[Path]:
 
 
 def known_runs() -> list[Path]:
-    """Folders of runs in runs/ and of those that were started lately elsewhere, the one that was written to last first.
-    Those below the present folder by their short names."""
+    """Return the folders of runs in runs/ and of those that were started lately elsewhere, the one that was written to
+    last first. Those below the present folder have relative names."""
     folders = {folder.resolve(): folder for folder in runs_here()}
     for folder in recent_runs():
         if is_run(folder):
@@ -246,7 +248,7 @@ def known_runs() -> list[Path]:
 
 
 def _shortest(folder: Path) -> Path:
-    with contextlib.suppress(ValueError, OSError):  # it is not below the present folder, or that one is gone
+    with contextlib.suppress(ValueError, OSError):  # it is not below the present folder, or that one was removed
         return folder.relative_to(Path.cwd())
     return folder
 
@@ -262,7 +264,7 @@ def _touched(folder: Path) -> float:
 
 
 def newest_live(folders: Iterable[Path]) -> Path | None:
-    """The first of these runs that goes on now."""
+    """Return the first of these runs that is in progress now."""
     for folder in folders:
         live = read_live(folder)
         if live is not None and _is_live(live):

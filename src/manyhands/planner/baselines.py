@@ -10,7 +10,7 @@ DAPPLE             replicated stages with the least round, devices alike, memory
 HetPipe            groups of devices, each with the whole network as a pipeline of its own, and a parameter server
                    between them. It is asynchronous: weights are stale, so it is priced here and reported apart
 
-Each is given the number of micro-batches that suits it best. Those that take devices as alike plan with their average.
+Each gets the number of micro-batches that suits it best. Those that treat devices as alike plan with their average.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_mic
 from manyhands.planner.task import Price, Task, fitting
 
 MOST_TRIED = 5
-"""How many numbers of micro-batches a baseline's plan is simulated with."""
+"""The numbers of micro-batches that a baseline's plan is simulated with."""
 
 
 def data_parallel(task: Task, price: Price) -> Plan:
@@ -129,7 +129,7 @@ def _best_cut(task: Task, price: Price, make: Callable[[Task], Plan], order: str
             plan = msgspec.structs.replace(make(replace(task, micro_batches=count)), order=order)
             plan = resolve(plan, task.network, task.cluster)
         except ManyhandsError:
-            continue  # another number may do
+            continue  # another number may work
         try:
             seconds = price(plan)
         except OutOfMemory:
@@ -176,7 +176,8 @@ def _alike(cluster: Cluster) -> Cluster:
 
 
 def _least_slowest_stage(task: Task) -> Plan:
-    """PipeDream's programme: A(j, m) = min over i, m' of max(A(i, m - m'), 2·a_i/b, T(i -> j, m'))."""
+    """Return PipeDream's plan by its dynamic program: A(j, m) = min over i, m' of max(A(i, m - m'), 2·a_i/b, T(i -> j,
+    m'))."""
     network, count, layers = task.network, len(task.cluster.devices), len(task.network.layers)
     micro_batches = usual_micro_batches(task, count)
     size = task.batch_size // micro_batches
@@ -210,12 +211,12 @@ def _least_slowest_stage(task: Task) -> Plan:
         _, i, replicas = best[j, m]
         stages.append((max(i, 0), j, replicas if i >= 0 else m))
         j, m = max(i, 0), m - replicas
-    made, place = [], 0
+    planned, place = [], 0
     for first, last, width in reversed(stages):
         devices = names[place : place + width]
         place += width
-        made.append(Stage((first, last), devices, _evenly(size, width)))
-    return msgspec.structs.replace(task.plan(made, micro_batches), warm_up="P-p")
+        planned.append(Stage((first, last), devices, _evenly(size, width)))
+    return msgspec.structs.replace(task.plan(planned, micro_batches), warm_up="P-p")
 
 
 def _evenly(size: int, count: int) -> BySamples | Single:
@@ -274,19 +275,19 @@ def _virtual_workers(
     task: Task, groups: list[tuple[str, ...]], weights: int, price_on: Callable[[Plan, Cluster], float]
 ) -> HetPipe:
     speeds = [sum(1 / task.step_seconds(name, max(1, task.batch_size // 8)) for name in group) for group in groups]
-    wanted = [task.batch_size * speed / sum(speeds) for speed in speeds]
+    parts = [task.batch_size * speed / sum(speeds) for speed in speeds]
     workers = []
-    for group, part in zip(groups, wanted):
+    for group, part in zip(groups, parts):
         cluster = task.cluster.with_devices("group", tuple(task.cluster.device(name) for name in group))
         size = max(1, round(part / 8) * 8 if part >= 8 else round(part))
         subtask = replace(task, cluster=cluster, batch_size=size, micro_batches=None)
         plan = _best_cut(subtask, lambda plan, at=cluster: price_on(plan, at), one_each, "1f1b")  # type: ignore[misc]
         workers.append(VirtualWorker(plan, price_on(resolve(plan, task.network, cluster), cluster), size))
-    each = max(worker.seconds * part / worker.samples for worker, part in zip(workers, wanted))
+    each = max(worker.seconds * part / worker.samples for worker, part in zip(workers, parts))
     moved = 2 * len(groups) * weights if len(groups) > 1 else 0
     server = task.cluster.device(task.fastest())
     port = min(server.up_bytes_per_second, server.down_bytes_per_second, task.cluster.link.bytes_per_second)
-    pipelined = sum(_crossing_bytes(worker.plan, task) * part / worker.samples for worker, part in zip(workers, wanted))
+    pipelined = sum(_crossing_bytes(worker.plan, task) * part / worker.samples for worker, part in zip(workers, parts))
     return HetPipe(tuple(workers), max(each, moved / 2 / port), round(moved + pipelined))
 
 

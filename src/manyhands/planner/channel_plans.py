@@ -1,6 +1,6 @@
 """Plans by channels (DECNN Scheme 2): how many channel groups each device takes, and how dense operators are cut.
 
-A decoupled network has g groups that need nothing of each other between two shuffles. Groups are not divided: unequal
+A decoupled network has g groups that need no data of each other between two shuffles. Groups are not divided: unequal
 devices get unequal numbers of them, and a device may get none. A network that is not decoupled is cut into parts of its
 channels by speed, and every convolution waits for all of them.
 """
@@ -21,9 +21,10 @@ from manyhands.planner.simple import proportional
 from manyhands.planner.task import PlanCandidate, Task
 
 UNDIVIDED = 16
-"""Parts per device that the channels of a network without groups are cut into."""
+"""The parts per device that the channels of a network without groups are cut into."""
 TOLD_APART = 64
-"""With up to this many ways, equal devices are distinguished: an odd number of outputs is not cut equally for all."""
+"""The most ways to give out groups for which equal devices are distinguished: an odd number of outputs is not cut
+equally for all."""
 MOST_COMPOSITIONS = 4000
 """With more ways than this to give groups to devices, only those close to the devices' speeds are tried."""
 MOST_SIMULATED = 48
@@ -58,11 +59,11 @@ def _is_inside(network: Network, op: Op) -> bool:
 
 
 class DenseCut(NamedTuple):
-    """How dense operators that read divided channels are cut."""
+    """A way to cut the dense operators that read divided channels."""
 
     name: str
     input_based: tuple[str, ...] | None
-    """None: by bytes."""
+    """None: chosen by bytes."""
     everywhere: tuple[str, ...]
 
 
@@ -121,15 +122,17 @@ def compositions(total: int, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield every way to give `total` groups to devices, some of which may get none. Devices of one kind get them in
     falling order, because swapping them changes nothing."""
 
-    def give(given: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
-        place = len(given)
+    def give(counts: tuple[int, ...], remaining: int) -> Iterator[tuple[int, ...]]:
+        place = len(counts)
         if place == len(kinds):
-            if not left:
-                yield given
+            if not remaining:
+                yield counts
             return
-        before = next((given[earlier] for earlier in range(place - 1, -1, -1) if kinds[earlier] == kinds[place]), left)
-        for count in range(min(left, before), -1, -1):
-            yield from give((*given, count), left - count)
+        before = next(
+            (counts[earlier] for earlier in range(place - 1, -1, -1) if kinds[earlier] == kinds[place]), remaining
+        )
+        for count in range(min(remaining, before), -1, -1):
+            yield from give((*counts, count), remaining - count)
 
     yield from give((), total)
 
@@ -159,9 +162,9 @@ def shares_by_speed(task: Task, total: int) -> list[tuple[float, tuple[int, ...]
     for count in range(2, min(total, len(fastest)) + 1):
         chosen = fastest[:count]
         extra = proportional(total - count, [1.0 / max(each[name], 1e-30) for name in chosen])
-        given = dict(zip(chosen, (number + 1 for number in extra)))
-        least = max(each[name] * number for name, number in given.items())
-        ranked.append((least, tuple(given.get(name, 0) for name in each)))
+        groups_by_name = dict(zip(chosen, (number + 1 for number in extra)))
+        least = max(each[name] * number for name, number in groups_by_name.items())
+        ranked.append((least, tuple(groups_by_name.get(name, 0) for name in each)))
     return sorted(ranked, key=lambda entry: entry[0])
 
 
@@ -178,9 +181,9 @@ def _least_seconds(task: Task, name: str) -> float:
 
 def channel_stage(layers: tuple[int, int], names: Sequence[str], counts: Sequence[int], cut: DenseCut) -> Stage:
     """Return a stage by channels; devices without a group are left out."""
-    given = [(name, count) for name, count in zip(names, counts) if count]
-    devices = tuple(name for name, _ in given)
-    share = ByChannels(tuple(count for _, count in given), input_based=cut.input_based, everywhere=cut.everywhere)
+    holders = [(name, count) for name, count in zip(names, counts) if count]
+    devices = tuple(name for name, _ in holders)
+    share = ByChannels(tuple(count for _, count in holders), input_based=cut.input_based, everywhere=cut.everywhere)
     return Stage(layers, devices, share)
 
 
@@ -217,5 +220,5 @@ def _plans(task: Task, names: Sequence[str], counts: Sequence[int], cuts: Sequen
         stage = channel_stage((0, len(task.network.layers)), names, counts, cut)
         words = f" {cut.name}" if len(cuts) > 1 else ""
         plan: Plan = task.plan([stage], 1)
-        given = counts if len(counts) <= MOST_SHOWN else [count for count in counts if count]
-        yield f"channels {','.join(map(str, given))}{words}", plan
+        shown = counts if len(counts) <= MOST_SHOWN else [count for count in counts if count]
+        yield f"channels {','.join(map(str, shown))}{words}", plan

@@ -1,5 +1,5 @@
-"""The planning context: what a planner knows of devices and layers before anything is cut. It holds the order of the
-devices, their speeds and memory, the links between them, and the time and bytes of every layer."""
+"""The planning context: the facts about devices and layers before anything is cut. It holds the order of the devices,
+their speeds and memory, the links between them, and the time and bytes of every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DeviceGroup = tuple[int, int]
 
 @dataclass(frozen=True)
 class Batch:
-    """How a mini-batch is cut into micro-batches, and the settings of a round."""
+    """A way to cut a mini-batch into micro-batches, and the settings of a round."""
 
     samples: int
     """Samples of one micro-batch."""
@@ -153,7 +153,7 @@ def _read(table: Numbers, sizes: Sequence[int], seconds: Sequence[Sequence[float
 
 
 class LayerBytes:
-    """The bytes of layers: running sums over the network, and what crosses each cut."""
+    """The bytes of layers: running sums over the network, and the bytes that cross each cut."""
 
     def __init__(self, network: Network, optimizer_slots: int) -> None:
         layers = range(len(network.layers) + 1)
@@ -162,14 +162,14 @@ class LayerBytes:
         """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
         """For each layer, the most bytes that one of its operators has in trained weights."""
-        seen: set[str] = set()
+        counted: set[str] = set()
         for index, layer in enumerate(network.layers, 1):
             for name in layer.weights:
                 weight = network.weights[name]
                 copies = 2 + optimizer_slots if weight.trainable else 1
-                static[index] += weight.bytes * copies * (name not in seen)
-                trained[index] += weight.bytes * (weight.trainable and name not in seen)
-                seen.add(name)
+                static[index] += weight.bytes * copies * (name not in counted)
+                trained[index] += weight.bytes * (weight.trainable and name not in counted)
+                counted.add(name)
             for op in network.ops[layer.first : layer.last]:
                 saved[index] += op.saved_bytes
                 fixed[index] += op.saved_fixed_bytes
@@ -201,9 +201,9 @@ def carried(network: Network) -> tuple[Numbers, Numbers]:
     0."""
     starts, whole = [layer.first for layer in network.layers], set(network.outputs)
     changes = numpy.zeros((2, len(starts) + 1))
-    for name, made in network.producer.items():
+    for name, producer in network.producer.items():
         read = len(network.ops) if name in whole else max(network.readers.get(name, (0,)))
-        first, last = bisect_right(starts, made), bisect_right(starts, read)
+        first, last = bisect_right(starts, producer), bisect_right(starts, read)
         if first < last:
             tensor = network.tensors[name]
             for way in range(1 + tensor.differentiable):
@@ -267,7 +267,8 @@ def sizes(count: int) -> list[int]:
 
 
 class PlanningContext:
-    """What is known for planning whatever the micro-batch size: the ordered devices, their kinds, times and bytes."""
+    """The facts for planning that do not depend on the micro-batch size: the ordered devices, their kinds, times and
+    bytes."""
 
     def __init__(
         self,
@@ -278,7 +279,8 @@ class PlanningContext:
         optimizer_slots: int = 1,
         names: tuple[str, ...] | None = None,
     ) -> None:
-        """`most`: the largest micro-batch; `names`: the order of the devices, by default that of their memory."""
+        """Compute the tables. `most`: the largest micro-batch; `names`: the order of the devices, by default that of
+        their memory."""
         self.network, self.cluster = network, cluster
         self.names = names or by_memory(cluster)
         keys = [(id(profile.of(name)), cluster.device(name).memory_bytes) for name in self.names]

@@ -1,10 +1,11 @@
-"""What a profile predicts for every stage of a plan, and profiles corrected by what the stages took.
+"""A profile's predictions for every stage of a plan, and profiles corrected by the measured times of the stages.
 
 A stage's layers on a device are scaled by one factor, measured over promised, at the rung of their ladders that has as
-many samples as the device took; where there is none, one is put there. That share then has the price that was measured.
-The other rungs of those layers are half believed to be as wrong (the factor's root): if the machine is slower than it
-was they are, and if only this share was misjudged they are not. A tile is a fraction of a sample: both rungs beside it
-are scaled. Where several devices share a profile (workers on equal hardware), a rung takes the median of their factors.
+many samples as the device's share; where there is none, one is added. That share then has the price that was measured.
+The other rungs of those layers are scaled by the factor's root, half way: if the machine has become slower they are
+just as wrong, and if only this share was misjudged they are right. A tile is a fraction of a sample: both rungs beside
+it are scaled. Where several devices share a profile (workers on equal hardware), a rung takes the median of their
+factors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
 
 WORTH = 0.05
-"""A profile that is right within this is left alone, so that the same run is planned as before."""
+"""A profile whose error is within this stays as it is, so that the same run is planned as before."""
 MOST = 8.0
 """A larger factor is more likely an accident than the machine; if it is real, the next run continues from here."""
 MOST_RUNGS = 16
@@ -96,24 +97,24 @@ def evidence(geometry: StageGeometry, network: Network, device: str, factor: flo
 def corrected(profile: DeviceProfile, evidence: Iterable[TimingEvidence], *, steps: int, when: str) -> DeviceProfile:
     """Return the profile with its layers corrected by the evidence, or the same profile where it was right.
 
-    `steps`: that each piece of evidence is the median of.
+    `steps`: the number of steps that each piece of evidence is the median of.
     """
-    seen = tuple(evidence)
-    whole = {int(n) for piece in seen for samples in piece.samples.values() for n in samples if n == int(n)}
+    pieces = tuple(evidence)
+    whole = {int(n) for piece in pieces for samples in piece.samples.values() for n in samples if n == int(n)}
     ladders = [_with_rungs(profile, layer, whole) for layer in range(len(profile.layers))]
     factors: dict[tuple[int, int], list[float]] = {}
-    for piece in seen:
+    for piece in pieces:
         factor = min(max(piece.factor, 1 / MOST), MOST)
         for layer, samples in piece.samples.items():
             ladder = ladders[layer]
             for rung in {rung for number in samples for rung in rungs(ladder, number)}:
                 factors.setdefault((layer, rung), []).append(factor)
-    taken = {place: _worth(statistics.median(measured)) for place, measured in factors.items()}
-    if all(factor == 1.0 for factor in taken.values()):
+    applied = {place: _worth(statistics.median(measured)) for place, measured in factors.items()}
+    if all(factor == 1.0 for factor in applied.values()):
         return profile
     layers = []
     for number, ladder in enumerate(ladders):
-        by_rung = {rung: factor for (of, rung), factor in taken.items() if of == number}
+        by_rung = {rung: factor for (rung_layer, rung), factor in applied.items() if rung_layer == number}
         layers.append(LayerTiming(profile.layers[number].layer, _scaled(ladder, by_rung) if by_rung else ladder))
     before = profile.corrected or Corrected(0, 0, "")
     return msgspec.structs.replace(

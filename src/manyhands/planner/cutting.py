@@ -1,4 +1,4 @@
-"""Where the cuts between stages go once the devices of each stage are known: the shortest round, by dynamic
+"""Places the cuts between stages once the devices of each stage are known: the shortest round, by dynamic
 programming."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Table:
 
 
 class Cutting:
-    """The rounds of one plan on the present devices: what each takes, and where it is best cut."""
+    """The rounds of one plan on the present devices: the seconds of each, and its best cuts."""
 
     def __init__(self, plan: Plan, network: Network, cluster: Cluster, profile: Profile) -> None:
         homeless = resolve(msgspec.structs.replace(plan, homes={}), network)

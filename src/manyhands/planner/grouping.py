@@ -1,4 +1,4 @@
-"""Where tiles exchange boundary data: TILE's cost model and Algorithm 2 (chapter 5), for one interior tile.
+"""The maps at which tiles exchange boundary data: TILE's cost model and Algorithm 2 (chapter 5), for an interior tile.
 
     map      0 ──layer 0── 1 ──layer 1── 2 ──layer 2── 3        a group (s, e): layers s to e-1
     forward  [═══════ group ═══════][═ group ═]                 exchanges at map s, computes on towards e
@@ -6,12 +6,12 @@
 
 A layer is a convolution or a pooling, with the element-wise operators that follow it. All tiles have the size of the
 largest: at the last map the extent over the tiles, rounded up; at every map before it, that times the stride. A grown
-tile reaches over the own one by what the equations 4.1 to 4.4 say, as in the paper: half a kernel on both sides,
+tile extends beyond the device's own one as equations 4.1 to 4.4 of the paper say: by half a kernel on both sides,
 whatever the padding; a pooling whose windows do not overlap needs nothing. An axis that is not cut has no boundary.
 Multiply-accumulates are counted on the grown input tile of a layer, over the stride, in both directions (§5.1).
 
-The model is the paper's, to the letter. It prices an interior tile in abstract units and leaves out what backward
-groups must fetch to be exact (docs/explanation/tiles.md); what a real plan costs is the simulator's business.
+The model follows the paper to the letter. It prices an interior tile in abstract units and leaves out what backward
+groups must fetch to be exact (docs/explanation/tiles.md); the cost of a real plan is left to the simulator.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Costs:
                 raise BadValue(f"The {field.name} cost is {value}; it must be a number between 0 and {MOST_COST:g}.")
 
     def of(self, macs: Fraction, boundary: int, groups: int = 1) -> Fraction:
-        """What groups cost, exactly: a tie is a tie. 0.1 is a tenth, as a person means it."""
+        """Return the exact cost of groups, so that a tie is a tie; 0.1 is taken as exactly a tenth."""
         rates = [Fraction(str(rate)) for rate in (self.computation, self.communication, self.fixed)]
         return rates[0] * macs + rates[1] * boundary + rates[2] * groups
 
 
 @dataclass(frozen=True)
 class KernelLayer:
-    """A layer of the paper: a convolution or a pooling. Pairs are rows and columns."""
+    """A layer in the paper's sense: a convolution or a pooling. Pairs are rows and columns."""
 
     name: str
     kernel: Size
@@ -69,16 +69,16 @@ class KernelLayer:
     dilation: Size = (1, 1)
     channel_groups: int = 1
     operators: tuple[int, int] = (0, 0)
-    """Its operators in the network: from the first up to, not including, the last."""
+    """Its operators in the network, [first, last)."""
 
     def reach(self, axis: int) -> int:
-        """How far it reads over the edge of a tile."""
+        """Return how far the layer reads beyond the edge of a tile."""
         span = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return 0 if self.is_pool and span <= self.stride[axis] else span // 2
 
     @property
     def macs_per_place(self) -> Fraction:
-        """Multiply-accumulates per place of its input map, all channels; poolings have none worth counting."""
+        """Multiply-accumulates per place of its input map, over all channels; poolings have none worth counting."""
         if self.is_pool:
             return Fraction(0)
         filters = self.kernel[0] * self.kernel[1] * self.channels_in * self.channels_out
@@ -87,7 +87,7 @@ class KernelLayer:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Layers at which groups start, and what they cost together."""
+    """The layers at which groups start, and the groups' total cost."""
 
     starts: tuple[int, ...]
     cost: float
@@ -101,18 +101,18 @@ class Compared:
     one_group: float
     every_layer: float
     exchanges: tuple[int, ...]
-    """The maps at which the best grouping exchanges boundary data, in the order in which it does."""
+    """The maps at which the best grouping exchanges boundary data, in order of time."""
 
 
 @dataclass(frozen=True)
 class TileGroups:
-    """Algorithm 2's answer for a chain of layers."""
+    """The result of Algorithm 2 for a chain of layers."""
 
     layers: tuple[KernelLayer, ...]
     grid: Size
     costs: Costs
     tiles: tuple[Size, ...]
-    """The own tile at every map, from the input to the last output."""
+    """A device's own tile at every map, from the input to the last output."""
     forward: Compared
     backward: Compared
 
@@ -124,11 +124,11 @@ class InteriorTile:
         if not layers:
             raise BadValue("There is no convolution and no pooling to group.")
         last, image = layers[-1].output_size, layers[0].input_size
-        for axis, what in enumerate(("rows", "columns")):
+        for axis, noun in enumerate(("rows", "columns")):
             if not 1 <= grid[axis] <= last[axis]:
                 raise BadValue(
-                    f"The grid is {grid[0]}x{grid[1]}: {grid[axis]} {what} of tiles; the last map (layer "
-                    f"{layers[-1].name}) has {last[axis]} {what}, the image {image[axis]}, and a tile at least one."
+                    f"The grid is {grid[0]}x{grid[1]}: {grid[axis]} {noun} of tiles; the last map (layer "
+                    f"{layers[-1].name}) has {last[axis]} {noun}, the image {image[axis]}, and a tile at least one."
                 )
         self.layers, self.grid = tuple(layers), grid
         rows, columns = (-(-extent // count) for extent, count in zip(last, grid, strict=True))
@@ -140,7 +140,7 @@ class InteriorTile:
 
     @cached_property
     def _forward(self) -> dict[tuple[int, int], tuple[Fraction, int]]:
-        """Every group's multiply-accumulates and boundary elements, from its output tile backwards."""
+        """The multiply-accumulates and boundary elements of every group, from its output tile backwards."""
         groups = {}
         for end in range(1, len(self.layers) + 1):
             grown, macs = self._whole(end), Fraction(0)
@@ -165,17 +165,17 @@ class InteriorTile:
         return groups
 
     def _whole(self, place: int) -> list[tuple[int, int]]:
-        """The own tile at a map: first and last row, first and last column."""
+        """Return the device's own tile at a map: first and last row, first and last column."""
         rows, columns = self.tiles[place]
         return [(0, rows - 1), (0, columns - 1)]
 
     def _demand(self, layer: KernelLayer, axis: int, first: int, last: int) -> tuple[int, int]:
-        """Equations 4.1 and 4.2: what of the input makes [first, last] of the output."""
+        """Return the part of the input that makes [first, last] of the output (equations 4.1 and 4.2)."""
         stride, reach = layer.stride[axis], self._reach(layer, axis)
         return first * stride - reach, last * stride + reach + stride - 1
 
     def _touched(self, layer: KernelLayer, axis: int, first: int, last: int) -> tuple[int, int]:
-        """Equations 4.3 and 4.4: which deltas of the output make [first, last] of the input's."""
+        """Return the deltas of the output that make [first, last] of the input's (equations 4.3 and 4.4)."""
         stride, reach = layer.stride[axis], self._reach(layer, axis)
         if layer.is_pool and not reach:
             return first // stride, last // stride
@@ -189,25 +189,25 @@ class InteriorTile:
         return self.channels[place] * (_area(grown) - rows * columns)
 
     def group(self, direction: Direction, start: int, end: int) -> tuple[Fraction, int]:
-        """The multiply-accumulates of a group, and the elements that it fetches from other tiles."""
+        """Return the multiply-accumulates of a group, and the elements that it fetches from other tiles."""
         return (self._forward if direction == "forward" else self._backward)[start, end]
 
     def cost(self, direction: Direction, starts: Sequence[int], costs: Costs) -> float:
-        """What a grouping costs (Equation 5.1)."""
+        """Return the cost of a grouping (Equation 5.1)."""
         bounds = pairwise((*starts, len(self.layers)))
         return float(sum(costs.of(*self.group(direction, start, end)) for start, end in bounds))
 
     def boundary(self, direction: Direction, starts: Sequence[int]) -> int:
-        """The elements that a grouping fetches from other tiles, for one sample."""
+        """Return the elements that a grouping fetches from other tiles, for one sample."""
         return sum(self.group(direction, start, end)[1] for start, end in pairwise((*starts, len(self.layers))))
 
     def best(self, direction: Direction, costs: Costs) -> Grouping:
-        """The cheapest grouping; of equally cheap ones one of the fewest groups."""
+        """Return the cheapest grouping; among equally cheap ones, one with the fewest groups."""
         starts = cheapest_groups(len(self.layers), lambda s, e: costs.of(*self.group(direction, s, e)))
         return Grouping(starts, self.cost(direction, starts, costs))
 
     def compare(self, direction: Direction, costs: Costs) -> Compared:
-        """The cheapest grouping beside one group and an exchange at every layer."""
+        """Return the cheapest grouping beside one group and an exchange at every layer."""
         best, count = self.best(direction, costs), len(self.layers)
         return Compared(
             best=best,
@@ -223,10 +223,10 @@ def _area(grown: list[tuple[int, int]]) -> int:
 
 
 def cheapest_groups(count: int, cost: Callable[[int, int], Fraction], longest: int | None = None) -> tuple[int, ...]:
-    """Algorithm 2: the shortest path over maps 0 to `count`, where the step from s to e costs `cost(s, e)`.
+    """Return where groups start, by Algorithm 2: the shortest path over maps 0 to `count`, where the step from s to e
+    costs `cost(s, e)`.
 
-    Returns where groups start. Ties go to fewer groups, then to the earliest starts. `longest`: the most maps of a
-    group that are looked at.
+    Ties go to fewer groups, then to the earliest starts. `longest`: the most layers of a group that is considered.
     """
     best: list[tuple[Fraction, int, tuple[int, ...]]] = [(Fraction(0), 0, ())]
     for end in range(1, count + 1):
@@ -240,16 +240,16 @@ def cheapest_groups(count: int, cost: Callable[[int, int], Fraction], longest: i
 
 
 def group_tiles(layers: Sequence[KernelLayer], grid: Size, costs: Costs) -> TileGroups:
-    """The cheapest forward and backward groups of an interior tile."""
+    """Return the cheapest forward and backward groups of an interior tile."""
     tile = InteriorTile(layers, grid)
     forward, backward = tile.compare("forward", costs), tile.compare("backward", costs)
     return TileGroups(tile.layers, grid, costs, tile.tiles, forward, backward)
 
 
 def kernel_layers(network: Network) -> tuple[KernelLayer, ...]:
-    """The paper's layers of a network, up to where its maps end (global or adaptive pooling, a flattening).
+    """Return the paper's layers of a network, up to where its maps end (global or adaptive pooling, a flattening).
 
-    The paper's model is one of chains: a network whose maps branch or join, or are enlarged, is refused.
+    The paper's model covers chains only: a network whose maps branch or join, or are enlarged, is refused.
     """
     chain = list(_chain(network))
     marks = [index for index, op in enumerate(chain) if _is_kernel(network.ops[op])]
@@ -265,7 +265,7 @@ def kernel_layers(network: Network) -> tuple[KernelLayer, ...]:
 
 
 def _chain(network: Network) -> Iterator[int]:
-    """The operators, one after another, that make maps from the network's input."""
+    """Yield the operators, one after another, that make maps from the network's input."""
     current = network.inputs[0]
     if len(network.inputs) > 1 or len(network.tensors[current].shape) != 4:
         return
@@ -279,20 +279,20 @@ def _chain(network: Network) -> Iterator[int]:
             raise _no_chain(network, f"{current} is read by {names}")
         if op.inputs != (current,) or not op.outputs:
             raise _no_chain(network, f"{op.name} ({op.target}) reads {len(op.inputs)} tensors")
-        made, rules = network.tensors[op.outputs[0]], op.reads[0].rules[2:]
-        if len(made.shape) != 4 or any(isinstance(rule, Whole) for rule in rules):
+        output, rules = network.tensors[op.outputs[0]], op.reads[0].rules[2:]
+        if len(output.shape) != 4 or any(isinstance(rule, Whole) for rule in rules):
             return
         if not all(isinstance(rule, Window) and rule.axis == axis for axis, rule in enumerate(rules, start=2)):
-            if made.elements < network.tensors[current].elements:  # adaptive pooling
+            if output.elements < network.tensors[current].elements:  # adaptive pooling
                 return
             raise _no_chain(network, f"{op.name} ({op.target}) is no convolution, pooling or element-wise operator")
         yield readers[0]
         current = op.outputs[0]
 
 
-def _no_chain(network: Network, why: str) -> BadValue:
+def _no_chain(network: Network, reason: str) -> BadValue:
     return BadValue(
-        f"The paper's cost model is one of chains of convolutions and poolings; in {network.name} {why}.",
+        f"The paper's cost model is one of chains of convolutions and poolings; in {network.name} {reason}.",
         hint="Leave the costs out (--costs): real plans are priced for any network.",
     )
 
@@ -324,7 +324,8 @@ def _kernel_layer(network: Network, index: int, first: int, last: int) -> Kernel
 
 
 def plan_groups(network: Network, layers: Sequence[KernelLayer], starts: Sequence[int]) -> tuple[LayerName, ...]:
-    """Group starts as a plan writes them: the network's own layer where one begins there, else the operator's name."""
+    """Return group starts as a plan writes them: the network's own layer where one begins there, else the operator's
+    name."""
     ops = [layers[start].operators[0] for start in starts]
     first = {layer.first: number for number, layer in enumerate(network.layers)}
     return tuple(first.get(op, network.ops[op].name) for op in ops)

@@ -1,8 +1,8 @@
 """The best pipeline of replicated stages (ASTEROID Algorithm 2), exactly, and fast.
 
-Devices in order of memory (`pipelines` tries them by speed too); every stage takes layers [first, last) and an interval
-of the devices; devices may be left out between stages. Built from the last stage to the first: with a new first stage
-in front of a sub-pipeline,
+Devices are in order of memory (`pipelines` tries them by speed too); every stage takes layers [first, last) and an
+interval of the devices; devices may be left out between stages. A pipeline is built from the last stage to the first:
+with a new first stage in front of a sub-pipeline,
 
     A = max(M·E_stage,  M·E_cut + E_stage,  A' + E_stage + E_cut)          the longest step, aligned (Eq. 11)
     D = max(T_a,  D' - E_b of the stage and the cut)                       what the all-reduces add at the end
@@ -10,8 +10,8 @@ in front of a sub-pipeline,
 
 Algorithm 2 keeps one sub-pipeline for each place, the one with the least A' + D'. That can miss the optimum: a little
 more A' may be worth a smaller D'. So the pairs that no other beats in both are kept (a Pareto front), which is enough,
-as A and D never fall when A' or D' rise. All extensions by one stage are priced at once. What cannot become better than
-a plan that is known is dropped; the first one is found among a few good cuts, by the same search.
+as A and D never fall when A' or D' rise. All extensions by one stage are priced at once. Sub-pipelines that cannot
+become better than a known plan are dropped; the first plan comes from a few good cuts, by the same search.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Front:
     """Sub-pipelines of one number of stages that nothing beats, in the order of `key`."""
 
     key: Counts
-    """Where it starts: layer x devices + first device."""
+    """Its start: layer x devices + first device."""
     layer: Counts
     group: Counts
     longest: Numbers
@@ -91,12 +91,12 @@ class Search:
         """Return the cuts of the best pipeline so far and the nearest to them, as many as the search can consider."""
         best = min(pipelines, key=lambda pipeline: pipeline.seconds)
         ends = [stage.first for stage in best.stages[1:]]
-        moved = sorted(range(1, self.steps.layers), key=lambda cut: min(abs(cut - end) for end in ends or [0]))
+        nearest = sorted(range(1, self.steps.layers), key=lambda cut: min(abs(cut - end) for end in ends or [0]))
         most = isqrt(2 * NEAR_LINES // len(self.steps.groups))
-        return sorted({*ends, *moved[:most]})
+        return sorted({*ends, *nearest[:most]})
 
     def best(self, cuts: Sequence[int] | None = None, bound: float = inf) -> Pipeline | None:
-        """Return the fastest pipeline with its cuts among these (by default all), if it is faster than `bound`."""
+        """Return the fastest pipeline with its cuts among `cuts` (by default all), if it is faster than `bound`."""
         return min(self.by_stages(cuts, bound), key=lambda pipeline: pipeline.seconds, default=None)
 
     def by_stages(self, cuts: Sequence[int] | None = None, bound: float = inf, keeping: float = 1.0) -> list[Pipeline]:
@@ -127,8 +127,8 @@ class Search:
         return pipelines
 
     def _promising(self, positions: Counts, bound: float) -> tuple[Counts, Counts, Counts]:
-        """Return the stages between these cuts that a plan within the bound may have: they, what comes before and what
-        comes after take less."""
+        """Return the stages between these cuts that a plan within the bound may have: those for which the stage, the
+        layers before it and the layers after it each take less."""
         steps, layers, starts, ends = self.steps, self.steps.layers, self.steps.starts, self.steps.ends
         limit = bound * _SLACK / self.count
         begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
@@ -154,10 +154,10 @@ class Search:
         best = numpy.stack([self.steps.best[kind] for kind in self.steps.kinds], axis=1)
         samples = self.steps.batch.samples
         speeds = 1 / numpy.maximum(best, 1e-30)
-        rest = 1 / numpy.maximum(best[-1:] - best, 1e-30)
+        remaining = 1 / numpy.maximum(best[-1:] - best, 1e-30)
         none = numpy.zeros((len(best), 1))
         before = numpy.concatenate([none, speeds.cumsum(1)], axis=1)
-        after = numpy.concatenate([rest[:, ::-1].cumsum(1)[:, ::-1], none], axis=1)
+        after = numpy.concatenate([remaining[:, ::-1].cumsum(1)[:, ::-1], none], axis=1)
         with numpy.errstate(divide="ignore"):
             head, tail = samples / before, samples / after
         head[0], tail[-1] = 0.0, 0.0
@@ -226,9 +226,9 @@ class Search:
         else:
             order = numpy.lexsort((longest + ending, key))
             is_new = numpy.concatenate([[True], key[order][1:] != key[order][:-1]])
-        kept = order[is_new]
-        kept = kept[numpy.argsort(key[kept], kind="stable")]
-        return _Front(key[kept], layer[kept], group[kept], longest[kept], ending[kept], stage[kept], following[kept])
+        best = order[is_new]
+        best = best[numpy.argsort(key[best], kind="stable")]
+        return _Front(key[best], layer[best], group[best], longest[best], ending[best], stage[best], following[best])
 
     def _stages(self, tables: list[StageTable], fronts: list[_Front], place: int) -> tuple[PlannedStage, ...]:
         """Read a pipeline back, from its first stage to its last."""
@@ -289,8 +289,9 @@ def pipelines(
 ) -> list[Pipeline]:
     """Return the best pipelines of each promising way to cut the mini-batch, the fastest first.
 
-    `like`: what else a round is like. `may_be_alone`: whether one device may do it all, if that is faster. `pricing`:
-    what stages may be shared by, and their prices. `most_lines`: how much is searched beyond the promising cuts.
+    `like`: the other settings of a round. `may_be_alone`: whether one device may do it all, if that is faster.
+    `pricing`: makes the steps, with the ways in which stages may be shared and their prices. `most_lines`: how much is
+    searched beyond the promising cuts.
     """
     ways = batches(network, batch_size, like, micro_batches)
     most = max(way.samples for way in ways)
@@ -304,7 +305,7 @@ def pipelines(
     for way in sorted(ways, key=lambda batch: abs(batch.count - USUAL_MICRO_BATCHES)):
         for context in contexts:
             search = Search(pricing(context, way), may_be_alone=may_be_alone)
-            if not candidates:  # a first plan, soon: what cannot be better is not looked at
+            if not candidates:  # an early first plan: plans that cannot be better are not considered
                 candidates += search.by_stages(good_cuts(FIRST_CUTS))
                 least = min((pipeline.seconds for pipeline in candidates), default=inf)
             coarse = search.by_stages(good_cuts(search.coarse), WORTH_A_SEARCH * least, keeping=WORTH_A_SEARCH)
@@ -312,7 +313,7 @@ def pipelines(
                 candidates += coarse
                 rough.append((min(pipeline.seconds for pipeline in coarse), search))
                 least = min(least, rough[-1][0])
-    if not rough:  # no luck with these cuts
+    if not rough:  # no plan with these cuts
         rough = [(inf, Search(pricing(contexts[0], way), may_be_alone=may_be_alone)) for way in ways]
     for seconds, search in sorted(rough, key=lambda entry: entry[0]):
         if seconds > WORTH_A_SEARCH * least and candidates:
@@ -324,5 +325,5 @@ def pipelines(
             least = min(least, best.seconds)
     if not candidates:
         raise pipeline_shortage(network, cluster, like)
-    kept = {pipeline.stages: pipeline for pipeline in candidates if pipeline.seconds <= WORTH_A_SEARCH * least}
-    return sorted(kept.values(), key=lambda pipeline: pipeline.seconds)
+    near_best = {pipeline.stages: pipeline for pipeline in candidates if pipeline.seconds <= WORTH_A_SEARCH * least}
+    return sorted(near_best.values(), key=lambda pipeline: pipeline.seconds)

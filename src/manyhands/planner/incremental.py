@@ -22,11 +22,11 @@ from manyhands.planner.tile_plans import grids, tile_shares
 from manyhands.planner.tiles import TilePrices
 
 WORTH_MOVING = 1.05
-"""Cuts stay where they are unless moving them makes the round that much shorter."""
+"""Cuts stay where they are unless moving them makes the round shorter by this factor."""
 WORTH_JOINING = 1.01
-"""A device that shortens the round by less is left out."""
+"""A device that shortens the round by less than this factor is left out."""
 WORTH_REGROUPING = 1.1
-"""A device stays in its stage unless the round gets that much shorter with it in a neighbouring stage."""
+"""A device stays in its stage unless the round gets shorter by this factor with it in a neighbouring stage."""
 WORTH_DISSOLVING = 1.2
 """The same for the only device of a stage, which is then dissolved."""
 
@@ -52,22 +52,24 @@ class IncrementalReplanner(Cutting):
         """Yield what the stages may become, the nearest to the old plan first; among alternatives the caller takes the
         fastest."""
         old = [self._draft(index) for index in range(len(self.plan.stages))]
-        left = tuple(draft for draft in old if draft.devices)
-        if not left:
+        remaining = tuple(draft for draft in old if draft.devices)
+        if not remaining:
             return
         if len(self.cluster.names) > 1:
-            refilled = self._refilled(old) if len(left) < len(old) else []
+            refilled = self._refilled(old) if len(remaining) < len(old) else []
             working = [name for stage in self.plan.stages for name in stage.devices]
             is_shared = len(working) > len(set(working))  # by tiles, and its tail on one of them: as before
-            yield from filter(None, [refilled, [left]] if is_shared else [[left], refilled])
-            fair = tuple(self._fair(draft) for draft in left)
-            if fair != left:
+            yield from filter(None, [refilled, [remaining]] if is_shared else [[remaining], refilled])
+            fair = tuple(self._fair(draft) for draft in remaining)
+            if fair != remaining:
                 yield [fair]
-            all_devices = self._fair(replace(left[0], devices=tuple(dict.fromkeys(n for c in left for n in c.devices))))
-            if len(left) > 1 and len(all_devices.devices) > 1:
+            all_devices = self._fair(
+                replace(remaining[0], devices=tuple(dict.fromkeys(n for c in remaining for n in c.devices)))
+            )
+            if len(remaining) > 1 and len(all_devices.devices) > 1:
                 yield [(all_devices,)]
-        everywhere = (name for draft in left for name in draft.devices)
-        yield [(replace(left[0], devices=(max(everywhere, key=self.speeds.__getitem__),)),)]
+        everywhere = (name for draft in remaining for name in draft.devices)
+        yield [(replace(remaining[0], devices=(max(everywhere, key=self.speeds.__getitem__),)),)]
 
     def _draft(self, index: int) -> StageDraft:
         stage = self.plan.stages[index]
@@ -140,14 +142,14 @@ class IncrementalReplanner(Cutting):
         if len(self.cluster.names) == 1:
             return drafts
         useless: set[int] = set()
-        taken = {*self.plan.devices, *(name for draft in drafts for name in draft.devices)}
-        joining = [name for name in self.cluster.names if name not in taken]
+        used = {*self.plan.devices, *(name for draft in drafts for name in draft.devices)}
+        joining = [name for name in self.cluster.names if name not in used]
         for name in sorted(joining, key=self.speeds.__getitem__, reverse=True):
             kind = self.context.kinds[self.context.names.index(name)]
             if kind in useless:
                 continue
-            tried = [(self.cut(other, is_tight)[0], other) for other in self._joined(drafts, name)]
-            best = min(tried, key=lambda entry: entry[0])
+            options = [(self.cut(other, is_tight)[0], other) for other in self._joined(drafts, name)]
+            best = min(options, key=lambda entry: entry[0])
             if best[0] * WORTH_JOINING <= seconds and best[0] < inf:
                 seconds, drafts = best
             else:
@@ -171,13 +173,17 @@ class IncrementalReplanner(Cutting):
         if not best:
             return []
         old = [layer_range(draft.old) for draft in drafts if draft.old is not None]
-        kept = tuple(last for _, last in old)
-        if len(old) < len(drafts) or (0, *kept[:-1]) != tuple(first for first, _ in old) or kept[-1] != self.layers:
+        old_ends = tuple(last for _, last in old)
+        if (
+            len(old) < len(drafts)
+            or (0, *old_ends[:-1]) != tuple(first for first, _ in old)
+            or old_ends[-1] != self.layers
+        ):
             return [best]  # a stage is new, or one was dissolved
-        kept_seconds = self.cut(drafts, is_tight, kept)[0]
+        kept_seconds = self.cut(drafts, is_tight, old_ends)[0]
         is_divided = any(draft.kind in ("tiles", "channels") for draft in drafts)
         if kept_seconds <= (inf if is_divided else WORTH_MOVING * seconds) and kept_seconds < inf:
-            return [kept, best]
+            return [old_ends, best]
         return [best]
 
     # Plans
@@ -230,8 +236,8 @@ class IncrementalReplanner(Cutting):
         least = self._least_samples(first, last)
         names = draft.devices
         if len(names) * least > self.samples:
-            kept = sorted(names, key=self.speeds.__getitem__, reverse=True)[: max(1, self.samples // least)]
-            names = tuple(name for name in names if name in kept)
+            fastest = sorted(names, key=self.speeds.__getitem__, reverse=True)[: max(1, self.samples // least)]
+            names = tuple(name for name in names if name in fastest)
         if len(names) == 1:
             return names, Single()
         chosen = replace(draft, devices=names)
@@ -240,8 +246,8 @@ class IncrementalReplanner(Cutting):
         if not len(lines):
             lines = self._solved(chosen, *place, ahead, is_tight=False)
         steps = self.steps(names)
-        left = lines.shares.of(0, [int(number) for number in steps.counts[lines.group[0]]])
-        counts = [left[kind].pop(0) for kind in steps.kinds]
+        counts_by_kind = lines.shares.of(0, [int(number) for number in steps.counts[lines.group[0]]])
+        counts = [counts_by_kind[kind].pop(0) for kind in steps.kinds]
         while min(counts) < least:
             counts[counts.index(max(counts))] -= 1
             counts[counts.index(min(counts))] += 1
@@ -268,7 +274,9 @@ class IncrementalReplanner(Cutting):
             if len(possible) == 1:
                 return possible[0]
             if possible:
-                prices = [TilePrices(tried, place, self.network, self.cluster, self.profile) for tried in possible]
+                prices = [
+                    TilePrices(candidate, place, self.network, self.cluster, self.profile) for candidate in possible
+                ]
                 return min(zip(prices, possible), key=lambda entry: entry[0].every_layer().seconds)[1]
         height, width = self._map_of(plan.stages[place], len(draft.devices))
         raise BadPlan(
@@ -304,8 +312,8 @@ class IncrementalReplanner(Cutting):
                 continue
             share = ByTiles(rows, columns, groups[0], groups[1], early)
             changed = msgspec.structs.replace(stage, devices=draft.devices, share=share)
-            tried = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
-            possible.append(tried)
+            gridded = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
+            possible.append(gridded)
         return possible
 
     def _inside(self, names: tuple[LayerName, ...], first: int, last: int) -> tuple[LayerName, ...]:
@@ -323,8 +331,8 @@ class IncrementalReplanner(Cutting):
         start, end = layer_range(old)
         before = range(first, min(start, last))
         after = range(max(end, first), last)
-        kept = self._inside(groups, first, last)
-        starts_by_op = dict(zip(group_ops((*before, *kept, *after), self.network), (*before, *kept, *after)))
+        inside = self._inside(groups, first, last)
+        starts_by_op = dict(zip(group_ops((*before, *inside, *after), self.network), (*before, *inside, *after)))
         starts_by_op.setdefault(self.network.layers[first].first, first)
         return tuple(starts_by_op[op] for op in sorted(starts_by_op))
 
@@ -332,9 +340,9 @@ class IncrementalReplanner(Cutting):
         """Return in words what was changed in the old plan."""
         old, new = self.plan, plan
         words = []
-        gone = [name for name in old.devices if name not in self.cluster.names]
-        if gone:
-            words.append(f"without {', '.join(gone)}")
+        lost = [name for name in old.devices if name not in self.cluster.names]
+        if lost:
+            words.append(f"without {', '.join(lost)}")
         joined = [name for name in new.devices if name not in old.devices]
         if joined:
             words.append(f"with {', '.join(joined)}")

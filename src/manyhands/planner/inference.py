@@ -2,11 +2,11 @@
 
 single      the fastest device alone
 samples     micro-batches of several samples, each device takes some (throughput only)
-tiles       the maps cut into a grid; where boundaries are exchanged, and how deep, is chosen
+tiles       the maps cut into a grid; the places of exchange and the depth are chosen
 deepthings  tiles that exchange nothing, up to some depth
 modnn       rows over all devices, exchanged at every layer that needs it
 coates      rows and columns, the same
-channels    channel groups to devices: a decoupled network's own, else parts of all channels
+channels    channel groups divided among devices: a decoupled network's own, else parts of all channels
 pipeline    stages of one device each
 split       two stages: the first on the device that has the input, the rest on another
 
@@ -39,7 +39,7 @@ Maker = Callable[[Task, Pricer], list[PlanCandidate]]
 AT_A_TIME = (2, 4, 8)
 """Samples of a batch that are tried for throughput."""
 _WORTH = 0.95
-"""Batches must be this much faster: a sample alone takes as long as a whole one."""
+"""Batches must be this much faster: every sample of a batch takes as long as the whole batch."""
 
 
 def inference_task(network: Network, cluster: Cluster, profile: Profile, home: str = "") -> Task:
@@ -78,10 +78,10 @@ def _split(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     return pricer.rank(splits(task))
 
 
-def _needs_two(task: Task, what: str) -> None:
+def _needs_two(task: Task, subject: str) -> None:
     count = len(task.cluster.names)
     if count < 2:
-        raise BadPlan(f"{what} need(s) at least two devices; cluster {task.cluster.name} has {count}.")
+        raise BadPlan(f"{subject} need(s) at least two devices; cluster {task.cluster.name} has {count}.")
 
 
 MAKERS: dict[str, Maker] = {
@@ -114,11 +114,11 @@ def _in_batches(candidates: list[PlanCandidate], pricer: Pricer) -> list[PlanCan
     ]
     least = (pricer.least_seconds(plan) for _, plan in reversed(sized))
     if next((seconds for seconds in least if seconds < inf), inf) >= _WORTH * pricer.best:
-        return candidates  # the more of them there is room for, the less each takes
+        return candidates  # the larger a batch that fits, the less each sample takes
     try:
         more = pricer.rank(sized, may_interleave=False)
     except ManyhandsError:
-        return candidates  # there is no room for two
+        return candidates  # not even two fit
     return sorted(
         [*candidates, *(candidate for candidate in more if candidate.seconds < _WORTH * candidates[0].seconds)],
         key=_seconds,

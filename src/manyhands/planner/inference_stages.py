@@ -18,21 +18,21 @@ MOST_SAMPLES = 64
 """The most samples of a micro-batch that is shared by samples."""
 MOST_STAGES = 12
 MOST_IN_ORDER = 8
-"""With up to this many devices a pipeline tries them in any order; with more, in order of speed."""
+"""The most devices that a pipeline tries in any order; with more, only in order of speed."""
 
 
 _State = tuple[int, frozenset[str], str]
-"""The number of layers assigned, the devices used, and the last of them."""
+"""The number of layers assigned, the devices used, and the last of these."""
 _Chosen = tuple[float, tuple[tuple[int, str], ...]]
-"""The slowest stage or transfer, and where each stage ends, on which device."""
+"""The slowest stage or transfer, and the end and device of each stage."""
 
 
 def singles(task: Task) -> Iterator[Named]:
     """Yield each kind of device alone."""
-    seen: set[int] = set()
+    seen_kinds: set[int] = set()
     for name, kind in sorted(alike(task).items(), key=lambda entry: task.step_seconds(entry[0], 1)):
-        if kind not in seen:
-            seen.add(kind)
+        if kind not in seen_kinds:
+            seen_kinds.add(kind)
             yield f"single on {name}", single(task, name)
 
 
@@ -153,10 +153,10 @@ def _next_devices(names: list[str], used: frozenset[str], kinds: dict[str, int],
     if place is not None:
         yield names[place]
         return
-    seen: set[int] = set()
+    seen_kinds: set[int] = set()
     for name in names:
-        if name not in used and kinds[name] not in seen:
-            seen.add(kinds[name])
+        if name not in used and kinds[name] not in seen_kinds:
+            seen_kinds.add(kinds[name])
             yield name
 
 

@@ -1,7 +1,7 @@
-"""Plans of tiles for inference: ours and the baselines'.
+"""Plans of tiles for inference: our own and the baselines'.
 
-tiles       grid, devices, where boundaries are exchanged, how deep: by the tiles' own prices, then simulated
-deepthings  the same with one group: nothing is exchanged, tiles overlap as much as that takes (DeepThings)
+tiles       grid, devices, places of exchange, depth: chosen by the tiles' prices, then simulated
+deepthings  the same with one group: nothing is exchanged, tiles overlap as much as that requires (DeepThings)
 modnn       rows over all devices, exchanged at every layer that reads beyond its tile (MoDNN)
 coates      the same with rows and columns (Coates et al.)
 
@@ -69,8 +69,8 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
         yield "", []
         return
     fastest = min(names, key=lambda name: task.step_seconds(name, 1))
-    rest = f"{network.layers[end].name} .." if layers - end > 1 else network.layers[end].name
-    yield f"{rest} on {fastest}", [Stage((end, layers), (fastest,))]
+    rest_text = f"{network.layers[end].name} .." if layers - end > 1 else network.layers[end].name
+    yield f"{rest_text} on {fastest}", [Stage((end, layers), (fastest,))]
     first = network.layers[end].first
     if not channels or not any(op.channels == "dense" for op in network.ops[first:]):
         return
@@ -82,7 +82,7 @@ def tails(task: Task, names: Sequence[str], end: int, *, channels: bool = True) 
     counts = [1 + extra for extra in more]
     for cut in dense_cuts(network, first, len(network.ops)):
         if cut.name != "output-based":
-            yield f"{rest} by channels {cut.name}", [channel_stage((end, layers), names, counts, cut)]
+            yield f"{rest_text} by channels {cut.name}", [channel_stage((end, layers), names, counts, cut)]
 
 
 # ---- Baselines
@@ -111,9 +111,9 @@ def _with_tails(task: Task, base: Plan, name: str) -> Iterator[Named]:
     """Yield a plan of tiles with every end and every tail that its groups allow."""
     tiled = base.stages[0]
     for end in tile_ends(task.network):
-        for words, rest in tails(task, tiled.devices, end):
+        for words, tail in tails(task, tiled.devices, end):
             stage = msgspec.structs.replace(tiled, layers=(0, end))
-            yield ", ".join(filter(None, (name, words))), msgspec.structs.replace(base, stages=(stage, *rest))
+            yield ", ".join(filter(None, (name, words))), msgspec.structs.replace(base, stages=(stage, *tail))
 
 
 # ---- Ours
@@ -125,7 +125,7 @@ def tiles(task: Task, pricer: Pricer) -> list[PlanCandidate]:
     refusal: ManyhandsError | None = None
     for _, plan, prices in _promising_grids(task)[:MOST_GRIDS]:
         every = _every_layer(task, plan)
-        try:  # larger groups compute more, so what cannot win without them cannot win with them
+        try:  # larger groups compute more, so a plan that cannot win without them cannot win with them
             candidates += pricer.rank(_grouped(task, plan, prices) if pricer.may_win(every[1]) else [every])
         except ManyhandsError as error:
             refusal = refusal or error
@@ -136,7 +136,7 @@ def tiles(task: Task, pricer: Pricer) -> list[PlanCandidate]:
         best = min(candidates, key=lambda candidate: candidate.seconds)
         if best.plan is None or not pricer.may_win(best.plan):
             break
-        with contextlib.suppress(ManyhandsError):  # what cannot run is no candidate
+        with contextlib.suppress(ManyhandsError):  # a plan that cannot run is no candidate
             candidates += pricer.rank(further(task, best))
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
@@ -223,8 +223,8 @@ def _regrouped(plan: Plan, depth: int, groups: tuple[LayerName, ...] | None) -> 
 
 def _ended(task: Task, plan: Plan, depth: int) -> Plan:
     """Return the plan with everything after the tiles on the fastest of their devices."""
-    _, rest = next(tails(task, plan.stages[0].devices, depth))
-    return msgspec.structs.replace(plan, stages=(plan.stages[0], *rest))
+    _, tail = next(tails(task, plan.stages[0].devices, depth))
+    return msgspec.structs.replace(plan, stages=(plan.stages[0], *tail))
 
 
 def _tail_seconds(task: Task, plan: Plan, depth: int) -> float:

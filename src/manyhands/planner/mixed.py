@@ -1,6 +1,6 @@
 """Plans outside the corners of the space: tiles, then samples, then one device, on the same devices or on others.
 
-Two searches, both by the arrays of steps.py and tile_steps.py.
+There are two searches, both by the arrays of steps.py and tile_steps.py.
 
     pipelined    hybrid.py's search over disjoint groups of devices, with tiles as one more way to share a stage
     repeating    devices may work in several stages, one after another (one micro-batch, or order sequential):
@@ -51,7 +51,7 @@ MOST_REPEATING = 6
 MOST_LINES = 300_000
 """The most stages that a full search of pipelines with tiles considers; beyond, only promising cuts are considered."""
 FEWER_TILES = 1
-"""How many smaller sets of the fastest devices are tried for tiles besides all devices."""
+"""The number of smaller sets of the fastest devices that are tried for tiles besides all devices."""
 
 
 def is_mixed(plan: Plan, layers_tiled: int) -> bool:
@@ -121,7 +121,7 @@ class Repeating:
         ends = {int(end) for end in self.tiling.end[:1]}
         return sorted({0, self.layers, *ends, *coarse_cuts(self.network, MOST_POSITIONS - 4)})
 
-    # What stages cost
+    # The cost of stages
 
     @cached_property
     def tables(self) -> list[tuple[TileSteps, StageTable]]:
@@ -141,8 +141,8 @@ class Repeating:
         places = numpy.full(self.layers + 1, -1)
         places[self.positions] = numpy.arange(len(self.positions))
         shape = (len(self.options), len(self.positions), len(self.positions))
-        nothing = [numpy.zeros(shape) for _ in range(3)]
-        prices = _Prices(numpy.full(shape, inf), nothing[0], nothing[1], nothing[2], numpy.full(shape, -1))
+        zeros = [numpy.zeros(shape) for _ in range(3)]
+        prices = _Prices(numpy.full(shape, inf), zeros[0], zeros[1], zeros[2], numpy.full(shape, -1))
         trained = self.context.bytes.trained
         for option, (_, table) in enumerate(self.tables):
             at = (option, places[table.first], places[table.last])
@@ -260,11 +260,11 @@ class _Front:
 
     longest: Numbers
     ending: Numbers
-    """What adding up weight gradients takes beyond that."""
+    """The seconds that adding up weight gradients takes beyond that."""
     end: Counts
     used: Counts
     option: Counts
-    """Where its first stage ends, and what follows it."""
+    """The end of its first stage, and the shares and the option that follow it."""
 
     @staticmethod
     def empty(end: int, options: int) -> _Front:
@@ -322,7 +322,7 @@ def mixed_plans(task: Task) -> list[Plan]:
     except ManyhandsError:
         if repeating or len(task.cluster.devices) == 1:
             return repeating
-        raise  # what is wrong is this, memory as a rule
+        raise  # this error is the cause, memory as a rule
     plans = [pipeline.plan(task.network) for pipeline in piped]
     return repeating + _shapes([plan for plan in plans if is_mixed(plan, layers_tiled)], MOST_PIPELINED, task)
 

@@ -1,4 +1,4 @@
-"""Why no pipeline fits into the memory of a cluster, and what would help."""
+"""The reason why no pipeline fits into the memory of a cluster, and what would help."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from manyhands.schedule.shortage import LESS_STATE, MORE_MEMORY
 
 
 def pipeline_shortage(network: Network, cluster: Cluster, like: Batch) -> OutOfMemory:
-    """Why nothing fits: the layer at which the devices' memory is used up, one sample at a time; and what would help.
-    Layers are not divided: of one that is larger than every device, more devices are of no use."""
+    """Return the error that says why nothing fits: the layer at which the devices' memory is used up, with one sample
+    at a time; and what would help. Layers are not divided: if one is larger than every device, more devices are of no
+    use."""
     context = PlanningContext(network, cluster, estimate_cluster(network, cluster), 1, like.optimizer_slots)
     steps = Steps(context, replace(like, samples=1, count=1))
     sizes = [cluster.device(name).memory_bytes for name in steps.names]
@@ -47,7 +48,8 @@ def pipeline_shortage(network: Network, cluster: Cluster, like: Batch) -> OutOfM
 
 
 def _way_out(needed: float, fixed: float, most: float) -> str:
-    """What helps where a layer needs so much, of which `fixed` is there without samples, and a device has at `most`."""
+    """Return what helps where a layer needs `needed` bytes, `fixed` of them without samples, and a device has at most
+    `most`."""
     if needed <= most:
         return f"Use more devices, {MORE_MEMORY}, smaller inputs (--input), or {LESS_STATE}."
     if fixed <= most:
@@ -58,6 +60,6 @@ def _way_out(needed: float, fixed: float, most: float) -> str:
 
 
 def _needed(steps: Steps, first: int, last: int) -> tuple[float, float]:
-    """Bytes of a stage of these layers: without samples, and with one."""
+    """Return the bytes of a stage of these layers: without samples, and with one."""
     fixed, each = steps.memory(numpy.array([first]), numpy.array([last]), 1)
     return float(fixed[0]), float(fixed[0] + each[0])

@@ -19,7 +19,7 @@ class PlannedStage:
     devices: tuple[str, ...]
     samples: tuple[int, ...]
     rows: tuple[float, ...] = ()
-    """Relative heights of tiles; none: by samples."""
+    """Relative heights of tiles; empty: shared by samples."""
     columns: int = 1
 
     @property
@@ -31,7 +31,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline with what a round of it takes, by Eq. 4-6."""
+    """A pipeline with the time of a round of it, by Eq. 4-6."""
 
     batch: Batch
     stages: tuple[PlannedStage, ...]
@@ -53,7 +53,7 @@ class Pipeline:
 
 
 def planned_stage(steps: Steps, table: StageTable, line: int) -> PlannedStage:
-    """A line of a table, device by device."""
+    """Return a line of a table as a stage, device by device."""
     number, columns = int(table.group[line]), int(table.columns[line])
     a, b = steps.groups[number]
     first, last, names = int(table.first[line]), int(table.last[line]), steps.names[a:b]
@@ -61,5 +61,5 @@ def planned_stage(steps: Steps, table: StageTable, line: int) -> PlannedStage:
         parts = [float(table.parts[line, steps.kinds[device]]) for device in range(a, b)]
         rows = (1.0,) * (len(names) // columns) if columns > 1 else tuple(round(p / max(parts), 3) for p in parts)
         return PlannedStage(first, last, names, (), rows, columns)
-    left = table.shares.of(line, [int(count) for count in steps.counts[number]])
-    return PlannedStage(first, last, names, tuple(left[steps.kinds[device]].pop(0) for device in range(a, b)))
+    counts_by_kind = table.shares.of(line, [int(count) for count in steps.counts[number]])
+    return PlannedStage(first, last, names, tuple(counts_by_kind[steps.kinds[device]].pop(0) for device in range(a, b)))

@@ -1,8 +1,8 @@
 """Objectives of plans for inference: seconds of a sample, alone (latency) or in a long stream (throughput).
 
 Both are simulated, a stream by the difference of a long and a short one, so that filling and draining do not count. A
-stream is expensive to simulate, so plans are looked at once first: what the busiest device or port needs for one sample
-is the least that a stream of them can take, and plans that cannot win any more are not simulated.
+stream is expensive to simulate, so one sample of each plan is simulated first: the time that its busiest device or port
+needs is the least that a stream can take per sample, and plans that can no longer win are not simulated.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class MicroBatchPrice:
 
 
 Once = Callable[[Plan], MicroBatchPrice]
-"""Simulates one micro-batch, or OutOfMemory."""
+"""Simulates one micro-batch; raises OutOfMemory."""
 Steady = Callable[[Plan], float]
-"""Simulates a stream: seconds a sample, or OutOfMemory."""
+"""Simulates a stream and returns the seconds of a sample; raises OutOfMemory."""
 
 
 class Pricer:
@@ -80,14 +80,14 @@ class Pricer:
         """
         priced: list[tuple[float, str, Plan]] = []
         refusal: ManyhandsError | None = None
-        seen: set[bytes] = set()
-        for name, given in plans:
+        keys: set[bytes] = set()
+        for name, unresolved in plans:
             try:
-                plan = resolve(given, self.task.network, self.task.cluster)
+                plan = resolve(unresolved, self.task.network, self.task.cluster)
                 key = msgspec.msgpack.encode(plan)
-                if key in seen:
+                if key in keys:
                     continue
-                seen.add(key)
+                keys.add(key)
                 price = self._once(plan)
             except ManyhandsError as error:
                 refusal = refusal or error
@@ -135,9 +135,9 @@ class Pricer:
 
 def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
     """Return some of a cluster's devices, in its order."""
-    kept = set(names)
-    devices = tuple(device for device in cluster.devices if device.name in kept)
-    links = tuple(link for link in cluster.links if link.sender in kept and link.receiver in kept)
+    chosen = set(names)
+    devices = tuple(device for device in cluster.devices if device.name in chosen)
+    links = tuple(link for link in cluster.links if link.sender in chosen and link.receiver in chosen)
     return Cluster(cluster.name, devices, cluster.link, links)
 
 

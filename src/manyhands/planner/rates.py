@@ -1,11 +1,11 @@
-"""The rates of a link, learnt from real transfers; and when a change is worth another deployment (SPLIT §4.5).
+"""Estimates the rates of a link from real transfers, and decides when another deployment is worth it (SPLIT §4.5).
 
     Meter    one direction. Bytes count while they are back to back; a message alone on an idle link measures delays.
-    Rates    both directions, and what is under way: a transfer that is late tells before it ends.
-    Engine   looks now and then, and redeploys if it pays, and went on paying for a while.
+    Rates    both directions, and transfers under way: one that is late counts before it ends.
+    Engine   looks now and then, and redeploys if that pays, and has paid for a while.
 
-A meter's estimate is a mean over its last busy seconds, kept between two quantiles of its window: a dip that fills less
-than the lower part of the window moves nothing, a change that fills all but the upper part is believed as it is.
+A meter's estimate is a mean over its last busy seconds, clamped between two quantiles of its window: a dip that fills
+less than the lower part of the window changes nothing, a change that fills all but the upper part counts fully.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_PAUSE = 16
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Bytes that were sent back to back, how long they took, and when the last arrived."""
+    """Bytes that were sent back to back, the time they took, and when the last arrived."""
 
     byte_count: float
     seconds: float
@@ -84,7 +84,7 @@ class Meter:
         """Record that the oldest transfer under way has ended."""
         byte_count, began = self._under_way.popleft()
         seconds = self._busy(began, now)
-        if began > self._free:  # the link was idle: what was counted before is too little to tell
+        if began > self._free:  # the link was idle: the bytes counted before are too few for a sample
             self._bytes = self._seconds = 0.0
         self._bytes += byte_count
         self._seconds += seconds
@@ -120,10 +120,10 @@ class Meter:
             return None
         total_bytes = total_seconds = 0.0
         for sample in samples:
-            kept = math.exp(-sample.seconds / self.memory_seconds)
+            decay = math.exp(-sample.seconds / self.memory_seconds)
             # within a sample the newest seconds count most, too
-            total_bytes = total_bytes * kept + sample.rate * self.memory_seconds * (1 - kept)
-            total_seconds = total_seconds * kept + self.memory_seconds * (1 - kept)
+            total_bytes = total_bytes * decay + sample.rate * self.memory_seconds * (1 - decay)
+            total_seconds = total_seconds * decay + self.memory_seconds * (1 - decay)
         low, high = self._quantiles(samples)
         return min(max(total_bytes / total_seconds, low), high)
 
@@ -189,7 +189,7 @@ class Rates:
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """When an engine looks, and how sure it must be before it changes the deployment."""
+    """The settings of an engine: when it looks, and how sure it must be before it changes the deployment."""
 
     tau: float = 100.0
     """Iterations between two changes that are expected at first."""
@@ -200,7 +200,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     confirmations: int = 3
     """Looks, one after another, at which the change must be better."""
     paid: float = 1.0
-    """How much staying must have cost before a change, in multiples of what the change takes."""
+    """The cost that staying must have had before a change, in multiples of the cost of the change."""
     every_seconds: float = 1.0
     """Seconds between two looks."""
     rest_seconds: float = 10.0
@@ -223,18 +223,19 @@ USUAL_SETTINGS = EngineSettings()
 class Engine:
     """Decides when to continue with another deployment.
 
-    It looks every `every_seconds`. Another deployment is better if τ iterations with it, and getting there, take less
-    than (1 - margin) of τ iterations as it is. It is taken if that holds at `confirmations` looks one after another, if
-    staying has cost `paid` of what getting there takes, and if the last change is `rest_seconds` ago. τ is the mean
-    number of iterations between changes (Eq. 14), and not less than those since the last: what has lasted will last.
+    It looks every `every_seconds`. Another deployment is better if τ iterations with it, including the change, take
+    less than (1 - margin) of τ iterations with the present one. It is taken if that holds at `confirmations` looks one
+    after another, if staying has cost `paid` times the cost of the change, and if the last change is `rest_seconds`
+    ago. τ is the mean number of iterations between changes (Eq. 14), and not less than those since the last: a state
+    that has lasted is expected to last.
 
     A dip shorter than `quantile` of the meters' window, or than `confirmations` looks, changes nothing. A lasting
-    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window,
-    and then `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three
-    probes more. There are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a
-    lost link requires.
+    change that saves a part s of the time is acted upon, if it pays, after at most (1 - quantile) of the window, and
+    then `confirmations` looks or `paid`·U/s seconds, and one transfer; with everything at the edge, three probes more.
+    There are never more than 1 + seconds / `rest_seconds` changes, besides those that a smaller K or a lost link
+    requires.
 
-    It belongs to one thread: feed its meters there, too.
+    An engine belongs to one thread: feed its meters there, too.
     """
 
     def __init__(
@@ -321,10 +322,10 @@ class Engine:
         self._pause_factor = 1
 
     def probe(self, now: float) -> tuple[int, int]:
-        """Return the bytes to send up and down only to learn the rates, because nothing else was sent lately; mostly
+        """Return the bytes to send up and down only to measure the rates, because nothing else was sent lately; mostly
         (0, 0).
 
-        What passed too quickly to tell anything is followed by more.
+        A probe that passed too quickly to measure anything is followed by a larger one.
         """
         measured_at = max(self._rested, min(self.rates.up.last_measured(), self.rates.down.last_measured()))
         if not self.is_linked or now - measured_at < self.settings.probe_seconds * self._pause_factor:

@@ -7,10 +7,10 @@ light   Incremental: the old plan is adapted. Batch, micro-batches and order sta
         as good where they were stay, because every layer that moves takes its weights along.
 heavy   Full: planned from scratch, as at the start.
 
-What a stage takes is read off `steps.py` (samples) or off the sum of its devices' speeds (tiles, channels), for all its
-possible layers at once. With the devices of every stage given, the best cuts follow from the last stage to the first,
-by the recurrence of `hybrid.py` and one candidate for each place. The price, a simulation, has the last word, on
-memory as well: what it refuses gives way to a simpler shape, down to one device alone.
+The seconds of a stage come from `steps.py` (samples) or from the sum of its devices' speeds (tiles, channels), for all
+its possible layers at once. With the devices of every stage given, the best cuts follow from the last stage to the
+first, by the recurrence of `hybrid.py` and one candidate for each place. The price, a simulation, decides, on memory as
+well: a plan that it refuses gives way to a simpler shape, down to one device alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEAR_IDEAL = 1.25
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for the present devices: how it was made, the reason, and its price."""
+    """A plan for the present devices: the way it was made, the reason, and its price."""
 
     plan: Plan
     how: How
@@ -169,7 +169,7 @@ def _full(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pric
 
 
 def _attempts(strategy: str, task: Task) -> Iterator[tuple[str, Task, str]]:
-    """Yield what is tried, and how it is described: the strategy, all of them, and all with another number of
+    """Yield each attempt and its description: the strategy, all of them, and all with another number of
     micro-batches."""
     count = len(task.cluster.devices)
     yield "single" if count == 1 else strategy, task, ""
@@ -188,7 +188,7 @@ def _incremental(plan: Plan, network: Network, cluster: Cluster, profile: Profil
     replanner = IncrementalReplanner(plan, network, cluster, profile)
     refusal: ManyhandsError | None = None
     for alternatives in replanner.shapes():
-        for is_tight in (True, False):  # the model's memory is a little too large; the price knows
+        for is_tight in (True, False):  # the model's memory is a little too large; the price decides
             best = min(alternatives, key=lambda drafts: replanner.cut(drafts, is_tight)[0])
             drafts = replanner.grown(replanner.regrouped(best, is_tight), is_tight)
             for cuts in replanner.ways_to_cut(drafts, is_tight):

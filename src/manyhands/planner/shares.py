@@ -1,11 +1,11 @@
-"""How a micro-batch is divided among the devices of a stage (ASTEROID §3.3, Eq. 7).
+"""Divides a micro-batch among the devices of a stage (ASTEROID §3.3, Eq. 7).
 
     min over y   max over devices d   t_d(y_d)      where   Σ y_d = B,   1 <= y_d <= what d's memory holds
 
-More samples never take less time, so the least maximum is found by raising a threshold: devices take all that they
-finish below it, and the threshold moves to the next cheapest sample until the whole batch is taken. That is exact, and
-it is done for every stage that a planner looks at, at once. Devices of one kind (same times, same memory) are counted,
-not listed.
+More samples never take less time, so the least maximum is found by raising a threshold: devices take all samples that
+they finish below it, and the threshold moves to the next cheapest sample until the whole batch is taken. That is exact,
+and it is done for all the stages that a planner considers at once. Devices of one kind (same times, same memory) are
+counted, not listed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def exact_shares(times: Times, counts: Counts, caps: Counts, batch: int, floors:
     fits = ((counts * caps).sum(1) >= batch) & (caps >= has).all(1) & (counts.sum(1) <= batch)
     shares = Shares(has.astype(numpy.int64), numpy.where(has, counts, 0), fits)
     alike = has.sum(1) == 1
-    if alike.any():  # devices of one kind: as evenly as can be
+    if alike.any():  # devices of one kind: as evenly as possible
         kind_of, size = has.argmax(1), numpy.maximum(1, counts.sum(1))
         rows = numpy.flatnonzero(alike & fits)
         most = -(-batch // size[rows])
@@ -122,8 +122,8 @@ def _taken(shares: Shares, counts: Counts) -> Counts:
 def _add(times: Times, shares: Shares, counts: Counts, caps: Counts, batch: int) -> None:
     """Raise the threshold to the next cheapest sample until nothing is left."""
     kinds = counts.shape[1]
-    left = batch - _taken(shares, counts)
-    active = numpy.flatnonzero(shares.fits & (left > 0))
+    remaining = batch - _taken(shares, counts)
+    active = numpy.flatnonzero(shares.fits & (remaining > 0))
     upcoming = numpy.full((len(active), kinds), numpy.inf)
     stale = counts[active] > 0
     while len(active):
@@ -134,13 +134,13 @@ def _add(times: Times, shares: Shares, counts: Counts, caps: Counts, batch: int)
             upcoming[look, kind] = times(kind, where, shares.most[where, kind] + 1)
         kind_of = upcoming.argmin(1)
         rows = numpy.arange(len(active))
-        added = numpy.minimum(counts[active, kind_of], left[active])
+        added = numpy.minimum(counts[active, kind_of], remaining[active])
         shares.most[active, kind_of] += 1
         shares.full[active, kind_of] = added
-        left[active] -= added
+        remaining[active] -= added
         stale[:] = False
         stale[rows, kind_of] = True
-        going = left[active] > 0
+        going = remaining[active] > 0
         active, upcoming, stale = active[going], upcoming[going], stale[going]
 
 
@@ -156,9 +156,9 @@ def _remove(times: Times, shares: Shares, counts: Counts, batch: int) -> None:
             where = active[look]
             last[look, kind] = times(kind, where, shares.most[where, kind])
         kind_of = last.argmax(1)
-        taken = numpy.minimum(shares.full[active, kind_of], surplus[active])
-        shares.full[active, kind_of] -= taken
-        surplus[active] -= taken
+        removed = numpy.minimum(shares.full[active, kind_of], surplus[active])
+        shares.full[active, kind_of] -= removed
+        surplus[active] -= removed
         emptied = shares.full[active, kind_of] == 0
         shares.most[active[emptied], kind_of[emptied]] -= 1
         shares.full[active[emptied], kind_of[emptied]] = counts[active[emptied], kind_of[emptied]]

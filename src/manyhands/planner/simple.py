@@ -45,10 +45,10 @@ def samples(task: Task) -> Plan:
     return task.plan([stage], micro_batches)
 
 
-def divisor_near(number: int, wanted: int) -> int:
+def divisor_near(number: int, target: int) -> int:
     """Return the divisor of `number` closest to `wanted`."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+    return min(divisors, key=lambda d: (abs(d - target), d))
 
 
 def balanced_cuts(costs: list[list[float]]) -> list[int]:

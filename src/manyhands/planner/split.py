@@ -1,4 +1,5 @@
-"""Where a network is cut between an edge and a server, how its features are packed, and what that costs (SPLIT §4).
+"""The deployments of a network between an edge and a server: where it is cut, how its features are packed, and the cost
+of that (SPLIT §4).
 
     upstream                          downstream            edge_side="upstream": its data is the network's input
     layers [0, cut)  ── feature ──▶  layers [cut, L)        edge_side="downstream": a generator, its output stays
@@ -12,8 +13,8 @@ P3 downstream computes, P4 the gradient travels back. With T_M the longest and T
     at most K+1 under way      (τ-1)·T_M + T_Σ + (⌈τ/(K+1)⌉-1)·max(0, T_Σ - (K+1)·T_M)             Eq. 12
     groups of K+1, drained     g·T_Σ + (τ-g)·T_M,   g = ⌈τ/(K+1)⌉
 
-Eq. 12 lets a group begin when the first batch of the one before is back; where a group waits for all of it, the last
-line holds (`drains`): a plan's replay mode "grouped" drains, "window" does not. Both are Eq. 10 at K = 0 and Eq. 11
+Eq. 12 lets a group begin when the first batch of the previous one is back; where a group waits for all of it, the last
+line holds (`drains`): a plan's replay mode "grouped" drains, "window" does not. Both equal Eq. 10 at K = 0 and Eq. 11
 without a bound. Everything else is the same for both.
 """
 
@@ -32,14 +33,14 @@ from manyhands.facts.errors import BadValue
 
 Numbers = NDArray[numpy.float64]
 Bound = int | None
-"""K: how many updates a gradient may be behind. 0: plain back-propagation. None: no bound."""
+"""K: the most updates by which a gradient may be behind. 0: plain back-propagation. None: no bound."""
 Side = Literal["upstream", "downstream"]
 
 WIDTHS = (2, 4, 8, 16, 32)
 """Bits of a packed number; 32: unpacked."""
 UNPACKED = 32
 MOST_AHEAD = 32
-"""Batches assumed to be under way where there is no bound, as far as memory allows."""
+"""The number of batches assumed to be under way where there is no bound, as far as memory allows."""
 
 
 class LinkRates(msgspec.Struct, frozen=True):
@@ -83,7 +84,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     history_bytes: float = 0
     """Memory of the edge for every further batch under way."""
     least_bits: int = WIDTHS[0]
-    """Fewer bits cost more accuracy than was allowed (calibration)."""
+    """The fewest bits: fewer cost more accuracy than was allowed (calibration)."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -114,11 +115,11 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
     unpacking_seconds_per_byte: float = 0.0
     """Unpacking, downstream. The paper leaves it out; a server that is not much faster than the edge takes as long."""
     feedback_seconds_per_byte: float = 0.0
-    """IncrementalReplanner a returned gradient, per byte of it at 32 bits."""
+    """Applying error feedback to a returned gradient, per byte of it at 32 bits."""
     packs_gradients: bool = False
     """Whether returned gradients are packed like the features."""
     redeploy_seconds: float = 0.0
-    """Of any change, layers or not: draining, and starting again."""
+    """The seconds of any change, with or without layers to move: draining, and starting again."""
     phases: tuple[tuple[int, Bound], ...] = ((0, 5),)
     """Pairs: from this epoch on, this K."""
     version: int = 1
@@ -168,11 +169,11 @@ class SplitProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields
         raise BadValue(f"{self.network} cannot be cut before layer {layer}.", hint=f"Possible cuts: {possible}")
 
 
-# ---- What it costs
+# ---- Costs
 
 
 class Modules(NamedTuple):
-    """T1 to T4, and the delay of a byte there and back: arrays of one shape, or numbers."""
+    """T1 to T4, and the delay of a byte in both directions: arrays of one shape, or numbers."""
 
     t1: Numbers
     t2: Numbers
@@ -210,8 +211,8 @@ def modules(
     feedback = numpy.where(is_packed, profile.feedback_seconds_per_byte * returned, 0.0)
     t1 = feedback + numpy.where(returned > 0, replayed * forward, 0.0) + backward + forward + packing
     back_bits = bits if profile.packs_gradients else UNPACKED
-    there, back = directions(profile, rates)
-    t2 = _over(plain + feature * bits / UNPACKED, there)
+    onward, back = directions(profile, rates)
+    t2 = _over(plain + feature * bits / UNPACKED, onward)
     t4 = _over(returned * back_bits / UNPACKED, back)
     unpacking = numpy.where(is_packed, profile.unpacking_seconds_per_byte * feature, 0.0)
     work = profile.column("downstream_forward_seconds") + profile.column("downstream_backward_seconds")
@@ -245,8 +246,8 @@ def moving_seconds(profile: SplitProfile, rates: LinkRates, current: int, cuts: 
     """Return the seconds to move the layers that change sides, in their direction, from a cut to each of `cuts` (Eq.
     13)."""
     moved = profile.running_bytes[cuts.astype(int)] - profile.running_bytes[current]
-    there, back = directions(profile, rates)
-    return numpy.where(moved < 0, _over(-moved, there), _over(moved, back))
+    onward, back = directions(profile, rates)
+    return numpy.where(moved < 0, _over(-moved, onward), _over(moved, back))
 
 
 def prices(

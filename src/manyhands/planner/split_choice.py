@@ -1,9 +1,9 @@
-"""Which deployment is best at the present rates: Algorithm 2 (SPLIT §4.5), and the baselines' choices.
+"""The choice of the best deployment at the present rates: Algorithm 2 (SPLIT §4.5), and the baselines' choices.
 
-    choose              the least seconds for the next τ iterations, getting there included
-    BASELINES              edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
+    choose              the least seconds for the next τ iterations, including the change of deployment
+    BASELINES           edge-only and JointDNN choose once; k0, uncompressed and unbounded lack one part each
 
-Every chooser takes the same words, so an engine (rates.py) works with any of them.
+Every chooser takes the same arguments, so an engine (rates.py) works with any of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from manyhands.planner.split import (
 ALIKE = 1e-9
 """Deployments whose costs differ by less, relatively, are equal: then the least disruptive is taken."""
 LINK_RISK = 0.15
-"""How much better than no link at all a deployment must be, relatively, to begin using the link."""
+"""The least relative gain over no link at all at which a deployment begins to use the link."""
 SLACK = 0.03
-"""How much more batches under way may cost, relatively."""
+"""The relative extra cost that more batches under way may have."""
 
 
 def choose(
@@ -51,11 +51,11 @@ def choose(
 ) -> Deployment:
     """Return the deployment with the least seconds for τ iterations, including what must move first (Algorithm 2).
 
-    `current` is None at the beginning: nothing has to move. K is a limit: where nothing is gained by being ahead, a
-    smaller one saves replaying (`lower_k`; without it, K as it is). Of equal ones the calmest: the current one, the
-    least to move, the most bits, the largest K. A larger K that costs next to nothing (`SLACK`) is taken, for rates are
-    never as even as here. For the same reason what is alone at the edge stays alone unless a split is better by
-    `link_risk`.
+    `current` is None at the beginning: nothing has to move. K is a limit: where nothing is gained by running ahead, a
+    smaller one saves replaying (`lower_k`; without it, K as it is). Among equal ones the least disruptive is taken: the
+    current one, the least to move, the most bits, the largest K. A larger K that costs next to nothing (`SLACK`) is
+    taken, because real rates are never as even as these. For the same reason, what runs at the edge alone stays there
+    unless a split is better by `link_risk`.
     """
     ks = _bounds_up_to(k) if lower_k else [k]
     grid = prices(profile, rates, tau, current, ks, widths, drains=drains)

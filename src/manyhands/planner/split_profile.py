@@ -1,8 +1,8 @@
-"""The profile of a network on an edge and a server: where it may be cut, and what each cut costs (SPLIT §4.4, §5.2).
+"""The profile of a network on an edge and a server: where it may be cut, and the cost of each cut (SPLIT §4.4, §5.2).
 
-The edge's memory is counted as schedule/memory.py counts it: weights, their gradients and the optimiser's state; of the
-batch that is being updated what its backward pass needs; of every batch under way its inputs, which are replayed, and
-what packing has changed of its feature.
+The edge's memory is counted as schedule/memory.py counts it: weights, their gradients and the optimiser's state; for
+the batch that is being updated, the data of its backward pass; for every batch under way, its inputs, which are
+replayed, and what packing has changed of its feature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _ACTIVATIONS = """
 relu relu6 leaky_relu prelu elu celu selu gelu silu mish hardswish hardsigmoid hardtanh sigmoid log_sigmoid tanh
 softplus softshrink hardshrink threshold softmax log_softmax _softmax _log_softmax lstm gru rnn_tanh rnn_relu embedding
 """
-"""A recurrent layer ends with one. An embedding has none before it: the paper cuts BI-LSTM and DIN after it."""
+"""A recurrent layer ends with an activation. An embedding has none before it: the paper cuts BI-LSTM and DIN
+after it."""
 _NORMS = "batch_norm layer_norm group_norm instance_norm rms_norm native_layer_norm"
 _PRODUCTS = """
 conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul bmm mm mv dot addmm baddbmm einsum
@@ -64,12 +65,12 @@ def _raw(network: Network, shared: Collection[str]) -> set[str]:
 
 def _is_possible(network: Network, layer: int, raw: Collection[str]) -> bool:
     position = network.layers[layer].first
-    kept = {*network.crossing(position), *_read_after(network, position)}
-    if any(name in raw for name in kept):
+    carried = {*network.crossing(position), *_read_after(network, position)}
+    if any(name in raw for name in carried):
         return False
     written = {name for op in network.ops for name in op.writes}
-    both = set(network.weights_of(0, position)) & set(network.weights_of(position, len(network.ops)))
-    return not any(network.weights[name].trainable or name in written for name in both)
+    used_twice = set(network.weights_of(0, position)) & set(network.weights_of(position, len(network.ops)))
+    return not any(network.weights[name].trainable or name in written for name in used_twice)
 
 
 def _read_after(network: Network, position: int) -> list[str]:
@@ -163,11 +164,11 @@ def _crossing(network: Network, layer: int) -> list[TensorSpec]:
 def _weights_by_layer(network: Network, optimizer_slots: int) -> tuple[list[float], list[float]]:
     """Return, for each layer, its trained bytes and all bytes that travel with it. A weight counts where it is first
     used."""
-    seen: set[str] = set()
+    counted: set[str] = set()
     trained, state = [], []
     for layer in network.layers:
-        weights = [network.weights[name] for name in layer.weights if name not in seen]
-        seen.update(layer.weights)
+        weights = [network.weights[name] for name in layer.weights if name not in counted]
+        counted.update(layer.weights)
         trained.append(float(sum(weight.bytes for weight in weights if weight.trainable)))
         state.append(float(sum(weight.bytes * (1 + optimizer_slots if weight.trainable else 1) for weight in weights)))
     return trained, state

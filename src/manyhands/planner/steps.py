@@ -28,7 +28,7 @@ from manyhands.planner.shares import Counts, Numbers, Shares, exact_shares
 
 @dataclass
 class StageTable:
-    """Candidate stages: layers [first, last) on a group, and what they cost; one line each."""
+    """Candidate stages: layers [first, last) on a group, and their costs; one line each."""
 
     first: Counts
     last: Counts
@@ -69,7 +69,8 @@ class Steps:
     """Prices of stages and cuts for one way of cutting the mini-batch."""
 
     def __init__(self, context: PlanningContext, batch: Batch, groups: Sequence[DeviceGroup] | None = None) -> None:
-        """`groups`: runs of devices that may share a stage, by default all that a micro-batch has samples for."""
+        """Set up the prices. `groups`: runs of devices that may share a stage, by default all that a micro-batch has
+        samples for."""
         self.cluster, self.batch = context.cluster, batch
         self.names, self.kinds, self.budgets = context.names, context.kinds, context.budgets
         self.layers = len(context.network.layers)
@@ -228,7 +229,7 @@ class Steps:
             largest = numpy.array([self._parts[g].max() for g in self.groups])
             link = numpy.minimum(largest[:, None], largest[None, :]) / self.cluster.link.bytes_per_second
             if self.cluster.link.bytes_per_second >= max(ups.max(), downs.max()):
-                link = numpy.zeros_like(link)  # ports are what limits
+                link = numpy.zeros_like(link)  # only ports limit
             return numpy.maximum(ahead, link), numpy.maximum(back, link), delay
         if len(self.names) > MOST_WITH_GAPS and self.pairs.has_own_hosts:
             return self._neighbours_rates(ahead, back)

@@ -2,16 +2,16 @@
 
 single     the fastest device alone that can hold it
 samples    one stage, each device takes samples in proportion to its speed
-pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it are left out
+pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it down are left out
 tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device;
-           without a grid, on the fastest few devices where more would only slow it
-mixed      what is in none of these corners: tiles, then samples, then one device, on the same devices or on others
+           without a grid, on the fastest few devices where more would only slow it down
+mixed      plans in none of these corners: tiles, then samples, then one device, on the same devices or on others
 
 Another package may add a strategy (`register_strategy`): it proposes plans, and the simulator prices them like these.
 
-Prices are simulated. What they are prices of is the caller's: seconds of a step, peak bytes, joules. The searches look
-for short steps; where little memory is asked for they are told that devices have less, and where little energy, that
-there are fewer devices.
+Prices are simulated. The caller decides what is priced: seconds of a step, peak bytes, joules. The searches look for
+short steps; where the objective is memory they run on devices with less of it, and where it is energy, on fewer
+devices.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ STRATEGIES = ("auto", *CORNERS, "mixed")
 MEMORY_SAVING: WarmUp = "2(P-p)-1"
 FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
 WORTH_MEMORY = 0.99
-"""A plan that holds more micro-batches must be that much faster."""
+"""A plan that holds more micro-batches must be faster by this factor."""
 MOST_SIMULATED = 16
 FEW_SIMULATED = 4
 MOST_WHOLE = 8
-"""How many pipelines are simulated, those with the least predicted time; how many where a simulation takes long; and
-how many with all their micro-batches."""
+"""The number of pipelines that are simulated, those with the least predicted time; the number where a simulation takes
+long; and the number that are simulated with all their micro-batches."""
 MOST_LINES = 1_000_000
 """The most stages, of any layers on any group of devices, for which the baselines' plans are tried too: they are in the
 same space, rarely better, and take as long to plan."""
@@ -56,33 +56,35 @@ MOST_KINDS = 8
 """The most kinds of devices of which one is tried alone, the fastest first."""
 MOST_MIXED = 3
 WORTH = 1.25
-"""How many mixed plans are refined, and how close to the best they must be."""
+"""The number of mixed plans that are refined, and how close to the best they must be."""
 LESS_MEMORY = 0.85
 """With objective memory: the fraction of the least so far that is tried next."""
 Propose = Callable[[Task], Iterable[Plan]]
-"""A strategy of another package: plans for a task, in any order. ManyhandsError: there is none, and why."""
+"""A strategy of another package: plans for a task, in any order. Raises ManyhandsError, with the reason, if there is
+none."""
 _registered: dict[str, Propose] = {}
 
 
 def register_strategy(name: str, propose: Propose) -> None:
-    """Adds a strategy: its plans can be asked for by name, and `auto` compares them with all others."""
+    """Add a strategy: its plans can be requested by name, and `auto` compares them with all others."""
     if name in STRATEGIES or name in _registered:
         raise BadValue(f"A strategy called '{name}' is registered already.", hint="Give it another name.")
     _registered[name] = propose
 
 
 def unregister_strategy(name: str) -> None:
-    """Takes back `register_strategy`."""
+    """Undo `register_strategy`."""
     _registered.pop(name, None)
 
 
 def is_strategy_name(name: str) -> bool:
-    """Whether plans can be asked for by this name; packages are only looked for where it is no name of ours."""
+    """Return whether plans can be requested by this name; packages are only searched where it is not a built-in
+    name."""
     return name in STRATEGIES or name in strategy_names()
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Returns the names of all strategies, those that installed packages bring among them."""
+    """Return the names of all strategies, including those that installed packages bring."""
     load_extensions()
     return (*STRATEGIES, *_registered)
 
@@ -91,7 +93,7 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
     """Return the plans of a named strategy (all but `auto`, which chooses), within every device's memory, the best
     first.
 
-    They are searched where and how `auto` searches its own row of that name: a strategy asked for by name gets what
+    They are searched where and how `auto` searches its own row of that name: a strategy requested by name gets what
     `auto` would have compared.
     """
     if strategy == "auto" or not is_strategy_name(strategy):
@@ -119,7 +121,7 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
 
 
 def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
-    """Return the plans of one strategy on one cluster, the best first; raise why there is none."""
+    """Return the plans of one strategy on one cluster, the best first; raise the reason if there is none."""
     if strategy == "single":
         return _singles(task, price)
     if strategy == "pipeline":
@@ -360,7 +362,7 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
 
 
 def _all(task: Task, price: Price, corners_only: bool) -> list[PlanCandidate]:
-    """Return every strategy's best plan, or why it has none; of mixed plans the best few."""
+    """Return every strategy's best plan, or the reason why it has none; of mixed plans the best few."""
     candidates = []
     for name, device in _kinds(task):
         try:

@@ -1,4 +1,4 @@
-"""A planning task, and the candidates that come of it."""
+"""A planning task, and the candidate plans for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from manyhands.facts.profile import Profile
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
 MOST_TRIED = 5
-"""How many finer ways to cut a batch are tried until it fits in memory, besides the finest."""
+"""The finer ways to cut a batch that are tried until it fits in memory, besides the finest."""
 STREAMS = ("stream", "interleave")
 """Orders of inference: forward only."""
 Price = Callable[[Plan], float]
-"""Simulates a plan: how much it takes of what is minimised (usually seconds of a step), or OutOfMemory."""
+"""Simulates a plan and returns the quantity that is minimised (usually seconds of a step); raises OutOfMemory."""
 Best = Literal["throughput", "latency", "memory", "energy"]
 BEST: tuple[Best, ...] = ("throughput", "latency", "memory", "energy")
-"""What a training plan is optimised for. A step ends before the next begins, so the plan with the most samples a second
-is the one with the shortest step: the first two choose alike."""
+"""The goals that a training plan is optimised for. A step ends before the next begins, so the plan with the most
+samples a second is the one with the shortest step: the first two choose alike."""
 
 
 @dataclass(frozen=True)
 class TileOptions:
-    """What the user fixes about tiles; the planner chooses the rest."""
+    """The tile settings that the user fixes; the planner chooses all others."""
 
     grid: Grid | None = None
     rows: Weights = None
@@ -37,12 +37,12 @@ class TileOptions:
     forward_groups: tuple[LayerName, ...] | None = None
     backward_groups: tuple[LayerName, ...] | None = None
     is_grouped: bool = False
-    """Whether the groups are as given, not chosen."""
+    """Whether the groups are fixed by the user, not chosen."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned: the network, the cluster, its profile and the settings of a step."""
+    """A planning task: the network, the cluster, its profile and the settings of a step."""
 
     network: Network
     cluster: Cluster
@@ -91,16 +91,16 @@ class Task:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A plan with its price, or why it has none."""
+    """A plan with its price, or the reason why it has none."""
 
     name: str
     plan: Plan | None
     seconds: float
     reason: str = ""
     hint: str = ""
-    """What would help, where there is no plan."""
+    """The remedy, where there is no plan."""
     score: float | None = None
-    """What plans are compared by if that is not seconds: bytes, or joules a sample."""
+    """The quantity that plans are compared by if that is not seconds: bytes, or joules a sample."""
 
 
 def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> PlanCandidate:
@@ -120,6 +120,6 @@ def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -
             return PlanCandidate(name, finer, price(finer))
         except OutOfMemory as error:
             refusal = error
-        except BadPlan:  # too few samples for its devices: memory is still what is wrong
+        except BadPlan:  # too few samples for its devices: memory is still the problem
             continue
     raise refusal

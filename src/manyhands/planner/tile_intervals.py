@@ -1,4 +1,4 @@
-"""Which rows and columns of every map each tile of a grid computes, reads and holds."""
+"""The rows and columns of every map that each tile of a grid computes, reads and holds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Needs:
 
 
 class TileIntervals:
-    """The rows and columns of one tiled stage. Rows and columns are walked apart: a grid of R x C tiles has R + C
+    """The rows and columns of one tiled stage. Rows and columns are handled separately: a grid of R x C tiles has R + C
     intervals on each map, not R * C boxes."""
 
     def __init__(self, plan: Plan, stage: int, network: Network) -> None:
@@ -110,9 +110,9 @@ class TileIntervals:
                 if read.tensor not in maps:
                     continue
                 extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
-                wanted = [rule.demand(interval, extent) for interval in need[name]]
+                demanded = [rule.demand(interval, extent) for interval in need[name]]
                 needed = need.get(read.tensor, [(0, 0)] * count)
-                need[read.tensor] = [hull(a, b) for a, b in zip(needed, wanted)]
+                need[read.tensor] = [hull(a, b) for a, b in zip(needed, demanded)]
         return _Needs(
             {name: intervals for name, intervals in need.items() if name in made},
             {name: intervals for name, intervals in need.items() if name not in made},
@@ -134,8 +134,8 @@ class TileIntervals:
 
     @cached_property
     def _held(self) -> dict[int, dict[str, list[Interval]]]:
-        """What forward leaves on each place of the grid if it exchanges before every operator that reads beyond its
-        tile."""
+        """The intervals that forward leaves on each place of the grid if it exchanges before every operator that reads
+        beyond its tile."""
         held: dict[int, dict[str, list[Interval]]] = {}
         for axis in AXES:
             by_tensor: dict[str, list[Interval]] = {t: list(self.owned(axis, t)) for t in self.geometry.maps}
@@ -143,8 +143,8 @@ class TileIntervals:
                 for read in op.reads:
                     if read.tensor in by_tensor:
                         extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
-                        wanted = [rule.demand(i, extent) for i in self.owned(axis, op.outputs[0])]
-                        by_tensor[read.tensor] = [hull(a, b) for a, b in zip(by_tensor[read.tensor], wanted)]
+                        demanded = [rule.demand(i, extent) for i in self.owned(axis, op.outputs[0])]
+                        by_tensor[read.tensor] = [hull(a, b) for a, b in zip(by_tensor[read.tensor], demanded)]
             held[axis] = by_tensor
         return held
 
@@ -155,8 +155,8 @@ class TileIntervals:
         values: dict[str, list[Interval]] = {}
 
         def want(tensor: str, intervals: list[Interval]) -> None:
-            wanted = values.get(tensor)
-            values[tensor] = intervals if wanted is None else [hull(a, b) for a, b in zip(wanted, intervals)]
+            present = values.get(tensor)
+            values[tensor] = intervals if present is None else [hull(a, b) for a, b in zip(present, intervals)]
 
         for _, op in self._ops(first, last):
             name = op.outputs[0]

@@ -6,7 +6,7 @@
                          exchanged before every operator that reads beyond (groups are chosen later, by tiles.py)
     sums                 of batch norm and its like, at every one of them, and of weight gradients at the end
 
-A grid is one column of tiles, or for devices of one kind the one with the least to exchange.
+A grid is one column of tiles, or, for devices of one kind, the grid with the least to exchange.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from manyhands.planner.tiles import MESSAGE_SECONDS
 from manyhands.schedule.tileable import maps_of
 
 LEAST_ROWS = 2
-"""The least rows of the stage's first map that a tile has: thinner ones are all halo."""
+"""The fewest rows of the stage's first map that a tile has: thinner ones are all halo."""
 HALO_MEMORY = 1.1
-"""Memory of tiles relative to their own part: rims come on top."""
+"""Memory of tiles relative to their own part: rims are added to it."""
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What of a network can be tiled, and what its tiles exchange: running sums over the layers, for one sample."""
+    """The parts of a network that can be tiled, and the data that its tiles exchange: running sums over the layers, for
+    one sample."""
 
     end: Counts
     """[first] -> the last layer, not included, of the longest tiled stage that starts there; `first`: none."""
@@ -47,7 +48,7 @@ class Tiling:
     """Bytes that an interior tile reads above and below it, were it as wide as the map; and at its sides."""
     exchanges: Numbers
     sums: Numbers
-    """How often devices exchange halos, and add up sums other than batch norm's."""
+    """The number of times that devices exchange halos, and add up sums other than batch norm's."""
 
     @staticmethod
     def of(network: Network) -> Tiling:
@@ -79,14 +80,14 @@ def _beyond(network: Network, op: Op, axis: int) -> float:
     """Return the bytes of one sample that the middle one of three tiles reads from its neighbours."""
     if not op.outputs or not _is_map(network, op.outputs[0]) or op.tiling == "pool":
         return 0.0
-    made = _middle(network.tensors[op.outputs[0]].shape[axis])
+    region = _middle(network.tensors[op.outputs[0]].shape[axis])
     beyond = 0.0
     for read in op.reads:
         if not _is_map(network, read.tensor) or len(read.rules) < -axis:
             continue
         spec = network.tensors[read.tensor]
         extent = spec.shape[axis]
-        low, high = read.rules[axis].demand(made, extent)
+        low, high = read.rules[axis].demand(region, extent)
         owned = _middle(extent)
         lines = max(0, high - low) - max(0, min(high, owned[1]) - max(low, owned[0]))
         beyond += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]
@@ -203,9 +204,9 @@ def _divided(speed: Numbers, counts: Counts, caps: Numbers) -> tuple[Numbers, ND
     capped = numpy.zeros(counts.shape, bool)
     parts = numpy.zeros(counts.shape)
     for _ in range(counts.shape[1] + 1):
-        left = 1.0 - (numpy.where(capped, caps, 0.0) * counts).sum(1)
+        remaining = 1.0 - (numpy.where(capped, caps, 0.0) * counts).sum(1)
         total = (numpy.where(capped, 0.0, speed) * counts).sum(1)
-        even = speed * (left / numpy.maximum(total, _TINY))[:, None]
+        even = speed * (remaining / numpy.maximum(total, _TINY))[:, None]
         parts = numpy.where(has, numpy.where(capped, caps, even), 0.0)
         over = has & ~capped & (parts > caps)
         if not over.any():

@@ -1,4 +1,4 @@
-"""Prices of tiles: which grid, how large each tile, and where boundary data is exchanged (TILE chapter 5).
+"""Prices of tiles, by grid, by the size of each tile, and by where boundary data is exchanged (TILE chapter 5).
 
 The paper prices an interior tile by three numbers (grouping.py). Here every tile of the grid is priced, uneven and at
 the border, with the profile of its own device and the rates of its own links, forward and backward together, and with
@@ -30,7 +30,7 @@ from manyhands.planner.shares import Numbers
 from manyhands.planner.tile_intervals import AXES, TileIntervals, overlap
 
 SPLIT_COST = 0.05
-"""How much more computing an operator in bands costs than at once (-2 to +3 % on large tiles, and a copy)."""
+"""The extra computing time of an operator in bands, as a fraction (-2 to +3 % on large tiles, and a copy)."""
 MOST_PRICES = 4000
 LEAST_LONGEST = 3
 """Groups are priced for every tile: the more tiles and places to exchange there are, the shorter the groups that are
@@ -41,7 +41,7 @@ MESSAGE_SECONDS = 100e-6
 
 @dataclass(frozen=True)
 class ExchangeGroups:
-    """Where boundary data is exchanged, and what that costs by the model."""
+    """The layers at which boundary data is exchanged, and the cost of that by the model."""
 
     name: str
     forward: tuple[LayerName, ...] | None
@@ -85,7 +85,7 @@ class TilePrices(TileIntervals):
         """The operators before which groups may start; normalisations are tried besides (`beside_sums`)."""
         return self.geometry.places_to_exchange
 
-    # What devices and links take
+    # Seconds of devices and links
 
     @cached_property
     def _seconds(self) -> tuple[Numbers, Numbers]:
@@ -124,10 +124,10 @@ class TilePrices(TileIntervals):
         """Return the bytes of one position of a map: all channels of all samples."""
         return prod(self.geometry.shape(tensor)[:-2]) * DTYPE_BYTES[self.network.tensors[tensor].dtype]
 
-    def _beyond(self, tensor: str, wanted: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
+    def _beyond(self, tensor: str, needed: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
         """Return the bytes of each device's box that lie outside another box."""
-        common = {axis: [overlap(a, b) for a, b in zip(wanted[axis], have[axis])] for axis in AXES}
-        beyond: Numbers = (self._areas(wanted) - self._areas(common)) * self._bytes(tensor)
+        common = {axis: [overlap(a, b) for a, b in zip(needed[axis], have[axis])] for axis in AXES}
+        beyond: Numbers = (self._areas(needed) - self._areas(common)) * self._bytes(tensor)
         return beyond
 
     def forward(self, first: int, last: int, *, both_ways: bool) -> float:
@@ -149,8 +149,8 @@ class TilePrices(TileIntervals):
         fetched = numpy.zeros(len(self.devices))
         for tensor in needs[-2].read:
             if self.geometry.is_made_here(tensor):
-                wanted = {axis: needs[axis].read[tensor] for axis in AXES}
-                fetched += self._beyond(tensor, wanted, {a: self.owned(a, tensor) for a in AXES})
+                needed = {axis: needs[axis].read[tensor] for axis in AXES}
+                fetched += self._beyond(tensor, needed, {a: self.owned(a, tensor) for a in AXES})
         exchange = numpy.where(fetched > 0, fetched * byte_seconds + exchange_seconds, 0.0)
         if both_ways:
             exchange = exchange + numpy.maximum(0.0, exchange - hidden)
@@ -159,7 +159,7 @@ class TilePrices(TileIntervals):
     def backward(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of a backward group, and how many of them go into fetching activations."""
         regions = {axis: self._backward_regions(axis, first, last) for axis in AXES}
-        wanted = {axis: self._wanted(axis, first, last, regions[axis]) for axis in AXES}
+        needed = {axis: self._wanted(axis, first, last, regions[axis]) for axis in AXES}
         byte_seconds, exchange_seconds = self._links
         compute, deltas, values = (numpy.zeros(len(self.devices)) for _ in range(3))
         for index, op in self._ops(first, last):
@@ -175,9 +175,9 @@ class TilePrices(TileIntervals):
             readers = self.network.readers.get(name, ())
             if name in self.network.outputs or any(not first <= reader < last for reader in readers):
                 deltas += self._beyond(name, region, {a: self.owned(a, name) for a in AXES})
-        for tensor in wanted[-2]:
+        for tensor in needed[-2]:
             if tensor not in self.network.inputs:
-                intervals = {axis: wanted[axis][tensor] for axis in AXES}
+                intervals = {axis: needed[axis][tensor] for axis in AXES}
                 values += self._beyond(tensor, intervals, {a: self._held[a][tensor] for a in AXES})
         moved = deltas + values
         seconds = compute + moved * byte_seconds + numpy.where(moved > 0, exchange_seconds, 0.0)

@@ -1,7 +1,7 @@
-"""A network that a device cannot hold whole is measured on a band of its input's rows.
+"""Measures a network that a device cannot hold whole on a band of its input's rows.
 
-What is computed over maps takes time in proportion to their rows; what follows them (global pooling, a classifier)
-takes what it takes. So a device with little memory can say how fast it is without having the memory of a large one.
+Computations over maps take time in proportion to their rows; those that follow (global pooling, a classifier) take a
+fixed time. So the speed of a device with little memory can be measured without the memory of a large one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from manyhands.profiler.steps import random_inputs
 from manyhands.schedule.tileable import tileable_layers
 
 LEAST_ROWS = 32
-"""The least rows of a band: with fewer a map's edges would be most of it."""
+"""The fewest rows of a band: with fewer, a map's edges would be most of it."""
 _ROOM = 1.3
-"""What allocators and kernels take beside tensors."""
+"""The factor for the memory of allocators and kernels beside tensors."""
 
 
 def needed_bytes(network: Network, samples: int) -> int:
-    """About what measuring a whole training step takes: every tensor that is made, or kept, and the weights."""
+    """Return about how much memory measuring a whole training step takes: every tensor that is made, or kept, and the
+    weights."""
     tensors = sum(max(layer.activation_bytes, layer.saved_bytes) for layer in network.layers)
     return int(_ROOM * (samples * tensors + 3 * sum(layer.parameter_bytes for layer in network.layers)))
 
 
 def possible_parts(network: Network) -> tuple[int, ...]:
-    """Into how many bands the input may be cut so that every map's rows are divided evenly; 1 first."""
+    """Return the numbers of bands into which the input may be cut so that every map's rows are divided evenly;
+    1 first."""
     inputs = [network.tensors[name] for name in network.inputs]
     last = tileable_layers(network)[0]
     if not last or any(len(size.shape) != 4 for size in inputs):
@@ -49,14 +51,14 @@ def possible_parts(network: Network) -> tuple[int, ...]:
 
 
 def fitting_parts(network: Network, samples: int, free_bytes: int) -> int:
-    """The fewest bands of which one fits; where none does, the most there may be."""
+    """Return the fewest bands of which one fits; where none does, the most there may be."""
     parts = possible_parts(network)
     needed = needed_bytes(network, samples)
     return next((count for count in parts if needed <= count * free_bytes), parts[-1])
 
 
 def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) -> dict[str, torch.Tensor]:
-    """One band of so many."""
+    """Return the inputs of one band out of `parts`."""
     whole = random_inputs(graph, samples, device)
     if parts == 1:
         return whole

@@ -1,6 +1,6 @@
-"""Timing on a machine that is never quite at rest: warm up, take turns, report medians.
+"""Timing on a machine that is never quite idle: warm up, take turns, report medians.
 
-round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours anybody
+round 1   A B C      each round begins with another, so that neither a slow drift nor a neighbour favours any trial
 round 2   B C A
 round 3   A B        C was pruned
 """
@@ -24,11 +24,11 @@ class TimedTrial:
 
 
 Timer = Callable[[TimedTrial], float]
-"""Runs a trial once and says how many seconds it took. Tests put a rigged one here."""
+"""Runs a trial once and returns the seconds it took. Tests pass a fake one."""
 
 
 def stopwatch(trial: TimedTrial) -> float:
-    """The real timer."""
+    """Return the seconds that pass while a trial runs: the real timer."""
     if trial.prepare is not None:
         trial.prepare()
     start = time.perf_counter()
@@ -37,7 +37,8 @@ def stopwatch(trial: TimedTrial) -> float:
 
 
 class Computed(float):
-    """Seconds for which a thread computed, and how many passed meanwhile: those are what a time budget is spent by."""
+    """Seconds for which a thread computed, with the seconds that passed meanwhile, which are charged to a time
+    budget."""
 
     passed_seconds: float
 
@@ -49,10 +50,10 @@ class Computed(float):
 
 
 def computing(trial: TimedTrial) -> float:
-    """The timer to compare trials by where one thread does all the work: the seconds for which it computed.
+    """Return the seconds for which a trial computed: the timer to compare trials by where one thread does all the work.
 
     On a machine that does other work too, or gives this process a share of a core, a trial takes several times as long
-    now and as long as it should then; what it computes stays the same.
+    at one moment as at another; the time that it computes stays the same.
     """
     if trial.prepare is not None:
         trial.prepare()
@@ -62,27 +63,27 @@ def computing(trial: TimedTrial) -> float:
 
 
 def passed(seconds: float) -> float:
-    """What a trial took of a time budget, by what its timer said."""
+    """Return the seconds that a trial took of a time budget, by its timer's result."""
     return seconds.passed_seconds if isinstance(seconds, Computed) else seconds
 
 
 @dataclass
 class Timings:
-    """Seconds of each trial, by round, and what all of it took."""
+    """Seconds of each trial, by round, and the time that all of it took."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     spent_seconds: float = 0.0
 
     def median(self, name: str) -> float:
-        """The middle of a trial's seconds; infinite where it left before its first round."""
+        """Return the median of a trial's seconds; infinite where it was dropped before its first round."""
         return median(self.seconds[name]) if self.seconds[name] else math.inf
 
     def least(self, name: str) -> float:
-        """The fastest run: interference only ever adds."""
+        """Return the seconds of the fastest run: interference only ever adds."""
         return min(self.seconds[name], default=math.inf)
 
     def ratio(self, slow: str, fast: str) -> float:
-        """How many times `fast` is faster: the median over rounds of the two trials' ratio in that round."""
+        """Return how many times `fast` is faster: the median over rounds of the two trials' ratio in that round."""
         pairs = list(zip(self.seconds[slow], self.seconds[fast]))
         return median(a / b for a, b in pairs) if pairs else 0.0
 
@@ -100,16 +101,17 @@ def interleave(
     pruned_ratio: float = math.inf,
     timer: Timer = stopwatch,
 ) -> Timings:
-    """Time the trials in turns, for `repeats` rounds or until the next would pass `seconds`, but `least_repeats`.
+    """Time the trials in turns, for `repeats` rounds or until the next would exceed `seconds`, but at least
+    `least_repeats`.
 
-    A trial `pruned_ratio` times slower than the best leaves early. The first trial is the reference and stays.
+    A trial `pruned_ratio` times slower than the best is dropped early. The first trial is the reference and stays.
     """
     timings = Timings({trial.name: [] for trial in trials})
     alive = list(trials)
     for _ in range(warm_ups):
         first = {trial.name: timer(trial) for trial in alive}
         timings.spent_seconds += sum(map(passed, first.values()))
-        # A first run also builds what later ones reuse, so it must be worse by twice as much.
+        # A first run also builds what later ones reuse, so it may be twice as slow.
         alive = _promising(alive, first, 2 * pruned_ratio)
     for number in range(repeats):
         begin = number % len(alive)

@@ -1,10 +1,10 @@
 """Choose the kernels of a network on this machine, so that the choice never loses to PyTorch's default.
 
 1. Every distinct operator is measured by every kernel (operators.py).
-2. The cheapest path along the network: a format per convolution, with the price of changing it in between.
-3. Whole steps decide, in turns: the default, the path, and everything alike (channels_last, products, native; at
-   rest packed).
-4. The winner meets the default once more. Unless it wins again, the default stays.
+2. The cheapest path along the network is found: a format per convolution, with the cost of changing it in between.
+3. Whole steps decide, in turns: the default, the path, and one kernel for everything (channels_last, products, native;
+   for inference also packed).
+4. The winner is compared with the default once more. Unless it wins again, the default stays.
 
 For inference a step is a forward pass.
 """
@@ -30,19 +30,19 @@ from manyhands.profiler.threads import with_threads
 DEFAULT = "default"
 PER_OPERATOR = "per operator"
 LEAST_GAIN = 1.02
-"""A step must become this much faster to leave PyTorch's default: less is noise."""
+"""A step must become this much faster to leave PyTorch's default: a smaller gain is noise."""
 FLAGS_PRICE = 1.05
 """A kernel that sets flags must be this much faster as an operator: it runs through a function of our own."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 30
 _VOTES = 2
-"""How often a winner may be asked to confirm: on a busy machine once says little."""
+"""The number of attempts at confirming a winner: on a busy machine one says little."""
 _OPERATORS, _STEPS = 0.5, 0.8
-"""Parts of the time budget by which the first and the third phase end."""
+"""Fractions of the time budget by which the first and the third phase end."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Operator -> kernel (absent: PyTorch's default), and how it was found."""
+    """Operator -> kernel (absent: PyTorch's default), and how the choice was made."""
 
     kernels: dict[str, Kernel] = field(default_factory=dict)
     name: str = DEFAULT
@@ -62,12 +62,12 @@ def choose_kernels(
     training: bool = True,
     timer: Timer | None = None,
 ) -> Choice:
-    """The fastest kernels for training `graph` on `samples` samples with `threads` threads (None: as torch is set), or
-    where `training` is False, for inference.
+    """Return the fastest kernels for training `graph` on `samples` samples with `threads` threads (None: torch's
+    setting), or where `training` is False, for inference.
 
-    Takes about `seconds`; a model whose single step takes longer than that gets a few steps nevertheless. With no
-    time at all the default is returned unmeasured. `timer`: None for what one thread computes, or where there are
-    several, the time that passes.
+    Takes about `seconds`; a model whose single step takes longer than that gets a few steps nevertheless. With no time
+    at all the default is returned unmeasured. `timer`: None for the seconds that one thread computes or, where there
+    are several, the seconds that pass.
     """
     tunable = [node for node in graph.nodes if takes_flags(graph, node)]
     if seconds <= 0 or not tunable:
@@ -82,7 +82,7 @@ def choose_kernels(
 
 
 def _candidates(graph: Graph, path: dict[str, Kernel], training: bool) -> dict[str, dict[str, Kernel]]:
-    """Choices to compare by whole steps; the default first, equal ones once."""
+    """Return choices to compare by whole steps; the default first, equal ones once."""
     formatted = [n for n in graph.nodes if takes_format(graph, n)]
     may_be_packed = frozenset[str]() if training else packable(graph)
     everything = {
@@ -107,22 +107,22 @@ def _decide(
     spent: float,
     timer: Timer,
 ) -> Choice:
-    """The candidate that beats the default twice in three times, or the default."""
+    """Return the candidate that beats the default twice in three times, or the default."""
     trials = {name: step.trial(name, choice) for name, choice in candidates.items()}
     for name in list(trials):
         took = _first_run(trials[name], timer)
         spent += passed(took)
         if took == math.inf and name != DEFAULT:
             del trials[name]
-    left = max(0.0, seconds * _STEPS - spent)
-    timings = _rounds(list(trials.values()), left, timer)
+    seconds_left = max(0.0, seconds * _STEPS - spent)
+    timings = _rounds(list(trials.values()), seconds_left, timer)
     medians = {name: timings.median(name) for name in trials}
     winner = max(trials, key=lambda name: timings.ratio(DEFAULT, name))
     if winner == DEFAULT or timings.ratio(DEFAULT, winner) < LEAST_GAIN:
         return Choice(step_seconds=medians)
-    left = max(seconds - spent - timings.spent_seconds, seconds * (1 - _STEPS))
+    seconds_left = max(seconds - spent - timings.spent_seconds, seconds * (1 - _STEPS))
     for _ in range(_VOTES):
-        again = _rounds([trials[DEFAULT], trials[winner]], left, timer)
+        again = _rounds([trials[DEFAULT], trials[winner]], seconds_left, timer)
         gain = again.ratio(DEFAULT, winner)
         if gain >= LEAST_GAIN:
             return Choice(candidates[winner], winner, gain, medians)
@@ -137,7 +137,7 @@ def _rounds(trials: list[TimedTrial], seconds: float, timer: Timer) -> Timings:
 
 
 def _first_run(trial: TimedTrial, timer: Timer) -> float:
-    """Seconds of a first run; infinite where an operator of the network refuses the format."""
+    """Return the seconds of a first run; infinite where an operator of the network refuses the format."""
     try:
         return timer(trial)
     except RuntimeError:
@@ -168,7 +168,7 @@ class _Path:
 
 
 def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, training: bool = True) -> dict[str, Kernel]:
-    """A kernel per measured operator by dynamic programming over (operator, format of the tensor at hand).
+    """Return a kernel per measured operator, by dynamic programming over (operator, format of the tensor at hand).
 
     Branches are taken in topological order as if they were a chain; whole steps check the result afterwards.
     """
@@ -177,7 +177,10 @@ def cheapest_path(graph: Graph, samples: int, measured: OperatorSeconds, *, trai
         seconds = measured.by_kernel.get(node.name)
         if not seconds:
             continue
-        seconds = {kernel: one * (1.0 if kernel.is_plain else FLAGS_PRICE) for kernel, one in seconds.items()}
+        seconds = {
+            kernel: kernel_seconds * (1.0 if kernel.is_plain else FLAGS_PRICE)
+            for kernel, kernel_seconds in seconds.items()
+        }
         if takes_format(graph, node) and not is_pixel(graph, node):
             each = measured.convert_seconds_per_byte
             paths = _through_convolution(graph, node, samples, paths, seconds, each, training)

@@ -1,7 +1,7 @@
 """The link between two processes of this machine, measured over TCP on the loopback address.
 
-This is what a cluster of local workers has. Links between machines are measured by the workers themselves, over their
-encrypted channels; until a cluster has been measured, its file's numbers are used and called estimated.
+A cluster of local workers has this link. Links between machines are measured by the workers themselves, over their
+encrypted channels; until a cluster has been measured, its file's numbers are used and marked as estimated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.link import Link
 
 LIMIT_SECONDS = 20.0
-"""Longest wait for the other process at any point; then it is ended and the measurement fails."""
+"""The longest wait for the other process at any point; then it is ended and the measurement fails."""
 SMALL_BYTES = 4096
 LARGE_BYTES = 16 << 20
 ROUND_TRIPS = 200
@@ -25,7 +25,7 @@ REPEATS = 5
 
 
 def measure_loopback(large_bytes: int = LARGE_BYTES) -> Link:
-    """Rate of a large message and half the round trip of a small one, medians, between two processes."""
+    """Return the rate of a large message and half the round trip of a small one, medians, between two processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(LIMIT_SECONDS)
         port = server.getsockname()[1]
@@ -59,7 +59,7 @@ def _measure(channel: socket.socket, large_bytes: int) -> Link:
     for _ in range(REPEATS):
         start = time.perf_counter()
         channel.sendall(large)
-        _receive(channel, 1)  # the other side has it all
+        _receive(channel, 1)  # the other side has received it all
         rates.append(large_bytes / (time.perf_counter() - start))
     return Link(statistics.median(rates), statistics.median(trips) / 2)
 
@@ -74,7 +74,7 @@ def _receive(channel: socket.socket, count: int) -> None:
 
 
 def echo(port: int, large_bytes: int) -> None:
-    """The other end: send back small messages, acknowledge large ones, then leave."""
+    """Run the other end: send back small messages, acknowledge large ones, then exit."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=LIMIT_SECONDS) as channel:
         _prepare(channel)
         small = bytes(SMALL_BYTES)

@@ -4,8 +4,8 @@ Each layer is a piece of its own with detached inputs, as if they had come over 
 run in order, so that each finds the caches as it would in training. The gradient of the first layer's input is not
 computed. The loss is not included: outputs get a gradient of ones.
 
-For inference only the forward pass counts: in evaluation mode, nothing recorded, a tensor dropped when nothing later
-reads it. Backward takes no time then, and kernels are chosen by the forward pass.
+For inference only the forward pass counts: in evaluation mode, without autograd, and a tensor is dropped when no later
+layer reads it. Backward then takes no time, and kernels are chosen by the forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from manyhands.profiler.threads import with_threads
 LADDER = (1, 2, 4, 8, 16, 32)
 REPEATS = 3
 _KERNELS = 0.4
-"""Part of the time budget for choosing kernels."""
+"""The fraction of the time budget for choosing kernels."""
 _KERNEL_SAMPLES = 4
 _MOST_OF_MEMORY = 0.8
 _MOST_REPEATS = 15
@@ -90,7 +90,7 @@ def measure_network(
     on_progress: Progress | None = None,
     **options: Unpack[PlaceOptions],
 ) -> DeviceProfile:
-    """Return the profile of `graph` on this machine with `threads` threads (None: as torch is set), in about `seconds`.
+    """Return the profile of `graph` on this machine with `threads` threads (None: torch's setting), in about `seconds`.
 
     Kernels are chosen first unless given. The ladder is climbed as far as time and free memory allow; its first rung
     is always measured. `training`: False for inference. `options`: the fields of `PlaceSettings`.
@@ -133,29 +133,29 @@ def _check_alone(alone: bool, threads: int, torch_device: str) -> None:
 
 
 def _quick_parts(layers: _Layers, samples: int, least: int, seconds: float) -> int:
-    """The fewest bands, but no fewer than fit, of which one takes no longer than so many seconds."""
+    """Return the fewest bands, at least `least`, of which one takes no longer than `seconds`."""
     possible = possible_parts(layers.graph.network)
     layers.parts = possible[-1]
     timed = layers.run(layers.inputs(samples), samples)
-    taken = sum(timed.forward) + sum(timed.backward)
-    return next((parts for parts in possible if parts >= least and taken <= seconds * parts), possible[-1])
+    pass_seconds = sum(timed.forward) + sum(timed.backward)
+    return next((parts for parts in possible if parts >= least and pass_seconds <= seconds * parts), possible[-1])
 
 
 def _climb(
     layers: _Layers, ladder: Sequence[int], seconds: float, repeats: int, say: Progress
 ) -> tuple[dict[int, list[_Pass]], dict[int, int]]:
-    """Passes and peak bytes by batch size, as far up as time and memory allow."""
+    """Return passes and peak bytes by batch size, as far up as time and memory allow."""
     passes: dict[int, list[_Pass]] = {}
     peaks: dict[int, int] = {}
     pass_seconds = 0.0
     start = time.perf_counter()
     below = 0
     for samples in ladder:
-        left = seconds - (time.perf_counter() - start)
+        seconds_left = seconds - (time.perf_counter() - start)
         if below:
             growth = samples / below
             # One pass that also counts bytes and warms up, then as many as there is time for.
-            affordable = int(left / (pass_seconds * growth)) - 1
+            affordable = int(seconds_left / (pass_seconds * growth)) - 1
             if affordable < 1 or peaks[below] * growth > _MOST_OF_MEMORY * psutil.virtual_memory().available:
                 say(f"the ladder ends at {below} samples")
                 break
@@ -173,11 +173,11 @@ def _climb(
 
 
 def _go_round(layers: _Layers, passes: dict[int, list[_Pass]], end: float) -> None:
-    """While there is time, measure rung after rung again: a machine whose speed drifts does so on all of them."""
-    taken = {samples: sum(runs[-1].forward) + sum(runs[-1].backward) for samples, runs in passes.items()}
+    """Measure rung after rung again while there is time: a machine whose speed drifts then drifts on all of them."""
+    pass_seconds = {samples: sum(runs[-1].forward) + sum(runs[-1].backward) for samples, runs in passes.items()}
     while min(map(len, passes.values())) < _MOST_REPEATS:
         for samples, runs in passes.items():
-            if time.perf_counter() + 1.5 * taken[samples] > end:
+            if time.perf_counter() + 1.5 * pass_seconds[samples] > end:
                 return
             runs.append(layers.run(layers.inputs(samples), samples))
 
@@ -239,12 +239,12 @@ class _Layers:
         ]
 
     def inputs(self, samples: int) -> dict[str, torch.Tensor]:
-        """One band of them, where the network is measured in bands."""
+        """Return random inputs, or one band of them where the network is measured in bands."""
         return band_inputs(self.graph, samples, self.device, self.parts)
 
     def peak_bytes(self, inputs: dict[str, torch.Tensor], samples: int) -> int:
-        """Most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients. Of a band,
-        as many times that as there are."""
+        """Return the most tensor bytes alive at once in a step: weights, inputs, activations, in training gradients. A
+        band's are multiplied by the number of bands."""
         self._rest(samples)
         peak = PeakBytes([*self.weights.tensors.values(), *inputs.values()])
         with peak:
@@ -252,7 +252,8 @@ class _Layers:
         return peak.most_bytes * self.parts
 
     def run(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
-        """One training step without the optimiser, or one inference, each layer timed; from a band, for all of it."""
+        """Run one training step without the optimiser, or one inference, with each layer timed; a band's times are
+        scaled to the whole."""
         self._rest(samples)
         timed = self._training(inputs, samples) if self.training else self._inference(inputs, samples)
         network = self.graph.network
@@ -272,22 +273,22 @@ class _Layers:
         clock = _Clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
-        left: list[dict[str, torch.Tensor]] = []
+        produced: list[dict[str, torch.Tensor]] = []
         for piece in self.pieces:
             inputs_here = {name: values[name].detach() for name in piece.inputs}
             for name, tensor in inputs_here.items():
                 if name not in inputs and tensor.is_floating_point():
                     tensor.requires_grad_()
             clock.start()
-            made = piece(inputs_here, context)
+            outputs = piece(inputs_here, context)
             clock.stop()
             entered.append(inputs_here)
-            left.append(made)
-            values.update({name: tensor.detach() for name, tensor in made.items()})
+            produced.append(outputs)
+            values.update({name: tensor.detach() for name, tensor in outputs.items()})
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
         timed.forward = clock.seconds()
-        timed.backward = _backward(entered, left, seeds, _Clock(self.device, self.alone))
+        timed.backward = _backward(entered, produced, seeds, _Clock(self.device, self.alone))
         return timed
 
     @torch.no_grad()
@@ -296,9 +297,9 @@ class _Layers:
         values, context = dict(inputs), Context(training=False, samples=samples)
         for piece, unread in zip(self.pieces, self._unread_after):
             clock.start()
-            made = piece(values, context)
+            outputs = piece(values, context)
             clock.stop()
-            values.update(made)
+            values.update(outputs)
             for name in unread:
                 del values[name]
         return _Pass(clock.seconds(), [0.0] * len(self.pieces))
@@ -306,25 +307,26 @@ class _Layers:
 
 def _backward(
     entered: list[dict[str, torch.Tensor]],
-    left: list[dict[str, torch.Tensor]],
+    produced: list[dict[str, torch.Tensor]],
     gradients: dict[str, torch.Tensor],
     clock: _Clock,
 ) -> list[float]:
-    """Seconds of every layer's backward, in the layers' order. Empties the lists: memory falls as in training."""
-    while left:
-        inputs, made = entered.pop(), left.pop()
+    """Return the seconds of every layer's backward pass, in the layers' order. Empties the lists, so that memory falls
+    as in training."""
+    while produced:
+        inputs, outputs = entered.pop(), produced.pop()
         clock.start()
-        backward_piece(inputs, made, gradients)
+        backward_piece(inputs, outputs, gradients)
         clock.stop()
-        for name in made:
+        for name in outputs:
             gradients.pop(name, None)
     return clock.seconds()[::-1]
 
 
 class _Clock:
-    """Seconds of one layer after another. One thread's layers divide the time of all by what they computed: a device
-    that is stopped for a while (a share of a core, other work) is so in the midst of any layer, however short. `alone`:
-    the time for which it is stopped does not count at all."""
+    """A stopwatch for one layer after another. Where one thread computes, the total time is divided among the layers by
+    their CPU time: a device that is paused for a while (a share of a core, other work) is paused in the midst of any
+    layer, however short. `alone`: time for which it is paused does not count at all."""
 
     def __init__(self, device: torch.device, alone: bool = False) -> None:
         self.device, self.alone = device, alone
@@ -346,4 +348,4 @@ class _Clock:
         if not self._divides or not computed:
             return self._taken
         factor = sum(self._taken) / computed
-        return [factor * one for one in self._computed]
+        return [factor * layer_seconds for layer_seconds in self._computed]

@@ -1,7 +1,7 @@
-"""Peak tensor bytes of a piece of work, counted and not guessed.
+"""Peak tensor bytes of a computation, counted and not estimated.
 
-Every operator's results are seen as they are made (TorchDispatchMode), each storage is counted once and given back
-when it dies. What a kernel takes and frees inside one call (im2col, oneDNN's scratch pad) is not seen.
+Every operator's results are recorded as they are made (TorchDispatchMode); each storage is counted once, until it is
+freed. Memory that a kernel allocates and frees inside one call (im2col, oneDNN's scratch pad) is not counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """What tells a tensor's memory from others', and its bytes; oneDNN does not show its own, which may be a bit more
-    than the numbers in it."""
+    """Return a key that identifies a tensor's memory, and its bytes; oneDNN does not show its own storage, which may be
+    a bit more than the numbers in it."""
     if tensor.is_mkldnn:
         return id(tensor), tensor.nbytes
     storage = tensor.untyped_storage()
@@ -25,7 +25,7 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start.
+    """Counts bytes: `with PeakBytes(weights) as peak: ...; peak.most_bytes`. `held` are tensors alive from the start.
 
     `on_most` is called whenever more is held than ever before.
     """
@@ -41,11 +41,11 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_most = on_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        results = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
-        return made
+        return results
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor if tensor.is_mkldnn else tensor.untyped_storage()

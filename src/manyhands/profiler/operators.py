@@ -1,4 +1,4 @@
-"""Seconds of single operators by kernel: forward and, in training, backward; each distinct operator once."""
+"""Measures seconds of single operators by kernel: forward and, in training, backward; each distinct operator once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from manyhands.profiler.steps import random_tensor
 PRUNED_RATIO = 1.6
 """A kernel this many times slower than the best in a first round is not measured further."""
 SMALL_SECONDS = 2e-3
-"""Operators below this may be faster on one thread."""
+"""Operators faster than this may be faster still on one thread."""
 REPEATS = (3, 15)
-"""Rounds at least and at most: small operators, which noise hits hardest, get more of them."""
+"""The fewest and the most rounds: small operators, which noise hits hardest, get more of them."""
 REPEAT_SECONDS = 0.15
 
 _FOLLOWS = ops.POOLING | ops.RESAMPLING | {"aten.batch_norm.default", "aten.group_norm.default"}
@@ -34,7 +34,8 @@ _FOLLOWS = ops.POOLING | ops.RESAMPLING | {"aten.batch_norm.default", "aten.grou
 
 @dataclass
 class OperatorSeconds:
-    """What was measured: by operator name, seconds of each kernel; and of a byte's change of format, both ways."""
+    """The measurements: seconds of each kernel by operator name, and seconds per byte of a change of format,
+    both ways."""
 
     by_kernel: dict[str, dict[Kernel, float]] = field(default_factory=dict)
     convert_seconds_per_byte: float = 0.0
@@ -42,7 +43,7 @@ class OperatorSeconds:
 
 
 def signature(graph: Graph, node: Node) -> tuple[Any, ...]:
-    """Operators with equal signatures take equal time."""
+    """Return a key: operators with equal keys take equal time."""
 
     def plain(argument: Argument) -> Any:
         if isinstance(argument, Value):
@@ -58,19 +59,22 @@ def signature(graph: Graph, node: Node) -> tuple[Any, ...]:
 
 
 def follows_format(graph: Graph, node: Node) -> bool:
-    """Whether an operator takes its format from its input, at a price that depends on it."""
+    """Return whether an operator takes its format from its input, at a cost that depends on it."""
     shapes = [graph.network.tensors[name].shape for name in values_of(node)]
     return node.target in _FOLLOWS and bool(shapes) and len(shapes[0]) in (4, 5)
 
 
 def is_pixel(graph: Graph, node: Node) -> bool:
-    """Whether a convolution's input and output have one place only: then both formats are the same."""
+    """Return whether a convolution's input and output have one place only: then both formats are the same."""
     names = [*values_of(node), *(spec.name for spec in node.outputs)]
     return all(math.prod(graph.network.tensors[name].shape[2:]) == 1 for name in names)
 
 
 def kernels_for(graph: Graph, node: Node, may_be_packed: Container[str] = ()) -> list[Kernel]:
-    """The kernels worth measuring on the threads at hand; PyTorch's default first. `may_be_packed`: at rest."""
+    """Return the kernels worth measuring on the threads at hand, PyTorch's default first.
+
+    `may_be_packed`: operators whose weights may be packed for inference.
+    """
     if takes_format(graph, node):
         formats = (False,) if is_pixel(graph, node) else (False, True)
         kernels = [Kernel(channels_last, onednn) for onednn in (True, False) for channels_last in formats]
@@ -96,56 +100,56 @@ def measure_operators(
     for index, node in enumerate(graph.nodes):
         if kernels_for(graph, node):
             groups.setdefault(signature(graph, node), []).append(index)
-    found = OperatorSeconds()
+    result = OperatorSeconds()
     order = sorted(groups.values(), key=lambda group: -len(group) * _weight(graph, group[0]))
     if order:
-        found.convert_seconds_per_byte = _convert_seconds_per_byte(graph, samples, timer)
+        result.convert_seconds_per_byte = _convert_seconds_per_byte(graph, samples, timer)
     for group in order:
-        if found.spent_seconds >= seconds:
+        if result.spent_seconds >= seconds:
             break
         kernels = kernels_for(graph, graph.nodes[group[0]], may_be_packed)
-        measured = _measure(graph, group[0], samples, kernels, found, seconds, timer, training)
+        measured = _measure(graph, group[0], samples, kernels, result, seconds, timer, training)
         for index in group:
-            found.by_kernel[graph.nodes[index].name] = measured
-    return found
+            result.by_kernel[graph.nodes[index].name] = measured
+    return result
 
 
 def _weight(graph: Graph, index: int) -> int:
-    """Arithmetic, or for operators without any the bytes they move."""
+    """Return the operator's arithmetic or, where it has none, the bytes that it moves."""
     return graph.network.ops[index].macs + graph.network.ops[index].moved_bytes
 
 
 def _measure(
-    graph: Graph, index: int, samples: int, kernels: list[Kernel], found: OperatorSeconds, seconds: float,
+    graph: Graph, index: int, samples: int, kernels: list[Kernel], result: OperatorSeconds, seconds: float,
     timer: Timer, training: bool,
 ) -> dict[Kernel, float]:  # fmt: skip
     node = graph.nodes[index]
-    left = seconds - found.spent_seconds
-    first = _time(graph, index, samples, kernels, left, timer, found, training)
+    seconds_left = seconds - result.spent_seconds
+    first = _time(graph, index, samples, kernels, seconds_left, timer, result, training)
     best = min(first, key=first.__getitem__)
     small = first[best] < SMALL_SECONDS and torch.get_num_threads() > 1
     if small and takes_flags(graph, node) and node.target not in ops.RECURRENT:
         single = Kernel(best.channels_last, best.onednn, threads=1)
-        first.update(_time(graph, index, samples, [best, single], left, timer, found, training))
+        first.update(_time(graph, index, samples, [best, single], seconds_left, timer, result, training))
     return {kernel: kernel_seconds for kernel, kernel_seconds in first.items() if kernel_seconds < math.inf}
 
 
 def _time(
-    graph: Graph, index: int, samples: int, kernels: list[Kernel], left: float, timer: Timer, found: OperatorSeconds,
-    training: bool,
+    graph: Graph, index: int, samples: int, kernels: list[Kernel], seconds_left: float, timer: Timer,
+    result: OperatorSeconds, training: bool,
 ) -> dict[Kernel, float]:  # fmt: skip
     trials = dict(zip(kernels, _trials(graph, index, samples, kernels, training)))
     least, most = REPEATS
     timings = interleave(
-        list(trials.values()), repeats=most, least_repeats=least if left > 0 else 1, seconds=min(left, REPEAT_SECONDS),
-        pruned_ratio=PRUNED_RATIO, timer=timer,
+        list(trials.values()), repeats=most, least_repeats=least if seconds_left > 0 else 1,
+        seconds=min(seconds_left, REPEAT_SECONDS), pruned_ratio=PRUNED_RATIO, timer=timer,
     )  # fmt: skip
-    found.spent_seconds += timings.spent_seconds
+    result.spent_seconds += timings.spent_seconds
     return {kernel: timings.least(trial.name) for kernel, trial in trials.items()}
 
 
 def _trials(graph: Graph, index: int, samples: int, kernels: list[Kernel], training: bool) -> Iterator[TimedTrial]:
-    """One operator as a piece of its own, for each kernel."""
+    """Yield a trial for each kernel: one operator as a piece of its own."""
     node = graph.nodes[index]
     for kernel in kernels:
         choice = {node.name: kernel} if takes_flags(graph, node) else {}
@@ -169,7 +173,7 @@ def _calls(graph: Graph, node: Node, choice: Mapping[str, Kernel]) -> dict[str, 
 
 
 class _Run:
-    """Forward and, in training, backward of a piece; gradients are made, not added up."""
+    """Forward and, in training, backward of a piece; gradients are made, not accumulated."""
 
     def __init__(self, piece: Piece, inputs: dict[str, torch.Tensor], samples: int, training: bool) -> None:
         self.piece, self.inputs, self.context = piece, inputs, Context(training=training, samples=samples)
@@ -182,7 +186,7 @@ class _Run:
             with torch.no_grad():
                 self.piece(self.inputs, self.context)
             return
-        roots = [made for made in self.piece(self.inputs, self.context).values() if made.requires_grad]
+        roots = [output for output in self.piece(self.inputs, self.context).values() if output.requires_grad]
         if not self.seeds:
             self.seeds = [torch.ones_like(root) for root in roots]
         if roots and self.leaves:
@@ -190,7 +194,7 @@ class _Run:
 
 
 def _convert_seconds_per_byte(graph: Graph, samples: int, timer: Timer) -> float:
-    """What a change of format costs, there and back again, on the median convolution's input."""
+    """Return the cost per byte of a change of format, there and back, on the median convolution's input."""
     specs = [graph.network.tensors[values_of(node)[0]] for node in graph.nodes if takes_format(graph, node)]
     specs = sorted((s for s in specs if math.prod(s.shape[2:]) > 1), key=lambda spec: spec.elements)
     if not specs:

@@ -1,6 +1,6 @@
-"""The name of this machine's board or processor, as results and profiles are kept under it.
+"""The name of this machine's board or processor, under which results and profiles are kept.
 
-An x86 kernel prints the name. An Arm kernel prints two numbers (who designed the core, and which core it is) and at
+An x86 kernel reports the name. An Arm kernel reports two numbers (the core's designer, and which core it is) and at
 most a family (`ARMv8 Processor rev 1 (v8l)`), so names are looked up here. Sources: Linux,
 arch/arm64/include/asm/cputype.h; util-linux, sys-utils/lscpu-arm.c.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _NOT_A_BOARD = re.compile(r"dummy-virt|qemu|virtual machine", re.I)
-"""What hypervisors call the board they play: it says nothing of the processor."""
+"""Names that hypervisors give to the boards they emulate: they say nothing about the processor."""
 _NOT_A_NAME = re.compile(r"ARMv\d|AArch64", re.I)
 """A family of processors that differ by a factor of ten."""
 
@@ -85,8 +85,8 @@ CORES = {
 
 
 def processor_name(root: Path = Path("/proc")) -> str:
-    """The board's name, else the processor's, else its cores', else the architecture: never empty, the same at every
-    call. `root`: where the kernel tells of itself."""
+    """Return the board's name, else the processor's, else its cores', else the architecture: never empty, the same at
+    every call. `root`: the folder in which the kernel describes the machine."""
     board = _plain(_read(root / "device-tree" / "model"))
     if board and not _NOT_A_BOARD.search(board):
         return board
@@ -96,9 +96,9 @@ def processor_name(root: Path = Path("/proc")) -> str:
 
 
 def core_names(cpuinfo: str) -> str:
-    """The names of an Arm processor's kinds of cores in the kernel's order, joined by `+`; empty: it lists none.
+    """Return the names of an Arm processor's kinds of cores in the kernel's order, joined by `+`; empty: it lists none.
 
-    A kind that is not in the table is told by its numbers, which are as stable as a name.
+    A kind that is not in the table is named by its numbers, which are as stable as a name.
     """
     kinds: dict[tuple[int, int], None] = {}
     for designer, part in zip(_fields(cpuinfo, "CPU implementer"), _fields(cpuinfo, "CPU part")):
@@ -114,12 +114,12 @@ def _numbered(designer: int, part: int) -> str:
 
 
 def _fields(text: str, name: str) -> Iterator[str]:
-    """The values of a field, one for each core that has it."""
+    """Return the values of a field, one for each core that has it."""
     return (_plain(match[1]) for match in re.finditer(rf"(?m)^{re.escape(name)}[ \t]*:[ \t]*(.+)$", text))
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file."""
+    """Return a file's text, empty where there is no such file."""
     try:
         return path.read_text(errors="replace")
     except OSError:

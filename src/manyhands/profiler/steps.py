@@ -1,4 +1,5 @@
-"""Whole steps of a captured graph by any choice of kernels: of training (forward, backward and SGD), or inferences."""
+"""Whole steps of a captured graph by any choice of kernels: training steps (forward, backward and SGD), or
+inferences."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from manyhands.profiler.clock import TimedTrial
 
 
 def random_tensor(spec: TensorSpec, samples: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers; ones where the type has no fractions, which any table and mask accepts."""
+    """Return normal numbers; ones where the type has no fractions, which any table and mask accepts."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     shape = spec.shape_for(samples)
     if not dtype.is_floating_point:
@@ -30,14 +31,14 @@ def random_inputs(graph: Graph, samples: int, device: torch.device | str = "cpu"
 
 
 def now(device: torch.device) -> float:
-    """The clock, once a GPU has done what it was given: it computes while Python goes on."""
+    """Return the clock's time, once a GPU has finished its work: it computes while Python goes on."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def random_state(graph: Graph) -> dict[str, torch.Tensor]:
-    """Weights made up for timing: small normal numbers, ones for buffers (a variance must not be zero)."""
+    """Return weights made up for timing: small normal numbers, ones for buffers (a variance must not be zero)."""
     state = {}
     for seed, spec in enumerate(graph.weights):
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -50,9 +51,9 @@ def random_state(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 class TrainingStep:
-    """One graph, its own copy of the weights, one optimiser; trials differ in their kernels only.
+    """A step that owns a copy of the weights and one optimiser; its trials differ in their kernels only.
 
-    The loss is the sum of the outputs and the learning rate is zero: the work of a step, and numbers that stay tame.
+    The loss is the sum of the outputs and the learning rate is zero: the work of a step, and numbers that stay small.
     """
 
     def __init__(self, graph: Graph, samples: int, inputs: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -63,7 +64,7 @@ class TrainingStep:
         self._stored: Mapping[str, Kernel] | None = None
 
     def trial(self, name: str, choice: Mapping[str, Kernel]) -> TimedTrial:
-        """A step by a choice of kernels; putting the weights in their format is not timed."""
+        """Return a step by a choice of kernels; putting the weights in their format is not timed."""
         calls = kernel_calls(self.graph, choice)
         pieces: list[Piece] = []
 
@@ -78,14 +79,14 @@ class TrainingStep:
 
     def run(self, piece: Piece) -> None:
         self.optimizer.zero_grad()
-        made = piece(self.inputs)
-        roots = [made[name] for name in self.graph.outputs if made[name].requires_grad]
+        outputs = piece(self.inputs)
+        roots = [outputs[name] for name in self.graph.outputs if outputs[name].requires_grad]
         torch.autograd.backward([root.sum() for root in roots])
         self.optimizer.step()
 
 
 class InferenceStep:
-    """One graph in evaluation mode: a step is a forward pass, nothing is recorded. Trials differ in their kernels."""
+    """A step in evaluation mode: a forward pass without autograd. Its trials differ in their kernels only."""
 
     def __init__(self, graph: Graph, samples: int, inputs: Mapping[str, torch.Tensor] | None = None) -> None:
         self.graph, self.samples = graph, samples
@@ -95,14 +96,14 @@ class InferenceStep:
         self._piece = Piece(graph, self.weights)
 
     def trial(self, name: str, choice: Mapping[str, Kernel]) -> TimedTrial:
-        """An inference by a choice of kernels; laying out the weights for them is not timed."""
+        """Return an inference by a choice of kernels; laying out the weights for them is not timed."""
         calls = kernel_calls(self.graph, choice)
 
         def prepare() -> None:
             if self._stored == choice:
                 return
             tensors = self.weights.tensors
-            tensors.update({one: plain(tensor) for one, tensor in tensors.items()})
+            tensors.update({weight_name: plain(tensor) for weight_name, tensor in tensors.items()})
             store_weights(self.graph, self.weights, choice)
             self._stored, self._piece = choice, Piece(self.graph, self.weights, kernels=calls)
             self._piece.rest(self.samples)

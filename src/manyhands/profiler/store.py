@@ -1,4 +1,4 @@
-"""Profiles on disk: one readable JSON file per model, input, granularity and machine, reused until asked otherwise.
+"""Profiles on disk: one readable JSON file per model, input, granularity and machine, reused unless `refresh` is set.
 
 profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8.json
 profiles/mobilenetv2_3x224x224_blocks_x86_64-2t-1f0c9a3e_5d3b0c77a1e2f4b8_inference.json    forward only
@@ -63,8 +63,8 @@ def load_profile(path: str | Path, network: Network | None = None, machine: Mach
 
 
 def forget_sessions(fingerprint: str, folder: Path | None = None) -> int:
-    """Delete what was measured of a network on clusters and workers, so that the next run measures anew. Gives back how
-    many profiles there were. Those of this machine alone stay, with the kernels that were found for it."""
+    """Delete the measurements of a network on clusters and workers, so that the next run measures anew, and return how
+    many profiles there were. Those of this machine alone stay, with the kernels that were chosen for it."""
     count = 0
     for path in (folder or profiles_folder()).glob(f"*_{fingerprint}_*.json"):
         if path.name.endswith(f"_{fingerprint}_inference.json"):
@@ -90,15 +90,15 @@ def profile_network(
     training: bool = True,
     on_progress: Progress | None = None,
 ) -> DeviceProfile:
-    """The stored profile of `graph` on this machine, or a new one, which is stored.
+    """Return the stored profile of `graph` on this machine, or a new one, which is stored.
 
-    A stored one is taken as it is, whatever ladder it has; `refresh` measures anew. A damaged one is an error.
-    `training`: False for inference, which is kept apart.
+    A stored one is used as it is, whatever ladder it has; `refresh` measures anew. A damaged one is an error.
+    `training`: False for inference, which is stored separately.
     """
     path = profile_path(graph.network, identify(threads), folder, training=training)
     if path.exists() and not refresh:
-        found = load_profile(path, graph.network, identify(threads))
-        return msgspec.structs.replace(found, device=device)
+        stored = load_profile(path, graph.network, identify(threads))
+        return msgspec.structs.replace(stored, device=device)
     profile = measure_network(
         graph, ladder=ladder, threads=threads, seconds=seconds, repeats=repeats, device=device, training=training,
         on_progress=on_progress,

@@ -1,4 +1,4 @@
-"""This machine: who it is, and how fast, measured in a few seconds and kept."""
+"""This machine: its identity, and its speed, measured in a few seconds and cached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALL_CALLS = 500
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a measurement depends on: processor, threads and torch."""
+    """The properties that a measurement depends on: processor, threads and torch."""
 
     architecture: str
     processor: str
@@ -40,20 +40,20 @@ class Machine(msgspec.Struct, frozen=True):
 
     @property
     def slug(self) -> str:
-        """Short and fit for a file's name; unlike machines have unlike slugs."""
+        """A short text fit for a file's name; different machines have different slugs."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
         return f"{self.architecture}-{self.threads}t-{digest}"
 
 
 def identify(threads: int | None = None) -> Machine:
-    """This machine with so many threads (None: as torch is set)."""
+    """Return this machine with so many threads (None: torch's setting)."""
     return Machine(
         platform.machine(), processor_name(), _cores(), threads or torch.get_num_threads(), torch.__version__
     )
 
 
 def _cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
@@ -62,7 +62,7 @@ def _cores() -> int:
 def this_machine(
     *, name: str = "local", threads: int | None = None, refresh: bool = False, timer: Timer = stopwatch
 ) -> Device:
-    """This machine as a device of a cluster, its speed measured once and kept in the cache folder."""
+    """Return this machine as a device of a cluster, its speed measured once and kept in the cache folder."""
     machine = identify(threads)
     path = cache_folder() / "machines" / f"{machine.slug}.json"
     if not refresh and path.exists():
@@ -89,9 +89,9 @@ def _load(path: Path, machine: Machine) -> Device:
 
 
 def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
-    """A few seconds of convolutions, products, copies and tiny operators.
+    """Return the device, measured by a few seconds of convolutions, products, copies and tiny operators.
 
-    The fastest of several runs counts: what else the machine does meanwhile only ever makes it slower.
+    The fastest of several runs counts: other work of the machine can only make it slower.
     """
     with with_threads(machine.threads):
         return Device(
@@ -108,7 +108,7 @@ def measure_machine(machine: Machine, *, timer: Timer = stopwatch) -> Device:
 
 
 def _training_flops_per_second(timer: Timer) -> float:
-    """Forward and backward of a 3x3 convolution and of a linear layer, together, in float32."""
+    """Return the rate of forward and backward of a 3x3 convolution and of a linear layer, together, in float32."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(2, 64, 56, 56, generator=generator, requires_grad=True)
     weight = torch.randn(64, 64, 3, 3, generator=generator, requires_grad=True)
@@ -129,7 +129,7 @@ def _training_flops_per_second(timer: Timer) -> float:
 
 
 def copy_bytes_per_second(timer: Timer = stopwatch) -> float:
-    """Bytes read and written by a copy that does not fit the caches."""
+    """Return the bytes read and written per second by a copy that does not fit the caches."""
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     timings = interleave([TimedTrial("copy", lambda: target.copy_(source))], repeats=9, seconds=2.0, timer=timer)
@@ -137,7 +137,7 @@ def copy_bytes_per_second(timer: Timer = stopwatch) -> float:
 
 
 def _operator_seconds(timer: Timer) -> float:
-    """What one operator costs before it has any work to do, with autograd recording."""
+    """Return the overhead of one operator without any work to do, with autograd recording."""
     data = torch.ones(16, requires_grad=True)
 
     def small() -> None:

@@ -1,9 +1,9 @@
-"""A number of threads that everything in this process keeps to while something is measured.
+"""Sets a number of threads that everything in this process uses while something is measured.
 
-`torch.set_num_threads` does not reach all: on Arm oneDNN computes by the Arm Compute Library, which takes torch's
-number of threads at its first call and keeps it. A process that has ever run a convolution on two threads runs every
-later one on two, so that one thread seemed twice as fast, but only at what that library computes. Its threads are
-OpenMP's, and OpenMP can be told to run whatever is parallel on the thread that asks for it.
+`torch.set_num_threads` does not affect everything: on Arm, oneDNN computes by the Arm Compute Library, which takes
+torch's number of threads at its first call and keeps it. A process that has ever run a convolution on two threads runs
+every later one on two, so that one thread seemed twice as fast, but only for what that library computes. Its threads
+are OpenMP's, and OpenMP can be set to run parallel regions on the thread that starts them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OPENMP = re.compile(r"(?m)\s(/\S*/lib(?:gomp|omp|iomp5)[\w.-]*\.so[\w.]*)$")
 
 @contextlib.contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """Run with so many threads (None: as torch is set), and afterwards with as many as before.
+    """Run with so many threads (None: torch's setting), and afterwards with as many as before.
 
-    One thread is one thread, whatever ran before. Of several, the Arm Compute Library takes as many as torch had when
+    One thread is one thread, whatever ran before. With several, the Arm Compute Library uses as many as torch had when
     it was first called.
     """
     before = torch.get_num_threads()
@@ -39,7 +39,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _levels(most: int) -> Iterator[None]:
-    """How deep OpenMP's parallel parts may be nested; 0: what this thread runs is shared with no other."""
+    """Limit how deep OpenMP's parallel regions may be nested; 0: this thread's work is shared with no other thread."""
     before = [library.omp_get_max_active_levels() for library in _openmp()]
     for library in _openmp():
         library.omp_set_max_active_levels(most)
@@ -52,7 +52,8 @@ def _levels(most: int) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _openmp() -> tuple[ctypes.CDLL, ...]:
-    """The OpenMP runtimes in this process, where something needs them: torch's own, and perhaps others' copies."""
+    """Return the OpenMP runtimes in this process, where they need the setting: torch's own, and perhaps others'
+    copies."""
     if not torch.backends.mkldnn.is_acl_available() or not _MAPPED.exists():  # type: ignore[no-untyped-call]
         return ()
     paths = dict.fromkeys(_OPENMP.findall(_MAPPED.read_text()))

@@ -1,10 +1,10 @@
-"""Layer times brought into line with whole training steps.
+"""Scales layer times so that they agree with whole training steps.
 
-Layers are timed one by one, with weights that an optimiser never touches in between. In training every step finds the
-weights written anew, and workers on one machine are all busy all the time. So whole steps are timed too, for a while,
-and every layer is scaled by what they took over what the layers promised. How much they differ is kept too: devices
-that wait for each other in every step take as long as the slowest of them. And updates are timed in between: by
-themselves they would find weights and gradients in the caches.
+Layers are timed one by one, with weights that no optimiser touches in between. In training every step finds the weights
+written anew, and workers on one machine are all busy all the time. So whole steps are timed too, for a while, and every
+layer is scaled by the ratio of the measured seconds to the sum over layers. The spread of the steps is kept too:
+devices that wait for each other in every step take as long as the slowest of them. And updates are timed in between:
+on their own they would find weights and gradients in the caches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.profiler.steps import now, random_inputs
 SECONDS = 1.0
 LEAST_STEPS = 4
 _BOUNDS = (0.5, 3.0)
-"""A factor beyond these is an accident, not a machine."""
+"""A factor beyond these is an accident, not a property of the machine."""
 _MOST_SPREAD = 0.3
 
 Update = Callable[[], None]
@@ -41,31 +41,31 @@ def scaled_to_steps(
     torch_device: str = "cpu",
     seconds: float = SECONDS,
 ) -> tuple[DeviceProfile, float]:
-    """The profile with every layer scaled to forward and backward passes of whole steps on `samples` samples, and the
-    seconds of an update.
+    """Return the profile with every layer scaled to forward and backward passes of whole steps on `samples` samples,
+    and the seconds of an update.
 
-    `make_update` gives what happens to the weights between two steps.
+    `make_update` returns the function that updates the weights between two steps.
     """
     device = torch.device(torch_device)
     weights = Weights.copied(graph, device=device)
     store_weights(graph, weights, profile.kernels)
     piece = Piece(graph, weights, kernels=kernel_calls(graph, profile.kernels))
     inputs, update = random_inputs(graph, samples, device), make_update(weights)
-    taken: list[float] = []
+    step_seconds: list[float] = []
     updates: list[float] = []
     end = time.perf_counter() + seconds
-    while len(taken) < LEAST_STEPS or time.perf_counter() < end:
+    while len(step_seconds) < LEAST_STEPS or time.perf_counter() < end:
         start = now(device)
-        made = piece(inputs, Context(samples=samples))
-        roots = [made[name] for name in graph.outputs if made[name].requires_grad]
+        outputs = piece(inputs, Context(samples=samples))
+        roots = [outputs[name] for name in graph.outputs if outputs[name].requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
         middle = now(device)
-        taken.append(middle - start)
+        step_seconds.append(middle - start)
         update()
         updates.append(now(device) - middle)
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
-    factor = min(max(statistics.median(taken[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
-    scaled = msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(taken[1:]), _MOST_SPREAD))
+    factor = min(max(statistics.median(step_seconds[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
+    scaled = msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(step_seconds[1:]), _MOST_SPREAD))
     return scaled, statistics.median(updates[1:])
 
 

@@ -13,7 +13,7 @@ Numbers = NDArray[numpy.float64]
 Places = NDArray[numpy.int64]
 
 SAME = 1e-12
-"""Levels, and end times, that differ by less (relatively) differ by rounding only."""
+"""Levels, and end times, that differ by less than this (relatively) differ by rounding only."""
 NO_LINK = -1
 
 
@@ -35,13 +35,13 @@ def fair_rates(
         room = numpy.concatenate((room, links))
         crossed.append(places)
     rates = numpy.full(len(up), numpy.inf)
-    left, rising = room.copy(), numpy.arange(len(up))
+    remaining, rising = room.copy(), numpy.arange(len(up))
     crowd = _count(crossed, times, len(room))
     while len(rising):
-        level = numpy.divide(left, crowd, out=numpy.full(len(room), numpy.inf), where=crowd > 0)
+        level = numpy.divide(remaining, crowd, out=numpy.full(len(room), numpy.inf), where=crowd > 0)
         levels = [level[places] for places in crossed]
         least = numpy.minimum.reduce(levels)
-        # Full is what none of its flows finds a lower level beside: the others only rise until it is their turn.
+        # Full is what none of its flows finds a lower level beside; flows with a lower level elsewhere go on rising.
         higher = [level_beside > least * (1 + SAME) for level_beside in levels]
         is_full = numpy.ones(len(room), bool)
         for places, is_higher in zip(crossed, higher):
@@ -54,10 +54,10 @@ def fair_rates(
         goes_on = ~stops
         if not goes_on.any():
             return rates
-        gone, count = [places[stops] for places in crossed], times[stops]
-        taken = numpy.where(part < numpy.inf, part * count, 0.0)
-        left = numpy.maximum(left - _count(gone, taken, len(room)), 0.0)
-        crowd -= _count(gone, count, len(room))
+        stopped, count = [places[stops] for places in crossed], times[stops]
+        used = numpy.where(part < numpy.inf, part * count, 0.0)
+        remaining = numpy.maximum(remaining - _count(stopped, used, len(room)), 0.0)
+        crowd -= _count(stopped, count, len(room))
         rising, times, crossed = rising[goes_on], times[goes_on], [places[goes_on] for places in crossed]
     return rates
 
@@ -65,24 +65,24 @@ def fair_rates(
 def fair_rates_of_few(crossed: Sequence[Sequence[tuple[int, float]]]) -> list[float]:
     """Return the rates of a few flows, given what each crosses and how much that carries. It uses no arrays, which take
     longer to set up than to work through."""
-    left: dict[int, float] = {}
+    remaining: dict[int, float] = {}
     crowd: dict[int, int] = {}
     flows_on: dict[int, list[int]] = {}
     for flow, ports in enumerate(crossed):
         for place, limit in ports:
-            if place in left:
+            if place in remaining:
                 crowd[place] += 1
                 flows_on[place].append(flow)
             else:
-                left[place], crowd[place], flows_on[place] = limit, 1, [flow]
+                remaining[place], crowd[place], flows_on[place] = limit, 1, [flow]
     rates = [math.inf] * len(crossed)
     while crowd:
-        part, fullest = min((left[place] / count, place) for place, count in crowd.items())
+        part, fullest = min((remaining[place] / count, place) for place, count in crowd.items())
         for flow in flows_on[fullest]:
             if rates[flow] == math.inf:
                 rates[flow] = part
                 for place, _ in crossed[flow]:
-                    left[place] = max(0.0, left[place] - part)
+                    remaining[place] = max(0.0, remaining[place] - part)
                     crowd[place] -= 1
                     if not crowd[place]:
                         del crowd[place]

@@ -16,7 +16,7 @@ from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_ra
 
 
 class Route(NamedTuple):
-    """What a transfer from one device to another crosses."""
+    """The ports and the link that a transfer from one device to another crosses."""
 
     number: int
     sender: int
@@ -131,7 +131,7 @@ class FlowShape:
 
     @cached_property
     def users(self) -> NDArray[numpy.bool_]:
-        """Which of the devices send or receive."""
+        """The devices that send or receive, as a mask."""
         return self.senders | self.receivers_of(self.all)
 
     def rates_alone(self, flows: Places) -> Numbers:
@@ -154,7 +154,7 @@ class FlowShape:
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes under way. `version` tells a stale finish time from the current one."""
+    """Bytes under way. `version` distinguishes a stale finish time from the current one."""
 
     source: str
     target: str
@@ -173,13 +173,13 @@ class Transfer:
 
     @property
     def ends(self) -> float:
-        """When its last byte leaves, at this rate."""
+        """The time at which its last byte leaves, at this rate."""
         if not self.rate:
             return math.inf
         return self.since + max(0.0, self.left / self.rate)
 
     def give(self, rate: float, now: float) -> bool:
-        """Set the rate from now on. Returns whether it changed."""
+        """Set the rate from now on, and return whether it changed."""
         if rate == self.rate:
             return False
         if now > self.since:
@@ -190,7 +190,7 @@ class Transfer:
 
 
 class Ended(NamedTuple):
-    """What has ended of a bundle."""
+    """The part of a bundle that has ended."""
 
     flows: Places
     senders: Places
@@ -200,7 +200,7 @@ class Ended(NamedTuple):
 
 
 class FlowBundle:
-    """Transfers that start together, as those of a sum. The arrays hold those still under way."""
+    """Transfers that start together, like those of a sum. The arrays hold those still under way."""
 
     def __init__(self, shape: FlowShape, sizes: Numbers, label: object, now: float, *, is_urgent: bool) -> None:
         self.shape, self.flows, self.left, self.label, self.is_urgent = shape, shape.all, sizes, label, is_urgent
@@ -227,14 +227,14 @@ class FlowBundle:
 
     @property
     def ends(self) -> float:
-        """When the first of them ends."""
+        """The time at which the first of them ends."""
         seconds = numpy.divide(self.left, self.rate, out=numpy.full(len(self.left), numpy.inf), where=self.rate > 0)
         first = max(0.0, float(seconds.min()))
         self._ending = seconds <= first + (self.since + first) * SAME
         return self.since + first
 
     def give(self, rate: Numbers, now: float) -> bool:
-        """Set the rates from now on. Returns whether they changed."""
+        """Set the rates from now on, and return whether they changed."""
         if rate is self.rate or numpy.array_equal(rate, self.rate):
             return False
         self._sent_until(now)
@@ -244,7 +244,7 @@ class FlowBundle:
         return True
 
     def hold(self, now: float) -> bool:
-        """Stop sending from now on. Returns whether anything was being sent."""
+        """Stop sending from now on, and return whether anything was being sent."""
         return self._is_going and self.give(numpy.zeros(len(self.flows)), now)
 
     def end_some(self, now: float) -> Ended:

@@ -1,11 +1,11 @@
 """Transfers that share links and ports fairly, under a virtual clock.
 
-Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share them, and
-between these there is only the pair's link. Rates are max-min fair (fairness.py). Bulk transfers wait while their
+Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share the ports,
+and between these there is only the pair's link. Rates are max-min fair (fairness.py). Bulk transfers wait while their
 sender has urgent ones under way, as in the engine.
 
-What starts and ends at one moment is shared once, when the clock moves on, and only what is connected to it is looked
-at again. The flows of a sum are one bundle: arrays, and one event for all that end together.
+Rates are shared once for all that starts and ends at one moment, when the clock moves on, and only for the transfers
+connected to it. The flows of a sum are one bundle: arrays, and one event for all that end together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands.simulator.flows import Ended, FlowBundle, FlowShape, Transfer, Wi
 
 Party = Transfer | FlowBundle
 MOST_FEW = 64
-"""Up to this many transfers are shared one by one, which is faster than as arrays."""
+"""The most transfers that are shared one by one, which is faster than as arrays."""
 
 
 class LinkNetwork:
@@ -64,13 +64,13 @@ class LinkNetwork:
         self._touch(bundle, now)
         return bundle
 
-    def _enter(self, what: Transfer | FlowShape) -> None:
-        for node in what.nodes:
-            self._on[node][what] = None
+    def _enter(self, item: Transfer | FlowShape) -> None:
+        for node in item.nodes:
+            self._on[node][item] = None
 
-    def _leave(self, what: Transfer | FlowShape) -> None:
-        for node in what.nodes:
-            del self._on[node][what]
+    def _leave(self, item: Transfer | FlowShape) -> None:
+        for node in item.nodes:
+            del self._on[node][item]
 
     def _touch(self, party: Party, now: float) -> None:
         if not self._touched:
@@ -104,26 +104,26 @@ class LinkNetwork:
     def settle(self, now: float) -> list[Party]:
         """Share rates again at the touched nodes. Returns the transfers whose rate changed."""
         changed: list[Party] = []
-        seen: set[int] = set()
+        visited: set[int] = set()
         for node in self._touched:
-            if node not in seen:
-                connected = self._connected(node, seen)
+            if node not in visited:
+                connected = self._connected(node, visited)
                 if connected:
                     changed += self._share(connected, now)
         self._touched.clear()
         return changed
 
-    def _connected(self, node: int, seen: set[int]) -> dict[Transfer | FlowShape, None]:
+    def _connected(self, node: int, visited: set[int]) -> dict[Transfer | FlowShape, None]:
         connected: dict[Transfer | FlowShape, None] = {}
         frontier = [node]
-        seen.add(node)
+        visited.add(node)
         while frontier:
             for party in self._on[frontier.pop()]:
                 if party not in connected:
                     connected[party] = None
                     for other in party.nodes:
-                        if other not in seen:
-                            seen.add(other)
+                        if other not in visited:
+                            visited.add(other)
                             frontier.append(other)
         return connected
 

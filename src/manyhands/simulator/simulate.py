@@ -1,9 +1,9 @@
 """Interprets a schedule's actions under a virtual clock.
 
-Each device has one processor and sends and receives beside it. Messages of one pair go one after another, as on one
-connection; pairs share links and ports fairly. The loop takes the next event (a computation or a
-transfer that ends), moves the clock there, and resumes what was waiting for it: exactly what an executor does
-with real devices, with `planner.cost` in place of torch and `links` in place of sockets.
+Each device has one processor and sends and receives in parallel with it. Messages of one pair go one after another, as
+on one connection; pairs share links and ports fairly. The loop takes the next event (a computation or a transfer that
+ends), moves the clock there, and resumes what was waiting for it: exactly what an executor does with real devices, with
+`planner.cost` in place of torch and `links` in place of sockets.
 """
 
 from __future__ import annotations
@@ -138,16 +138,16 @@ class _Run:
                         self._at(ends, "sent", party, party.version)
             if not self.events:
                 break
-            self.now, _, kind, what, version = heapq.heappop(self.events)
+            self.now, _, kind, subject, version = heapq.heappop(self.events)
             if kind == "computed":
-                self.runnable.append(what)
+                self.runnable.append(subject)
             elif kind == "sent":
-                if version == what.version:
-                    self._sent(what)
+                if version == subject.version:
+                    self._sent(subject)
             elif kind == "arrived":
-                self._arrived(what)
+                self._arrived(subject)
             else:
-                self._reduced(what)
+                self._reduced(subject)
             self._let_run()
         stuck = [device for device in self.devices.values() if not device.is_done]
         if stuck:
@@ -155,8 +155,8 @@ class _Run:
             raise BadSchedule("The run does not end:\n" + "\n".join(lines))
         return self._result()
 
-    def _at(self, seconds: float, kind: str, what: Any, version: int = 0) -> None:
-        heapq.heappush(self.events, (seconds, next(self.ticket), kind, what, version))
+    def _at(self, seconds: float, kind: str, subject: Any, version: int = 0) -> None:
+        heapq.heappush(self.events, (seconds, next(self.ticket), kind, subject, version))
 
     def _let_run(self) -> None:
         while self.runnable:
@@ -214,7 +214,7 @@ class _Run:
         return True
 
     def _takes_time(self, device: _Device, action: Action) -> bool:
-        """Start an action. Returns whether the processor is busy with it."""
+        """Start an action, and return whether the processor is busy with it."""
         is_computing = True
         if isinstance(action, (Forward, Backward)):
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
@@ -278,11 +278,11 @@ class _Run:
         if bundle.is_over:
             self._at(self.now + self.costs.reduction_delay_seconds(reduce), "reduced", reduce)
 
-    def _note_sent(self, source: str, target: str, started: float, kind: str, what: object) -> None:
+    def _note_sent(self, source: str, target: str, started: float, kind: str, subject: object) -> None:
         if self.keep_spans and len(self.spans) < MOST_SPANS:
             delay = self.costs.link(source, target).delay_seconds
-            self.spans.append(Span(source, "send", started, self.now, kind, what, target))
-            self.spans.append(Span(target, "receive", started + delay, self.now + delay, kind, what, source))
+            self.spans.append(Span(source, "send", started, self.now, kind, subject, target))
+            self.spans.append(Span(target, "receive", started + delay, self.now + delay, kind, subject, source))
 
     def _arrived(self, transfer: Transfer) -> None:
         device = self.devices[transfer.target]

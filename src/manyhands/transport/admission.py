@@ -1,4 +1,4 @@
-"""Which connections stay while they have not shown yet that they may be here: fair per client address.
+"""Limits the connections that have not shown yet that they may be here, fairly per client address.
 
 Opening a connection is free for an attacker, so every listener bounds the connections that have proven nothing, and the
 bound must not lock out the next client. Two rules hold at every listener of manyhands, for peers and for HTTP:
@@ -29,10 +29,10 @@ class Pending:
     connected: socket.socket
     host: str
     network: str
-    """What counts as one client address."""
+    """The client's address as it is counted: see `client_network`."""
     is_authorized: bool = False
     evicted: threading.Event = field(default_factory=threading.Event)
-    """Set once it had to make room."""
+    """Set once the connection had to make room."""
 
 
 class Admission:
@@ -42,10 +42,10 @@ class Admission:
         self._most, self._most_per_address = most, most_per_address
         self._lock = threading.Lock()
         self._pending: dict[Pending, None] = {}
-        """Pending connections in the order they came."""
+        """Pending connections in the order in which they came."""
 
     def enter(self, connected: socket.socket, host: str) -> Pending | None:
-        """Register a new connection, for which another may be shut down; None where all who are here are authorized."""
+        """Register a new connection, for which another may be shut down; None where all present ones are authorized."""
         pending = Pending(connected, host, client_network(host))
         with self._lock:
             crowds = Counter(other.network for other in self._pending if not other.is_authorized)
@@ -60,7 +60,7 @@ class Admission:
         return pending
 
     def _evict(self, *networks: str) -> None:
-        """Shut down the oldest pending connection of these. With the lock held."""
+        """Shut down the oldest pending connection of these networks. Called with the lock held."""
         oldest = next(pending for pending in self._pending if not pending.is_authorized and pending.network in networks)
         oldest.evicted.set()
         shut_down(oldest.connected)  # the thread that serves it wakes up and ends
@@ -92,7 +92,7 @@ class Admission:
 
 
 def client_network(host: str) -> str:
-    """What counts as one client address: the IPv4 address, or the /64 of an IPv6 address."""
+    """Return what counts as one client address: the IPv4 address, or the /64 of an IPv6 address."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -25,12 +25,12 @@ from manyhands.transport.wire import Broken, Wire, wait, write_all
 LARGEST_CONTROL_BYTES = 64 * 2**20
 SEND_LIMIT_SECONDS = 30.0
 _PIECE_BYTES = 64 * 1024
-"""Memory that is made for a message before more of it has come."""
+"""The most memory that is allocated for a message before more of it has come."""
 _LENGTH = struct.Struct("<I")
 
 
 class Channel:
-    """One end of a control channel. Threads may send at once, and one may receive meanwhile."""
+    """One end of a control channel. Several threads may send at once while one receives."""
 
     def __init__(self, wire: Wire, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._wire, self._largest_bytes = wire, largest_bytes
@@ -42,9 +42,9 @@ class Channel:
         self._buffer = bytearray(_LENGTH.size)
         """The length of a message, then what has come of it, and room for the next piece."""
         self._filled = 0
-        """Of the buffer: a limit may pass at any byte."""
+        """Bytes of the buffer that are filled: a limit may pass at any byte."""
         self._size: int | None = None
-        """Of the message; None: its length has not come yet."""
+        """The size of the message; None: its length has not come yet."""
         self._lost: WorkerLost | None = None
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
@@ -77,13 +77,13 @@ class Channel:
             self._sending.release()
 
     def limit_received(self, largest_bytes: int) -> None:
-        """Break the connection where a longer message comes from now on."""
+        """Break the connection where a longer message arrives from now on."""
         self._largest_received_bytes = largest_bytes
 
     def receive(self, limit_seconds: float) -> bytes | None:
         """Return the next message; None where the limit passed. What had come of it is kept for the next call.
 
-        Memory grows with what arrives: a peer that announces a long message and sends nothing has cost nothing.
+        Memory grows with what arrives: a peer that announces a long message and sends nothing costs nothing.
         """
         deadline = time.monotonic() + limit_seconds
         if not self._receiving.acquire(timeout=max(0.0, limit_seconds)):
@@ -123,7 +123,7 @@ class Channel:
 
     @property
     def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not whole yet: a peer that is still sending is not silent."""
+        """Bytes received of a message that is not complete yet: a peer that is still sending is not silent."""
         return self._filled if self._size is None else _LENGTH.size + self._filled
 
     def _check(self) -> None:
@@ -144,13 +144,13 @@ class Channel:
 
 
 class Listener:
-    """Where workers join. Peers without the token are dropped and counted."""
+    """A listener at which workers join. Peers without the token are dropped and counted."""
 
     def __init__(self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._largest_bytes = largest_bytes
         self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self.peer_listener = PeerListener(host, port, security, Purpose.CONTROL, self._admit)
-        """Peers of another purpose may be received at it too."""
+        """Peers with another purpose may be received at it too."""
         self.address = self.peer_listener.address
 
     def _admit(self, wire: Wire) -> None:
@@ -162,12 +162,12 @@ class Listener:
 
     @property
     def dropped(self) -> int:
-        """How many peers were turned away."""
+        """The number of peers that were turned away."""
         return self.peer_listener.dropped
 
     @property
     def reasons(self) -> list[str]:
-        """Why the last of them were turned away."""
+        """The reasons why the last of them were turned away."""
         return list(self.peer_listener.reasons)
 
     def accept(self, limit_seconds: float) -> Channel | None:
@@ -193,8 +193,8 @@ def connect(
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Channel:
-    """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it does not
-    admit this device."""
+    """Join a listener, which may not exist yet: tried until the limit, unless `once`. Refused where it does not admit
+    this device."""
     deadline = time.monotonic() + limit_seconds
     wire = dial(host, port, security, Purpose.CONTROL, deadline, is_cancelled, once=once)
     return Channel(wire, largest_bytes=largest_bytes)

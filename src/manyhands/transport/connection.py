@@ -1,4 +1,4 @@
-"""One TCP connection to a peer: its queues, the memory shared with it, and when it was last heard from."""
+"""One TCP connection to a peer: its queues, the memory shared with it, and when the last byte came from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from manyhands.transport.wire import Wire
 
 
 def is_far(wire: Wire) -> bool:
-    """Return whether bytes come over a network. A connection that is gone counts as near: the next read finds out."""
+    """Return whether bytes come over a network. A connection that is lost counts as near: the next read detects the
+    loss."""
     try:
         return not is_loopback(str(wire.socket.getpeername()[0]))
     except OSError:

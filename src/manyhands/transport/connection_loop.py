@@ -1,8 +1,8 @@
 """Moves the bytes of all of a device's TCP connections, in one thread at a time.
 
 Whichever thread runs the event loop at the moment (`event_loop`) is the only one that touches the poller and closes
-wires. Other threads leave work for it with `ask`. It reads everything that comes, whether anybody waits for it or not,
-so devices that send to each other never wait for each other.
+wires. Other threads leave work for it with `ask`. It reads everything that comes, whether any thread waits for it or
+not, so devices that send to each other never block each other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from manyhands.transport.wire import Broken, Wire
 
 _BEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
-"""How much one connection is read or written before others get their turn."""
+"""The bytes that are read from or written to one connection before others get their turn."""
 _LITTLE_BYTES = 64 * 1024
 """Less than this in one look came over a slow link, or was all there is."""
 _SEGMENTS_AT_ONCE = 16
-"""How much leaves over shaped links before the sockets are looked at again."""
+"""The segments that leave over shaped links before the sockets are looked at again."""
 
 
 class ConnectionLoop:
@@ -49,7 +49,8 @@ class ConnectionLoop:
         on_lost: Callable[[str], None],
         on_beat: Callable[[], None],
     ) -> None:
-        """`on_lost` is called with each peer whose connection ended, in any thread; `on_beat` at every heartbeat."""
+        """Start the event loop. `on_lost` is called with each peer whose connection ended, in any thread; `on_beat` at
+        every heartbeat."""
         self.name, self.silence_seconds = name, silence_seconds
         self._mailbox, self._sharing, self._on_lost, self._on_beat = mailbox, sharing, on_lost, on_beat
         self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
@@ -59,7 +60,7 @@ class ConnectionLoop:
         self.lock = threading.Lock()
         self._is_closing = False
         self._asked: deque[Callable[[], None]] = deque()
-        """What the thread that runs the event loop is to do next."""
+        """Work for the thread that runs the event loop, in order."""
         self._buffered: set[Connection] = set()
         self._writers: set[Connection] = set()
         self._links: Mapping[str, Link] = {}
@@ -96,12 +97,12 @@ class ConnectionLoop:
     # From any thread
 
     def ask(self, work: Callable[[], None]) -> None:
-        """Have the thread that runs the event loop do this soon."""
+        """Make the thread that runs the event loop do this work soon."""
         self._asked.append(work)
         self._event_loop.wake()
 
     def ask_to_write(self, connection: Connection) -> None:
-        """Have what is left in a connection's outbox written soon."""
+        """Make the event loop write what is left in a connection's outbox soon."""
         self.ask(partial(self._go_on_writing, connection))
 
     def install(self, peer: str, wire: Wire) -> None:
@@ -156,15 +157,13 @@ class ConnectionLoop:
         return bool(self._asked or self._writers or self._buffered or self._held)
 
     def _turn(self, limit_seconds: float) -> bool:
-        """Look at the sockets once and serve those that are ready.
-
-        Returns whether all that came were small parts of larger messages from other machines.
-        """
+        """Look at the sockets once, serve those that are ready, and return whether all that came were small parts of
+        larger messages from other machines."""
         if self._buffered or self._asked:
             limit_seconds = 0.0
         if self._held:
-            left = min(self._held.values()) - time.monotonic()
-            ready = self._poller.poll_precisely(max(0.0, min(limit_seconds, left)))
+            seconds_left = min(self._held.values()) - time.monotonic()
+            ready = self._poller.poll_precisely(max(0.0, min(limit_seconds, seconds_left)))
         else:
             ready = self._poller.poll(limit_seconds)
         now = time.monotonic()
@@ -186,7 +185,7 @@ class ConnectionLoop:
         if now - self._beaten_at >= self.beat_seconds:
             self._beaten_at = now
             self._beat(now)
-        return 0 < came < _LITTLE_BYTES and all(one is None or one.trickles for one, _ in ready)
+        return 0 < came < _LITTLE_BYTES and all(entry is None or entry.trickles for entry, _ in ready)
 
     def _pardon(self, now: float) -> None:
         """Reset every peer's silence: this process itself did not run for a while (a suspended laptop)."""
@@ -194,7 +193,7 @@ class ConnectionLoop:
             connection.heard_at = now
 
     def _serve(self, connection: Connection, mask: int, now: float) -> int:
-        """Read and write what a connection is ready for; returns how many bytes were read."""
+        """Read and write what a connection is ready for; return how many bytes were read."""
         came = 0
         try:
             if mask & READ:
@@ -215,7 +214,7 @@ class ConnectionLoop:
         return came
 
     def _write_soon(self, connection: Connection) -> None:
-        """Write at the end of this turn: called inside one, which ends with what was asked."""
+        """Write at the end of this turn: called inside one, which ends with the work that was left for it."""
         self._asked.append(partial(self._go_on_writing, connection))
 
     def _go_on_writing(self, connection: Connection) -> None:
@@ -233,13 +232,13 @@ class ConnectionLoop:
             (self._writers.add if is_left else self._writers.discard)(connection)
 
     def _write_everywhere(self) -> None:
-        """Go on with the bulk that stood back."""
+        """Resume bulk messages that waited for urgent ones."""
         for connection in list(self.connections.values()):
             if connection.outbox.has_work:
                 self._go_on_writing(connection)
 
     def _hold(self, connection: Connection) -> bool:
-        """Write what the shaper lets through, and note when to go on; returns whether the link is full."""
+        """Write what the shaper lets through, and note when to go on; return whether the link is full."""
         due = connection.outbox.pump_shaped(time.monotonic())
         if due < math.inf and self.connections.get(connection.peer) is connection:
             self._held[connection] = due
@@ -248,7 +247,7 @@ class ConnectionLoop:
         return connection.outbox.is_blocked
 
     def _serve_held(self) -> None:
-        """Write to shaped connections in the order in which they are due: so they share the port."""
+        """Write to shaped connections in the order in which they are due, so that they share the port."""
         now = time.monotonic()
         for _ in range(_SEGMENTS_AT_ONCE):
             connection = min(self._held, key=self._held.__getitem__, default=None)
@@ -261,7 +260,7 @@ class ConnectionLoop:
             self._go_on_writing(connection)
 
     def _fit_shapers(self) -> list[Connection]:
-        """Give every connection the shaper of its link, all at once, for they share the port."""
+        """Give every connection the shaper of its link, all at once, because they share the port."""
         now = time.monotonic()
         with self.lock:
             connections = list(self.connections.values())

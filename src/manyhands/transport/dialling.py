@@ -1,4 +1,4 @@
-"""Connects to a listener and shakes hands: how control channels and data connections begin at the caller's end."""
+"""Connects to a listener and performs the handshake: the caller's end of control channels and data connections."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def dial(
     *,
     once: bool = False,
 ) -> Wire:
-    """Connect and shake hands; returns the wire.
+    """Connect, perform the handshake, and return the wire.
 
-    Where nothing listens yet it is tried until the deadline, then TimedOut says what stood in the way. `once`: a peer
-    that is not there, or does not answer, is not tried again. Whatever is raised `is_before_proof`.
+    Where nothing listens yet it is tried until the deadline, then TimedOut says what the obstacle was. `once`: a peer
+    that is not there, or does not answer, is not tried again. Every error raised has `is_before_proof` set.
     """
     try:
         return _dial(host, port, security, purpose, deadline, is_cancelled, once=once)
@@ -56,8 +56,8 @@ def _dial(
     start = time.monotonic()
     reason, is_limited = "", False
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or is_cancelled() or (once and reason):
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0 or is_cancelled() or (once and reason):
             spent = min(time.monotonic(), deadline) - start
             if is_limited:
                 raise TimedOut(
@@ -71,7 +71,7 @@ def _dial(
         connected: socket.socket | None = None
         pause, is_limited = _RETRY_SECONDS, False
         try:
-            limit = time.monotonic() + min(left, security.handshake_seconds)
+            limit = time.monotonic() + min(seconds_left, security.handshake_seconds)
             connected = _connected(host, port, limit, is_cancelled)
             if connected.getsockname() == connected.getpeername():
                 raise Broken("connected to itself")  # a free port on this machine can do that
@@ -94,12 +94,12 @@ def _dial(
 
 def _sleep(seconds: float, is_cancelled: Callable[[], bool]) -> None:
     end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0 and not is_cancelled():
-        time.sleep(min(left, _RETRY_SECONDS))
+    while (seconds_left := end - time.monotonic()) > 0 and not is_cancelled():
+        time.sleep(min(seconds_left, _RETRY_SECONDS))
 
 
 def _connected(host: str, port: int, deadline: float, is_cancelled: Callable[[], bool]) -> socket.socket:
-    """Connect like `socket.create_connection`, but return early once `is_cancelled`."""
+    """Connect like `socket.create_connection`, but give up early once `is_cancelled`."""
     failure: OSError = TimeoutError()
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         connecting = socket.socket(family, kind, protocol)
@@ -109,10 +109,10 @@ def _connected(host: str, port: int, deadline: float, is_cancelled: Callable[[],
             poll = select.poll()
             poll.register(connecting, select.POLLOUT)
             while code == errno.EINPROGRESS:
-                left = deadline - time.monotonic()
-                if left <= 0 or is_cancelled():
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0 or is_cancelled():
                     raise TimeoutError
-                if poll.poll(min(left * 1000, _CONNECT_POLL_MILLISECONDS)):
+                if poll.poll(min(seconds_left * 1000, _CONNECT_POLL_MILLISECONDS)):
                     code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""A device's place in the exchange: what executors ask of a transport, whichever carries the bytes.
+"""A device's place in the exchange: the interface of a transport to executors, whichever carries the bytes.
 
 `tcp.py` carries them between processes and machines; `inprocess.py` between threads of one process, for tests whose
 faults come at an exact moment.
@@ -23,23 +23,23 @@ class Address(NamedTuple):
     is_dialled: bool | None = None
     """Whether the reader connects to it, or waits for it to connect. None: of two names the smaller one connects."""
     security: Security | None = None
-    """What it asks of connecting peers; None: the same as the reader does."""
+    """The security that it expects of connecting peers; None: the same as the reader's."""
 
     @classmethod
-    def of(cls, given: Address | tuple[str, int]) -> Address:
-        return given if isinstance(given, Address) else cls(*given)
+    def of(cls, address: Address | tuple[str, int]) -> Address:
+        return address if isinstance(address, Address) else cls(*address)
 
     def is_dialled_by(self, reader: str, name: str) -> bool:
-        """Whether `reader` connects to `name`, whose address this is."""
+        """Return whether `reader` connects to `name`, whose address this is."""
         return reader < name if self.is_dialled is None else self.is_dialled
 
 
 Peers = Mapping[str, Address | tuple[str, int]]
-"""Peers' names and addresses."""
+"""Names and addresses of peers."""
 
 
 class Endpoint(Protocol):
-    """Sends messages to peers by name; what comes from them is in the mailbox."""
+    """Sends messages to peers by name; messages from them are in the mailbox."""
 
     name: str
     mailbox: Mailbox
@@ -47,15 +47,15 @@ class Endpoint(Protocol):
     """Payload bytes handed to the link, by peer."""
 
     def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
-        """Hand a message to the link and go on.
+        """Hand a message to the link and return.
 
-        `parts` are sent one after another; they must not change until the receiver has
-        them, or until `release`. An urgent message overtakes others between two chunks. A lost peer is an error of the
-        next wait for it, not of this call.
+        `parts` are sent one after another; they must not change until the receiver has them, or until `release`. An
+        urgent message overtakes others between two chunks. A lost peer is an error of the next wait for it, not of this
+        call.
         """
 
     def release(self) -> None:
-        """Let go of the senders' memory: what has not left yet is copied, and the tensors may change from now on."""
+        """Stop using the senders' memory: what has not left yet is copied, and the tensors may change from now on."""
 
     def flush(self, limit_seconds: float) -> None:
         """Wait until everything handed over has left."""

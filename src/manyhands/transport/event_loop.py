@@ -1,8 +1,8 @@
 """The event loop of a transport, run by its own thread or by a thread that waits for a message.
 
-A message that is read by the thread that waits for it is there one change of threads earlier, which is much of the
-time a small message takes. So a waiting thread runs the loop. The transport's own thread stands back while another
-waits or did so just now, and comes back by itself: nothing has to wake it.
+A message that is read by the thread that waits for it arrives one thread switch earlier, which is much of the time that
+a small message takes. So a waiting thread runs the loop. The transport's own thread stands back while another waits or
+did so just now, and comes back by itself: nothing has to wake it.
 
 Over a slow link a message trickles in, and reading each part as it comes would cost a slow device much of its
 processor. So parts gather first: for a moment where a thread waits for them, longer where none does.
@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 
 _LEND_SECONDS = 0.002
-"""How long after a wait the transport's thread stays away: the next wait is often near."""
+"""The time that the transport's thread stays away after a wait: the next wait is often near."""
 _LONGEST_AWAY_SECONDS = 0.016
 _MAKE_WAY_LIMIT_SECONDS = 0.05
 _GATHER_SECONDS, _GATHER_SHORTLY_SECONDS = 0.008, 0.0005
-"""How long parts of messages gather that no thread waits for, and those that one does."""
+"""The time for which parts of messages gather: those that no thread waits for, and those that one does."""
 
 
 class EventLoop:
-    """Only the thread that runs the loop looks at the sockets.
+    """The loop of a transport; only the thread that runs it looks at the sockets.
 
     `turn(limit_seconds)` looks once, and returns whether it found parts only; `ring` ends a look from outside.
     """
@@ -60,7 +60,7 @@ class EventLoop:
             self._come_back.set()
 
     def help(self, is_over: Callable[[], bool], limit_seconds: float) -> bool:
-        """Look once at the sockets in the caller's thread. False where another waiting thread is doing so."""
+        """Look once at the sockets in the caller's thread. Return False where another waiting thread is doing so."""
         if self._is_closing:
             return False
         if not self._held.acquire(blocking=False):
@@ -79,7 +79,7 @@ class EventLoop:
         return True
 
     def wake(self) -> None:
-        """Have the thread that runs the loop look for work."""
+        """Make the thread that runs the loop look for work."""
         self._ring()
         self._come_back.set()
 

@@ -1,4 +1,4 @@
-"""What a frame on the wire looks like: a fixed prelude, a small header of known fields, raw bytes.
+"""The format of a frame on the wire: a fixed prelude, a small header of known fields, raw bytes.
 
     ┌───────────────┬──────────────────┬───────────────────────────┐
     │ prelude 8 B   │ header           │ payload: `length` bytes   │
@@ -23,7 +23,7 @@ PRELUDE = struct.Struct("<4sI")
 LARGEST_HEADER_BYTES = 4096
 LARGEST_CHUNK_BYTES = 4 * 2**20
 LONGEST_TOPIC = LARGEST_HEADER_BYTES // 4
-"""In characters, of four bytes at most."""
+"""The longest topic in characters, of at most four bytes each."""
 CHUNK_BYTES = 512 * 1024
 SHARED_CHUNK_BYTES = 2 * CHUNK_BYTES
 """The chunk size where payloads go through shared memory: copying takes less time than a frame otherwise."""
@@ -31,7 +31,7 @@ LARGEST_MESSAGE_BYTES = 2**36
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
-    """Which message a frame belongs to, and which part of it this is."""
+    """The message that a frame belongs to, and which part of it this is."""
 
     origin: str
     generation: int
@@ -43,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unkn
     offset: int
     length: int
     place: int = -1
-    """Where the payload lies in shared memory (`shared_memory`); -1: behind the header."""
+    """The offset of the payload in shared memory (`shared_memory`); -1: the payload follows the header."""
 
 
 def control(topic: str, size: int) -> Header:
@@ -52,7 +52,7 @@ def control(topic: str, size: int) -> Header:
 
 
 BEAT = control("beat", 0)
-"""Says only that its sender is alive."""
+"""A heartbeat: it shows only that its sender is alive."""
 OFFER, ANSWER = "memory offered", "memory found"
 """See `sharing`."""
 CONTROL_TOPICS = frozenset({BEAT.topic, OFFER, ANSWER})
@@ -60,7 +60,7 @@ LARGEST_CONTROL_BYTES = 4096
 
 
 class BadFrame(Exception):
-    """A frame that cannot be told apart from noise: the stream behind it is lost."""
+    """A frame that cannot be told from noise: the stream behind it is lost."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,7 +68,7 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode(header: Header) -> bytes:
-    """Prelude and header."""
+    """Return prelude and header."""
     body = _encoder.encode(header)
     if len(body) > LARGEST_HEADER_BYTES:
         raise BadValue(f"'{header.topic:.100}...' has a header of {len(body)} bytes; at most {LARGEST_HEADER_BYTES}.")
@@ -76,7 +76,7 @@ def encode(header: Header) -> bytes:
 
 
 def header_bytes(prelude: bytes | bytearray | memoryview) -> int:
-    """How long the header behind a prelude is. Checked before anything is allocated for it."""
+    """Return the length of the header behind a prelude, checked before anything is allocated for it."""
     magic, size = PRELUDE.unpack(prelude)
     if magic != MAGIC:
         raise BadFrame(f"a frame begins with {bytes(magic)!r}, not {MAGIC!r}")
@@ -86,7 +86,7 @@ def header_bytes(prelude: bytes | bytearray | memoryview) -> int:
 
 
 def is_control(header: Header) -> bool:
-    """Whether a frame is for the engine. One that is must be small and whole."""
+    """Return whether a frame is for the transport itself. Such a frame must be small and whole."""
     if header.generation != BEAT.generation or header.origin != BEAT.origin or header.topic not in CONTROL_TOPICS:
         return False
     if header.length > LARGEST_CONTROL_BYTES or header.length != header.bytes or header.place >= 0:
@@ -96,7 +96,7 @@ def is_control(header: Header) -> bool:
 
 
 def decode(body: bytes | bytearray | memoryview) -> Header:
-    """A header with every number within its limits."""
+    """Return a header with every number within its limits."""
     try:
         header = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

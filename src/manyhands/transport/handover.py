@@ -4,9 +4,9 @@
     listens at a random abstract name ◀───── connects
     same user? ────── the descriptor ──────▶ same user? takes it
 
-An abstract name exists in one network namespace only, so a device of a lab, which has a network of its own, cannot pass
-by its links; the kernel tells each side the other's user. Nothing of `/proc` is needed: a worker that is confined must
-not look into other processes.
+An abstract name exists in one network namespace only, so a device of a lab, which has a network of its own, cannot
+bypass its links; the kernel tells each side the other's user. `/proc` is not needed: a confined worker must not look
+into other processes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import threading
 
 LONGEST_PLACE = 64
 FETCH_SECONDS = 2.0
-"""After so long without an answer there is nothing to fetch. Its caller may be the thread that moves bytes."""
+"""The time after which an unanswered fetch fails. Its caller may be the thread that moves bytes."""
 _PREFIX = b"manyhands-"
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
 class Handover:
-    """Gives one descriptor to whichever processes of the same user ask for it, until it is closed."""
+    """Gives one descriptor to every process of the same user that requests it, until it is closed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -61,7 +61,7 @@ class Handover:
 
 
 def fetch(place: bytes) -> int:
-    """The descriptor that another process of the same user gives away there; OSError where it does not."""
+    """Return the descriptor that another process of the same user hands over there; OSError where it does not."""
     if not place.startswith(_PREFIX) or len(place) > LONGEST_PLACE:
         raise OSError("no place of ours")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

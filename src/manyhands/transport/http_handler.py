@@ -1,4 +1,5 @@
-"""One connection of an HTTP server: what every request passes before it is answered, and refusals in JSON."""
+"""One connection of an HTTP server: the checks that every request passes before it is answered, and refusals in
+JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from manyhands.transport.http_server import DeadlineReader, HttpServer
 from manyhands.transport.security import is_loopback
 
 LINGER_BYTES, LINGER_SECONDS = 4 * 10**6, 2.0
-"""What is still taken of a body that was refused, so that the client reads why rather than that it was cut off."""
+"""The most that is still read of a refused body, so that the client reads the reason rather than that it was
+cut off."""
 _RETRY_SECONDS = 2
 
 
 class HttpRefusal(Exception):
-    """A request that is not answered as asked: the status, and why."""
+    """A request that is refused: the status, and why."""
 
     def __init__(self, status: int, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -37,7 +39,7 @@ class DeadlineHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: HttpServer
     is_unread = False
-    """A body was announced of which not everything was taken."""
+    """Whether a body was announced that was not read to its end."""
 
     def setup(self) -> None:
         super().setup()
@@ -66,12 +68,12 @@ class DeadlineHandler(BaseHTTPRequestHandler):
 
     def _linger(self) -> None:
         self.patience.allow(LINGER_SECONDS)
-        left = LINGER_BYTES
+        bytes_left = LINGER_BYTES
         with contextlib.suppress(OSError):
-            while left > 0 and (piece := self.rfile.read1(left)):
-                left -= len(piece)
+            while bytes_left > 0 and (piece := self.rfile.read1(bytes_left)):
+                bytes_left -= len(piece)
 
-    # What is asked
+    # Requests
 
     def do_GET(self) -> None:
         self.is_unread = self.has_body()
@@ -88,36 +90,37 @@ class DeadlineHandler(BaseHTTPRequestHandler):
         raise HttpRefusal(405, "Nothing is taken here.", "GET only.")
 
     def _guarded(self, answer: Callable[[], None]) -> None:
-        """A refusal is an answer too."""
+        """Answer a request; a refusal is an answer too."""
         try:
             self.authorize()
             answer()
         except HttpRefusal as refusal:
             self.refuse(refusal)
 
-    # Who may ask
+    # Permissions
 
     def authorize(self) -> None:
-        """Refuse a client that may not ask; give one that may a place, if there is one."""
+        """Refuse a client without permission; give one that has it a place, if there is one."""
         self.check()
         if not self.server.serves(self.connection):
             most = self.server.limits.connections
             raise HttpRefusal(503, f"There are {most} connections already.", "Try again in a moment.")
 
     def check(self) -> None:
-        """Refuse a client that may not ask."""
+        """Refuse a client without permission."""
 
     def has_body(self) -> bool:
-        """A body was announced, of whatever length."""
+        """Return whether a body was announced, of whatever length."""
         return bool(self.headers.get("Content-Length", "0") != "0" or self.headers.get("Transfer-Encoding"))
 
     def is_from_here(self) -> bool:
-        """A page of elsewhere in this machine's browser can reach loopback, but not hide where it is from."""
+        """Return whether the request comes from a page of this machine: a foreign page in this machine's browser can
+        reach loopback, but not hide its origin."""
         origin = self.headers.get("Origin")
         names = [self.headers.get("Host", "localhost")] + ([origin.partition("://")[2]] if origin is not None else [])
         return all(is_loopback(_host_in(name)) for name in names)
 
-    # Words
+    # Answers
 
     def send(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
@@ -142,7 +145,7 @@ class DeadlineHandler(BaseHTTPRequestHandler):
         self.send(refusal.status, _json(refusal.document()), "application/json")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base finds wrong with a request, as JSON too."""
+        """Answer a request that the base class rejects, as JSON too."""
         self.close_connection = True
         if not hasattr(self, "command") or self.command is None:
             self.command = ""
@@ -150,11 +153,11 @@ class DeadlineHandler(BaseHTTPRequestHandler):
         self.send(code, _json({"error": message or self.responses.get(code, ("?",))[0]}), "application/json")
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Nobody reads a line for every request."""
+        """Log nothing: a line for every request would be of no use."""
 
 
 def _host_in(name: str) -> str:
-    """'[::1]:7070' -> '::1'; what is no host is nobody's."""
+    """Return the host of a name, '[::1]:7070' -> '::1'; empty where there is none."""
     try:
         return urlsplit(f"//{name}").hostname or ""
     except ValueError:

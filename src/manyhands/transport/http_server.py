@@ -1,8 +1,8 @@
-"""Connections of an HTTP server: how many there are, how long each may keep quiet, and how they end.
+"""Connections of an HTTP server: how many there are, how long each may be silent, and how they end.
 
-A thread for each connection, so that a slow client waits for nobody and nobody for it. Encryption is agreed upon in
-that thread too. Until a client has sent a complete request that it may make, its connection is pending and can make
-room for another's (`admission`); from then on it counts among the connections that are served.
+Each connection has a thread, so that a slow client delays no other. The TLS handshake happens in that thread too. Until
+a client has sent a complete request that it may make, its connection is pending and can make room for another's
+(`admission`); from then on it counts among the connections that are served.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _TURN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What the clients of a server may do, so that others are answered too."""
+    """Limits of what the clients of a server may do, so that others are answered too."""
 
     connections: int = 64
     """The most connections of clients that have sent a request they may make."""
     pending: int = 64
-    """The most connections of clients that have not, at a time; three quarters of them may be of one address."""
+    """The most connections of clients that have not, at a time; three quarters of them may come from one address."""
     idle_seconds: float = 15.0
-    """How long nothing may come, or nothing be taken; also from a request's first byte to the end of its headers."""
+    """The longest time in which nothing comes, or nothing is read; also from a request's first byte to the end of its
+    headers."""
     drain_seconds: float = 30.0
-    """How long requests under way are waited for in the end."""
+    """The longest time that requests under way are waited for at the end."""
 
 
 class DeadlineReader(io.RawIOBase):
-    """Reads from a socket until a point in time that is set anew for every part of a request."""
+    """Reads from a socket until a deadline that is set anew for every part of a request."""
 
     def __init__(self, connected: socket.socket, idle_seconds: float) -> None:
         self.connected, self.idle_seconds = connected, idle_seconds
@@ -59,10 +60,10 @@ class DeadlineReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self.end - time.monotonic()
-        if left <= 0:
+        seconds_left = self.end - time.monotonic()
+        if seconds_left <= 0:
             raise TimeoutError("the request did not come in time")
-        self.connected.settimeout(min(left, self.idle_seconds))
+        self.connected.settimeout(min(seconds_left, self.idle_seconds))
         try:
             return self.connected.recv_into(buffer)
         finally:
@@ -70,7 +71,7 @@ class DeadlineReader(io.RawIOBase):
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Listens, counts who is there, and ends without leaving a request half answered."""
+    """Listens, counts its clients, and ends without leaving a request half answered."""
 
     daemon_threads = True
     block_on_close = False
@@ -85,8 +86,11 @@ class HttpServer(ThreadingHTTPServer):
         context: ssl.SSLContext | None,
         rate_limiter: AddressRateLimiter | None = None,
     ) -> None:
-        """`rate_limiter`: a connection passes it once its client has sent something, before the TLS handshake; one
-        whose turn does not come is ended."""
+        """Listen at `address`.
+
+        `rate_limiter`: a connection passes it once its client has sent something, before the TLS handshake; a
+        connection whose turn does not come is ended.
+        """
         host, port = address
         self.limits, self.context, self.rate_limiter = limits, context, rate_limiter
         self.is_closing = False
@@ -94,7 +98,7 @@ class HttpServer(ThreadingHTTPServer):
         self._admission = Admission(limits.pending, max(1, limits.pending * 3 // 4))
         self._accepting = RateLimiter(_ACCEPTED_PER_SECOND, _ACCEPTED_AT_ONCE)
         self._connections: dict[socket.socket, Pending] = {}
-        """All that have a thread."""
+        """All connections that have a thread."""
         self._served: set[socket.socket] = set()
         self._idle: set[socket.socket] = set()
         try:
@@ -167,24 +171,25 @@ class HttpServer(ThreadingHTTPServer):
             super().finish_request(wrapped, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is its own matter."""
+        """Ignore a client that went away."""
         if not isinstance(sys.exception(), (OSError, ValueError)):
             super().handle_error(request, client_address)
 
     def waits(self, connected: socket.socket) -> bool:
-        """A connection waits for its next request; False: it should not, all is about to end."""
+        """Note that a connection waits for its next request; return False if it should not, because the server is about
+        to end."""
         with self._changed:
             self._idle.add(connected)
             return not self.is_closing
 
     def begins(self, connected: socket.socket) -> None:
-        """A request has begun to come."""
+        """Note that a request has begun to arrive."""
         with self._changed:
             self._idle.discard(connected)
 
     def serves(self, connected: socket.socket) -> bool:
-        """Count a connection among those that are served, now that its client has shown that it may ask; False: there
-        are too many of them, and it stays pending."""
+        """Count a connection among those that are served, now that its client has shown that it may make requests.
+        Return False if there are too many of them; it stays pending then."""
         with self._changed:
             if connected in self._served:
                 return True
@@ -218,7 +223,7 @@ class HttpServer(ThreadingHTTPServer):
 
 
 def _has_spoken(connected: socket.socket, limit_seconds: float) -> bool:
-    """Wait until something can be read from a client, the end of the connection included."""
+    """Wait until something can be read from a client, the end of the connection included; return whether it can."""
     poll = select.poll()
     poll.register(connected, select.POLLIN)
     return bool(poll.poll(limit_seconds * 1000))

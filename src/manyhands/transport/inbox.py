@@ -1,8 +1,8 @@
-"""What comes over one connection: the stream cut into frames, payloads read where the mailbox wants them.
+"""The receiving side of one connection: the stream cut into frames, payloads read to where the mailbox wants them.
 
-A small frame costs one system call: header and payload are read together and copied from there. Of a large one only
-the first bytes are; the rest goes straight to its destination, and the header behind it comes with the same call.
-A payload in shared memory is copied from there, straight to its destination too.
+A small frame costs one system call: header and payload are read together and copied from there. For a large one this
+holds of its first bytes only; the rest goes straight to its destination, and the next header comes with the same call.
+A payload in shared memory is copied straight to its destination too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Inbox:
         self._views: list[memoryview] = []
         self._left = 0
         self._came = 0
-        """Bytes of this connection so far: from when which of them came, its rate is known."""
+        """Bytes of this connection so far: from the times at which they came, its rate is computed."""
 
     @property
     def is_inside(self) -> bool:
@@ -46,7 +46,8 @@ class Inbox:
         return self._left > 0
 
     def read(self, most_bytes: int) -> int:
-        """Take in what has come, up to about `most_bytes`; how much it was. Broken and BadFrame end the connection."""
+        """Read what has come, up to about `most_bytes`, and return how much it was. Broken and BadFrame end the
+        connection."""
         total = 0
         while total < most_bytes:
             room_bytes, count = self._read_payload() if self._left else self._read_ahead()
@@ -61,11 +62,12 @@ class Inbox:
         return total
 
     def _read_ahead(self) -> tuple[int, int]:
-        """Headers and small frames, into the buffer. What is in it is less than a header, or than a control frame."""
+        """Read headers and small frames into the buffer, which holds less than a header, or less than a control
+        frame."""
         if self._start:
-            rest = self._end - self._start
-            self._buffer[:rest] = bytes(self._buffer[self._start : self._end])
-            self._start, self._end = 0, rest
+            kept_bytes = self._end - self._start
+            self._buffer[:kept_bytes] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, kept_bytes
         room = self._buffer[self._end :]
         count = self._wire.read([room])
         self._end += count
@@ -73,7 +75,7 @@ class Inbox:
         return len(room), count
 
     def _read_payload(self) -> tuple[int, int]:
-        """The rest of a payload; the buffer is empty, and takes what follows."""
+        """Read the rest of a payload; the buffer is empty, and receives whatever follows."""
         self._start = self._end = 0
         with self._mailbox.writing:
             if self._header is None or not self._mailbox.wants(self._header):
@@ -110,7 +112,7 @@ class Inbox:
             views[0] = views[0][count:]
 
     def _parse(self) -> None:
-        """Everything in the buffer that is whole, and the beginning of a payload."""
+        """Handle everything in the buffer that is complete, and the beginning of a payload."""
         buffer = self._buffer
         while True:
             at_hand = self._end - self._start
@@ -145,7 +147,7 @@ class Inbox:
             self._mailbox.deliver(self._peer, header, buffer[end:whole], self._came)
 
     def _take(self, header: Header) -> None:
-        """A payload that lies in the ring, all of it."""
+        """Take a payload that lies in the ring, all of it."""
         ring, size = self.ring, self.ring.size if self.ring is not None else 0
         if ring is None or header.length > size or header.place >= size:
             place = f"{header.length} bytes at {header.place}"
@@ -168,7 +170,7 @@ class Inbox:
         self._header, self._views = header, views
 
     def _copy(self, count: int) -> None:
-        """Payload that came into the buffer goes where it belongs."""
+        """Copy payload bytes from the buffer to their destination."""
         source = self._buffer[self._start : self._start + count]
         with self._mailbox.writing:
             if self._header is None or not self._mailbox.wants(self._header):

@@ -1,11 +1,11 @@
-"""An engine inside one process: frames are handed over as they would be on a wire, faults come exactly when told.
+"""A transport inside one process: frames are handed over as they would be on a wire, faults occur exactly when set.
 
     board = Switchboard(["a", "b"])
     board.fail_after("a", 7)          # a dies when it sends its 7th message, half of it delivered
 
     transport = InProcessTransport()  # a whole cluster: Coordinator(transport=transport), Worker(joining, transport)
     transport.cut("a")                # killed
-    transport.freeze("a")             # nothing from or to it arrives any more, and nobody is told
+    transport.freeze("a")             # nothing from or to it arrives any more, and no peer is notified
 
 All ends live in one process, so that a test can look at all of them.
 """
@@ -31,9 +31,9 @@ _LOOK_SECONDS = 0.1
 
 
 class InProcessTransport:
-    """Control channels and data endpoints of a whole cluster in one process. See `transport.Transport`.
+    """The control channels and data endpoints of a whole cluster in one process. See `transport.Transport`.
 
-    One object serves all of them; what a name asks for shares that name's faults.
+    One object serves all of them; the channels and endpoints of one name share its faults.
     """
 
     def __init__(self, *, limit_seconds: float = WAIT_LIMIT_SECONDS) -> None:
@@ -46,12 +46,12 @@ class InProcessTransport:
         self.channels: set[InProcessChannel] = set()
         self._frozen: set[str] = set()
         self._parted: dict[frozenset[str], float] = {}
-        """Pairs that cannot reach each other, and since when."""
+        """Pairs that cannot reach each other -> the time since when."""
         self._held: dict[tuple[str, str], deque[Callable[[], None]]] = {}
-        """What waits for a thaw, by sender and receiver."""
+        """Deliveries that wait for a thaw, by sender and receiver."""
         self._ports = itertools.count(_FIRST_PORT)
 
-    # What coordinator and workers ask for
+    # Called by coordinator and workers
 
     def listen(self, name: str, host: str, port: int, security: Security) -> InProcessListener:
         with self.change:
@@ -76,13 +76,13 @@ class InProcessTransport:
         deadline = time.monotonic() + limit_seconds
         with self.change:
             while (listener := self.listeners.get(port)) is None or self.is_frozen(name, listener.name):
-                left = deadline - time.monotonic()
-                if left <= 0 or once or is_cancelled():
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0 or once or is_cancelled():
                     raise TimedOut(
                         f"Nobody answered at {host}:{port} within {limit_seconds:g} s.",
                         hint="Is it running, is this its address, and does a firewall let it through?",
                     )
-                self.change.wait(min(left, _LOOK_SECONDS))
+                self.change.wait(min(seconds_left, _LOOK_SECONDS))
             compare(f"{host}:{port}", listener.security, security, Purpose.CONTROL)
             shown = "127.0.0.1" if host in EVERY_ADDRESS else host
             near, far = InProcessChannel(self, name, shown), InProcessChannel(self, listener.name, shown)
@@ -105,12 +105,12 @@ class InProcessTransport:
     def new_port(self) -> int:
         return next(port for port in self._ports if port not in self.listeners and port not in self.endpoints)
 
-    # What goes wrong
+    # Faults
 
     def cut(self, name: str) -> None:
         """Break all connections of `name` at once, as if it was killed: for it and for every peer.
 
-        What is made under this name later is not affected: a killed device may be started again. Ends a freeze.
+        Connections made under this name later are not affected: a killed device may be started again. Ends a freeze.
         """
         reason = f"{name} was cut off"
         with self.change:
@@ -131,12 +131,12 @@ class InProcessTransport:
             self._frozen.add(name)
 
     def thaw(self, name: str) -> None:
-        """Deliver what was held back, in order: also that a peer gave up meanwhile."""
+        """Deliver what was held back, in order, including the news that a peer gave up meanwhile."""
         with self.change:
             self._frozen.discard(name)
             for pair in [pair for pair in self._held if name in pair and not self.is_frozen(*pair)]:
-                for what in self._held.pop(pair):
-                    what()
+                for deliver in self._held.pop(pair):
+                    deliver()
             self.change.notify_all()
 
     def part(self, name: str, other: str) -> None:
@@ -145,20 +145,20 @@ class InProcessTransport:
             self._parted[frozenset((name, other))] = time.monotonic()
 
     def parted_seconds(self, name: str, other: str) -> float:
-        """Return for how long two have not reached each other; 0: they do."""
+        """Return for how long two devices have not reached each other; 0: they do."""
         since = self._parted.get(frozenset((name, other)))
         return 0.0 if since is None else time.monotonic() - since
 
     def is_frozen(self, *names: str) -> bool:
         return not self._frozen.isdisjoint(names) or frozenset(names) in self._parted
 
-    def pass_on(self, source: str, target: str, what: Callable[[], None]) -> None:
-        """Deliver something now, or when both are thawed."""
+    def pass_on(self, source: str, target: str, deliver: Callable[[], None]) -> None:
+        """Make a delivery now, or when both are thawed."""
         with self.change:
             if self.is_frozen(source, target):
-                self._held.setdefault((source, target), deque()).append(what)
+                self._held.setdefault((source, target), deque()).append(deliver)
             else:
-                what()
+                deliver()
                 self.change.notify_all()
 
     def is_held(self, source: str) -> bool:

@@ -28,7 +28,7 @@ class InProcessChannel:
         self._messages: deque[bytes] = deque()
         self._largest_received_bytes = LARGEST_CONTROL_BYTES
         self._ended = ""
-        """Why nothing more will come than what has come already."""
+        """The reason why nothing more will come than what has come already."""
         self._lost: WorkerLost | None = None
 
     def send(self, data: bytes, limit_seconds: float = SEND_LIMIT_SECONDS) -> None:
@@ -55,16 +55,16 @@ class InProcessChannel:
                 if self._ended:
                     self.break_off(self._ended)
                     break
-                left = deadline - time.monotonic()
-                if left <= 0:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     return None
-                self.transport.change.wait(left)
+                self.transport.change.wait(seconds_left)
             assert self._lost is not None
             raise self._lost
 
     @property
     def unfinished_bytes(self) -> int:
-        """Messages come as a whole."""
+        """Always 0: messages come as a whole."""
         return 0
 
     def _broken(self, reason: str) -> WorkerLost:
@@ -78,7 +78,7 @@ class InProcessChannel:
             self.transport.change.notify_all()
 
     def end(self, reason: str) -> None:
-        """Note that the other end is gone; what has come before can still be read."""
+        """Note that the other end is closed; what came before can still be read."""
         self._ended = self._ended or reason
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class InProcessChannel:
 
 
 class InProcessListener:
-    """Where workers join. See `channel.Listener`."""
+    """A listener at which workers join. See `channel.Listener`."""
 
     def __init__(self, transport: InProcessTransport, name: str, address: tuple[str, int], security: Security) -> None:
         self.transport, self.name, self.address, self.security = transport, name, address, security

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Link:
-    """Two endpoints that are connected; one of its kind is not another between the same two."""
+    """A connection of two endpoints; a later one between the same two is another object."""
 
 
 class RendezvousEndpoint:
@@ -35,7 +35,7 @@ class RendezvousEndpoint:
         self.mailbox = Mailbox(name, limit_seconds=transport.limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
         self.silence_seconds = HEARTBEAT_TIMEOUT_SECONDS * security.patience
-        """Silence is not noticed here, breaks are."""
+        """Silence is not detected here, only breaks are."""
         self._peers: dict[str, tuple[_Link, RendezvousEndpoint]] = {}
         self._named: set[str] = set()
         self._wanted: set[str] = set()
@@ -44,23 +44,23 @@ class RendezvousEndpoint:
 
     def connect(self, peers: Peers, limit_seconds: float) -> None:
         deadline = time.monotonic() + limit_seconds
-        wanted = {peer: Address.of(peers[peer]) for peer in sorted(peers) if peer != self.name}
+        addresses = {peer: Address.of(peers[peer]) for peer in sorted(peers) if peer != self.name}
         with self.transport.change:
-            self._named.update(wanted)
-            self._wanted = set(wanted)
+            self._named.update(addresses)
+            self._wanted = set(addresses)
             self.transport.change.notify_all()
-            while missing := [peer for peer in wanted if not self._meet(peer, wanted[peer])]:
-                left = deadline - time.monotonic()
-                if left <= 0:
+            while missing := [peer for peer in addresses if not self._meet(peer, addresses[peer])]:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     raise TimedOut(
                         f"{self.name} waited {limit_seconds:g} s for {', '.join(missing)} to connect to it.",
                         hint=f"Are they running, and can they reach {self.address[0]}:{self.address[1]}?",
                     )
-                self.transport.change.wait(left)
+                self.transport.change.wait(seconds_left)
             self._wanted = set()
 
     def _meet(self, peer: str, address: Address) -> bool:
-        """Whether there is a connection; one of the two makes it, once both want it."""
+        """Return whether there is a connection; one of the two makes it, once both want it."""
         if self._gone is not None:
             raise self._gone
         if self.is_connected(peer) or not address.is_dialled_by(self.name, peer):
@@ -161,7 +161,7 @@ class RendezvousEndpoint:
             self.transport.change.notify_all()
 
     def release(self) -> None:
-        """Everything was copied as it was sent."""
+        """Do nothing: everything was copied as it was sent."""
 
     def flush(self, limit_seconds: float) -> None:
         with self.transport.change:
@@ -169,7 +169,7 @@ class RendezvousEndpoint:
                 raise TimedOut(f"{self.name} still has messages under way after {limit_seconds:g} s.")
 
     def shape(self, links: Mapping[str, Link], up_bytes_per_second: float = math.inf) -> None:
-        """Inside one process links are as they are."""
+        """Do nothing: links inside one process are not shaped."""
 
     def close(self) -> None:
         self._leave(f"{self.name} was closed")

@@ -1,6 +1,6 @@
-"""A device's own key: an Ed25519 pair, the certificate made of it, and what is known of other devices' keys.
+"""A device's own key: an Ed25519 pair, the certificate made of it, and the keys that it knows of other devices.
 
-The private key never leaves its device. The certificate is only a wrapper: nobody vouches for it, and what is
+The private key never leaves its device. The certificate is only a wrapper: no authority vouches for it, and what is
 remembered of another device (pinned) is its public key. TLS 1.3 proves that the server has the key of its certificate;
 the client proves the same by a signature inside the connection (see `proofs`).
 """
@@ -22,11 +22,11 @@ NO_KEY = bytes(PUBLIC_BYTES)
 """Sent by a device that has no key: one that could not keep it."""
 _FINGERPRINT_CHARACTERS = 32
 _CONTEXT = b"manyhands device key\0"
-"""Before everything that is signed, so that no signature made for something else fits."""
+"""A prefix of everything that is signed, so that no signature made for another purpose is valid."""
 
 
 class Role(enum.IntEnum):
-    """What a device does in a run; a key is trusted for one of these, or for both."""
+    """The role of a device in a run; a key is trusted for one of these, or for both."""
 
     COORDINATOR = 1
     WORKER = 2
@@ -42,7 +42,7 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Pinned:
-    """What is remembered of a device's key."""
+    """The facts remembered of a device's key."""
 
     name: str
     roles: frozenset[Role]
@@ -56,8 +56,8 @@ class KeyBook(Protocol):
         """Return what is known of a key now; None: nothing."""
 
     def join(self, public: bytes, name: str, role: Role) -> bool:
-        """The owner of a key has joined under this name: remember it. Returns whether it is new; Refused where the
-        name is another key's."""
+        """Remember that the owner of a key has joined under this name. Return whether it is new; Refused where the name
+        belongs to another key."""
 
     def public_keys(self, role: Role) -> list[bytes]:
         """Return the keys of the devices that may act in this role."""
@@ -67,10 +67,10 @@ class KeyBook(Protocol):
 
 
 class DeviceKey:
-    """This device's pair."""
+    """This device's key pair."""
 
     def __init__(self, private: bytes) -> None:
-        """`private`: 32 bytes, as `new_private_key` makes them."""
+        """Load the key from `private`: 32 bytes, as `new_private_key` makes them."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         self._key = Ed25519PrivateKey.from_private_bytes(private)
@@ -101,7 +101,7 @@ def new_private_key() -> bytes:
 
 
 def is_signed(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether the owner of this public key has signed this."""
+    """Return whether the owner of this public key has signed the content."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -113,13 +113,13 @@ def is_signed(public: bytes, signature: bytes, content: bytes) -> bool:
 
 
 def fingerprint(public: bytes) -> str:
-    """128 bits of a key's SHA-256 in groups that can be read out: '3f2a-91c0-...'."""
+    """Return 128 bits of a key's SHA-256 in groups that can be read out: '3f2a-91c0-...'."""
     text = hashlib.sha256(public).hexdigest()[:_FINGERPRINT_CHARACTERS]
     return "-".join(text[place : place + 4] for place in range(0, len(text), 4))
 
 
 def key_of(certificate: bytes) -> bytes:
-    """The device key in a certificate; empty where it has none, as a throw-away one, or cannot be read."""
+    """Return the device key in a certificate; empty where it has none, like a throw-away one, or cannot be read."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -132,7 +132,8 @@ def key_of(certificate: bytes) -> bytes:
 
 
 def certified_context(key: object) -> tuple[ssl.SSLContext, bytes]:
-    """A server's TLS context with a certificate that this private key has signed for itself, and the certificate."""
+    """Return a server's TLS context with a certificate that this private key has signed for itself, and the
+    certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519

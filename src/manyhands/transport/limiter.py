@@ -1,15 +1,15 @@
-"""How often a token may be guessed: a rate limiter for failed proofs, by address and in total.
+"""A rate limiter for failed proofs, by address and in total, which bounds how often a token may be guessed.
 
 With a PAKE (`pake`) every guess costs a connection, so limiting connections limits guesses. One address has 5 failures
-for nothing; then it waits 1, 2, 4 ... 300 s. All addresses together have 30, and get one more every minute: 30 at once,
-then 1,440 a day, or 525,600 a year. What that means for a token that was drawn at random:
+free; then it waits 1, 2, 4 ... 300 s. All addresses together have 30, and get one more every minute: 30 at once,
+then 1,440 a day, or 525,600 a year. For a token that was drawn at random, guessing takes on average:
 
     8 letters and digits   36**8 / 2 guesses    2.7 million years
     8 digits               10**8 / 2            95 years
     one of 10,000 words    10**4 / 2            3.5 days, with a warning every minute
 
-A guess is charged when it begins and given back when it was right, so guesses side by side gain nothing. Devices whose
-keys are known prove no token: nothing here stands in their way, however much others guess.
+A guess is charged when it begins and refunded when it was right, so guesses in parallel gain nothing. Devices whose
+keys are known prove no token: this limiter does not affect them, however much others guess.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_ADDRESSES = 4096
 
 
 class Limited(Exception):
-    """Raised where no proof is taken now; `seconds` says for how long."""
+    """Raised where no proof is accepted now; `seconds` says for how long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"too many proofs of the token have failed: wait {seconds:.0f} s")
@@ -59,7 +59,7 @@ class ProofAttempt:
 
 
 class ProofLimiter:
-    """Counts failed proofs and says when the next may come. Threads may use it at once."""
+    """Counts failed proofs and decides when the next may come. Several threads may use it at once."""
 
     def __init__(self, total: float = TOTAL_FAILURES, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._total = clock, total
@@ -69,7 +69,8 @@ class ProofLimiter:
 
     @contextmanager
     def attempt(self, origin: str) -> Iterator[ProofAttempt]:
-        """One proof from this address; it has failed unless `succeeded` is called. Limited where none is taken now."""
+        """Begin one proof from this address; it has failed unless `succeeded` is called. Limited where none is accepted
+        now."""
         place = network_of(origin)
         with self._lock:
             address = self._begin(place)
@@ -81,7 +82,7 @@ class ProofLimiter:
                 self._end(address, attempt.has_succeeded)
 
     def check(self, origin: str) -> None:
-        """Limited where no proof from this address is taken now; nothing is charged."""
+        """Raise Limited where no proof from this address is accepted now; nothing is charged."""
         with self._lock:
             self._look(network_of(origin))
 

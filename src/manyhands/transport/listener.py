@@ -1,4 +1,4 @@
-"""Listens for peers and shakes hands with them: how control channels and data connections begin at the server's end.
+"""Listens for peers and performs the handshake: the server's end of control channels and data connections.
 
 Every peer proves who it is in a thread of its own with a limit, so that a silent one delays no other. Where too many
 are pending at once, room is made by the rule of `admission`.
@@ -26,7 +26,7 @@ _MOST_HANDSHAKES_PER_ADDRESS = 96
 """Workers behind one router may all come from one address, and at once."""
 _RETRY_SECONDS = 0.05
 _LISTEN_POLL_MILLISECONDS = 500
-"""On Linux closing wakes the thread at once; elsewhere it looks up this often."""
+"""On Linux closing wakes the thread at once; elsewhere it checks this often."""
 
 
 class PeerListener:
@@ -49,7 +49,7 @@ class PeerListener:
         self.address: tuple[str, int] = (str(bound[0]), int(bound[1]))
         self.dropped = 0
         self.reasons: deque[str] = deque(maxlen=100)
-        """Why the last peers were turned away."""
+        """The reasons why the last peers were turned away."""
         self._lock = threading.Lock()
         self._admission = Admission(_MOST_HANDSHAKES, _MOST_HANDSHAKES_PER_ADDRESS)
         self._threads: set[threading.Thread] = set()
@@ -78,7 +78,7 @@ class PeerListener:
                 self._threads.add(thread)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no more threads to give
+            except RuntimeError:  # the system has no more threads
                 self._forget(thread, pending)
                 self._drop(connected, pending.host, Refused("too many at once"))
 
@@ -123,7 +123,7 @@ class PeerListener:
         self.on_turned_away(host, error)
 
     def close(self) -> None:
-        """End every thread and descriptor but those of peers that were admitted."""
+        """End every thread and descriptor except those of peers that were admitted."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -138,7 +138,7 @@ class PeerListener:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block; AddressTaken says which address and why not."""
+    """Return a listening socket that does not block; AddressTaken gives the address and the reason."""
     where = f"{host or '*'}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

@@ -1,8 +1,8 @@
 """The receiving end: which messages may come, where their bytes go, and which threads wait for them.
 
 A message is expected (`open` takes it from the plan), posted (its destination is known) and received (waited for), in
-any order with its arrival. What is not expected is refused and noted; it harms nobody. Every wait ends: the message
-arrives, its sender is lost, it is interrupted, or the limit passes.
+any order with its arrival. A message that is not expected is refused and noted; it does no harm. Every wait ends: the
+message arrives, its sender is lost, it is interrupted, or the limit passes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from manyhands.transport.waiting import ANOTHER_THREAD, Helper, Key, WaitingThre
 
 WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
-"""How many rounds before its time a message is taken in: senders run ahead no further than their input is fed."""
+"""The rounds before its time at which a message is accepted: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
 
 
 class _Message:
-    """One message under way or waiting."""
+    """A message under way or waiting."""
 
     __slots__ = ("at_hand", "begun", "came", "complete", "early", "seen", "size", "views")
 
     def __init__(self, size: int, views: list[memoryview]) -> None:
         self.size = size
         self.views = views
-        """Where its bytes go: the posted destination, or memory taken for it when it came early."""
+        """The destination of its bytes: the posted one, or memory allocated for it when it came early."""
         self.early: memoryview | None = None
         self.at_hand = 0
         self.begun = False
         self.complete = False
         self.seen: Seen | None = None
-        """When its beginning was."""
+        """The moment at which its beginning was read."""
         self.came = 0
-        """Over its connection, as last said."""
+        """Bytes of its connection so far, as last reported."""
 
 
 class Mailbox:
@@ -56,12 +56,12 @@ class Mailbox:
         self.step, self.stride = 0, 1
         self.expected: dict[tuple[str, str], int] = {}
         self._standing: set[tuple[str, str]] = set()
-        """What may come at any step; it is not counted with what a plan says."""
+        """Messages that may come at any step; their bytes are not counted with those of the plan."""
         self.received_bytes: Counter[str] = Counter()
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
         self.refused = 0
         self.refused_by: Counter[str] = Counter()
-        """Peer -> messages of this generation that it sent and that were refused: it does not follow the plan."""
+        """Peer -> the messages of this generation that it sent and that were refused: it does not follow the plan."""
         self.moved = 0
         """Rises whenever a part of an expected message arrives; see `runtime.stalls`."""
         self.writing = threading.Lock()
@@ -71,25 +71,27 @@ class Mailbox:
         self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
         self.interruption: ManyhandsError | None = None
-        """Why every wait fails; see `interrupt`."""
+        """The error with which every wait fails; see `interrupt`."""
         self._news = 0
         self._lock = threading.RLock()
         self._threads = WaitingThreads(self._lock)
 
     def let_help(self, helper: Helper) -> None:
-        """Have waiting threads do a transport's reading from now on."""
+        """Make waiting threads do a transport's reading from now on."""
         self._threads.helper = helper
 
-    # What may come
+    # Messages that may come
 
     def open(
         self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0, stride: int = 1
     ) -> None:
-        """Start a generation: (source, topic) -> bytes of each message of a round. All of an older one is forgotten.
+        """Start a generation: (source, topic) -> bytes of each message of a round. Everything of an older one is
+        forgotten.
 
-        `stride`: from a round's first step, by which its messages are known, to the next one's.
+        `stride`: the steps from a round's first step, by which its messages are known, to the next one's.
 
-        Not who is lost, though: a peer that died between two generations is dead in the next one. See `join`.
+        Lost peers are not forgotten, though: a peer that died between two generations is dead in the next one. See
+        `join`.
         """
         with self.writing, self._lock:
             self.generation, self.step, self.stride = generation, first_step, stride
@@ -114,7 +116,7 @@ class Mailbox:
             self._timing.forget(peer)
 
     def begin_step(self, step: int) -> None:
-        """Messages of earlier steps are no longer taken, but for those that may come at any step."""
+        """Stop accepting messages of earlier steps, except for those that may come at any step."""
         with self.writing, self._lock:
             self.step = step
             for key in [key for key in self._messages if key[1] < step and (key[0], key[2]) not in self._standing]:
@@ -132,7 +134,7 @@ class Mailbox:
             if reason:
                 self.refused += 1
                 self.refusals.append(f"from {peer}: {reason}")
-                if header.generation == self.generation:  # what comes late from an earlier one is nobody's fault
+                if header.generation == self.generation:  # a late message of an earlier one is nobody's fault
                     self.refused_by[peer] += 1
                 return None
             if message is None:
@@ -207,7 +209,8 @@ class Mailbox:
             self._timing.add(kind[0], message.seen, came)
 
     def take_timed(self) -> list[TimedTransfer]:
-        """Return how fast messages came since the last call; for one that takes long, what has come of it so far."""
+        """Return how fast messages came since the last call; for a message that takes long, what has come of it
+        so far."""
         with self._lock:
             for (source, _, topic), message in self._messages.items():
                 if message.seen and not message.complete and self._timing.is_due(source, message.seen):
@@ -215,19 +218,19 @@ class Mailbox:
             return self._timing.take()
 
     def lose(self, peer: str, error: ManyhandsError) -> None:
-        """Have every wait for this peer fail at once with `error`."""
+        """Make every wait for this peer fail at once with `error`."""
         with self._lock:
             self._lost.setdefault(peer, error)
             self._tell()
 
     def interrupt(self, error: ManyhandsError) -> None:
-        """Have every wait, now and later, fail with `error`, until the next generation opens."""
+        """Make every wait, now and later, fail with `error`, until the next generation opens."""
         with self._lock:
             self.interruption = self.interruption or error
             self._tell()
 
     def deliver(self, peer: str, header: Header, payload: memoryview, came: int = 0) -> None:
-        """Take a frame that is here as a whole: most are small, and this way they pass quickly."""
+        """Accept a frame that has arrived as a whole: most are small, and this way they pass quickly."""
         with self._lock:
             views = self.accept(peer, header)
             if views is not None:
@@ -243,7 +246,7 @@ class Mailbox:
     # The receiver's side
 
     def post(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
-        """Say where a message will go, before it comes if possible: then its bytes are written there directly."""
+        """Set where a message will go, before it comes if possible: then its bytes are written there directly."""
         self._post((source, step, topic), [as_bytes(tensor) for tensor in into])
 
     def _post(self, key: Key, views: list[memoryview]) -> _Message:
@@ -252,8 +255,8 @@ class Mailbox:
         with self._lock:
             planned = self.expected.get((source, topic))
             if planned != size:
-                wanted = "it is not in the plan" if planned is None else f"the plan says {planned}"
-                raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {wanted}.")
+                expectation = "it is not in the plan" if planned is None else f"the plan says {planned}"
+                raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {expectation}.")
             message = self._messages.get(key)
             if message is None:
                 message = self._messages[key] = _Message(size, [])
@@ -262,7 +265,7 @@ class Mailbox:
             return message
 
     def receive(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
-        """Wait for a message and have it in `into`, which is filled one after another."""
+        """Wait for a message and write it to `into`, whose parts are filled one after another."""
         views = [as_bytes(tensor) for tensor in into]
         key = (source, step, topic)
         message = self._post(key, views)
@@ -271,7 +274,7 @@ class Mailbox:
             copy_into(message.early, views)
 
     def take(self, source: str, step: int, topic: str) -> memoryview:
-        """Wait for a message nobody posted a place for, and have the memory it came into."""
+        """Wait for a message without a posted destination, and return the memory that it came into."""
         key = (source, step, topic)
         with self._lock:
             size = self.expected.get((source, topic))
@@ -312,13 +315,13 @@ class Mailbox:
 
     @property
     def news(self) -> int:
-        """How much has happened so far; a number to hand to `wait_for_news`."""
+        """The number of events so far, to hand to `wait_for_news`."""
         return self._news
 
-    def wait_for_news(self, seen: int) -> int:
-        """Wait until something has happened since `seen`; returns the new count. Start with 0."""
+    def wait_for_news(self, known_news: int) -> int:
+        """Wait until something has happened since `known_news`; return the new count. Start with 0."""
         with self._lock:
-            self._wait(lambda: self._news > seen, None, lambda: sum(self.received_bytes.values()))
+            self._wait(lambda: self._news > known_news, None, lambda: sum(self.received_bytes.values()))
             return self._news
 
     def nudge(self) -> None:
@@ -335,8 +338,8 @@ class Mailbox:
         return self._threads.has(thread)
 
     def waited_for(self) -> set[str]:
-        """The devices whose messages are waited for now. Where any news will do, all whose messages of this step are
-        still to come."""
+        """Return the devices whose messages are waited for now. Where any news will do, these are all devices whose
+        messages of this step are still to come."""
         with self._lock:
             keys = self._threads.keys()
             sources = {key[0] for key in keys if key is not None and key is not ANOTHER_THREAD}
@@ -351,7 +354,7 @@ class Mailbox:
         return not is_here and (source, topic) not in self._standing
 
     def check(self) -> None:
-        """Raise if this device was interrupted: asked between actions, so that computing stops too."""
+        """Raise if this device was interrupted: called between actions, so that computing stops too."""
         if self.interruption is not None:
             raise self.interruption
 
@@ -362,7 +365,7 @@ class Mailbox:
             raise self._lost[source]
 
     def _wait(self, is_done: Callable[[], bool], key: Key | None, progress: Callable[[], int] = lambda: 0) -> None:
-        """With the lock held, wait until it is done; fail where the sender is lost or the generation ends."""
+        """Wait, with the lock held, until `is_done`; fail where the sender is lost or the generation ends."""
         if is_done():
             self.check()
             return

@@ -1,4 +1,4 @@
-"""The bytes of tensors, without copies: what is sent, and where what comes is written."""
+"""The bytes of tensors, without copies: those that are sent, and those that received bytes are written to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ KNOWN_TO_NUMPY = frozenset(
     | {torch.int8, torch.int16, torch.int32, torch.int64}
 )
 Memory = torch.Tensor | memoryview
-"""What is sent, or filled: a contiguous tensor on the CPU, or the bytes of one."""
+"""Memory to send or to fill: a contiguous tensor on the CPU, or the bytes of one."""
 
 
 def as_bytes(tensor: Memory) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, byte by byte, without a copy. Short: every message passes here."""
+    """Return the memory of a contiguous tensor on the CPU, byte by byte, without a copy. Kept short: every message
+    passes here."""
     if isinstance(tensor, memoryview):
         return tensor
     assert tensor.is_cpu, "only memory of the CPU travels"
@@ -35,7 +36,7 @@ def byte_count(parts: Sequence[Memory]) -> int:
 
 
 def window(views: list[memoryview], offset: int, length: int) -> list[memoryview]:
-    """Bytes [offset, offset + length) of some views laid end to end."""
+    """Return bytes [offset, offset + length) of some views laid end to end."""
     parts = []
     for view in views:
         size = len(view)

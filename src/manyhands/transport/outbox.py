@@ -1,7 +1,7 @@
-"""What is to leave over one connection: messages cut into frames, urgent ones first, large ones taking turns.
+"""The messages to send over one connection: cut into frames, urgent ones first, large ones taking turns.
 
-Bulk (gradients of weights, weights) also stands back while urgent messages wait at the device's other connections: a
-port that both share is theirs first (`Precedence`).
+Bulk (gradients of weights, weights) also waits while urgent messages wait at the device's other connections: the
+urgent ones go first over the port that they share (`Precedence`).
 
 The thread that adds a message writes it itself if no other is writing: a small message then leaves without waking a
 thread. What the link does not take at once is left to the event loop's thread; all of it where the link is shaped (see
@@ -31,8 +31,8 @@ _MESSAGES_TAKING_TURNS = 4
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """A message on its way: `start` is the header of its first frame, which no other is longer than; `views` are the
-    senders' own memory."""
+    """A message on its way: `start` is the header of its first frame, which is the longest; `views` are the senders'
+    own memory."""
 
     start: Header
     views: list[memoryview]
@@ -43,7 +43,7 @@ class Outgoing:
     handed_at: float = -math.inf
 
     def next_part(self) -> tuple[Header, list[memoryview]]:
-        """The next chunk: its header and its payload, no byte of it copied."""
+        """Return the next chunk: its header and its payload, without copying a byte."""
         start = self.start
         if start.length == start.bytes:
             return start, self.views
@@ -54,16 +54,16 @@ class Outgoing:
         return header, views
 
     def detach(self) -> None:
-        """Go on from a copy of what is left."""
+        """Continue from a copy of what is left."""
         if not self.is_detached:
             self.views = [memoryview(b"".join(window(self.views, self.offset, self.start.bytes - self.offset)))]
             self.copied_at, self.is_detached = self.offset, True
 
 
 class Precedence:
-    """Which outboxes of a device have urgent messages.
+    """The outboxes of a device that have urgent messages.
 
-    `on_gone` is called, by the thread that took the last one out, where bulk may have stood back for it.
+    `on_gone` is called, by the thread that removed the last one, where bulk may have waited for it.
     """
 
     def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
@@ -73,7 +73,7 @@ class Precedence:
         self._has_stood_back = False
 
     def must_stand_back(self, outbox: Outbox) -> bool:
-        """Whether the bulk of an outbox waits for the urgent messages of others."""
+        """Return whether the bulk of an outbox waits for the urgent messages of others."""
         if not self._waiting:
             return False
         with self._lock:
@@ -86,19 +86,19 @@ class Precedence:
             self._waiting.add(outbox)
 
     def end(self, outbox: Outbox) -> None:
-        """Its last urgent message is leaving, or the connection is lost."""
+        """Note that an outbox's last urgent message is leaving, or its connection is lost."""
         with self._lock:
             if outbox not in self._waiting:
                 return
             self._waiting.remove(outbox)
-            tell = self._has_stood_back
+            must_call = self._has_stood_back
             self._has_stood_back = False
-        if tell:
+        if must_call:
             self._on_gone()
 
 
 class Outbox:
-    """The queues of one connection. `put` and `pump` from any thread."""
+    """The queues of one connection. `put` and `pump` may be called from any thread."""
 
     def __init__(self, wire: Wire, precedence: Precedence | None = None) -> None:
         self._wire, self._is_encrypted = wire, wire.encrypted
@@ -107,14 +107,14 @@ class Outbox:
         self._bulk: deque[Outgoing] = deque()
         self._turns: deque[Outgoing] = deque()
         self._frame: list[memoryview] = []
-        """What is left of the frame that has begun to leave: nothing may come between."""
+        """The rest of the frame that has begun to leave: nothing may come between."""
         self.writing = threading.Lock()
         """Held while the wire is written to; hold it to close the wire."""
         self.is_blocked = False
-        """The link is full: the event loop's thread goes on when it is not."""
+        """The link is full: the event loop's thread continues when it no longer is."""
         self.frames = 0
         self.is_shaped = False
-        """Only the thread that runs the event loop writes, with `pump_shaped`."""
+        """Only the thread that runs the event loop writes then, with `pump_shaped`."""
         self.shaper: Shaper | None = None
         self._awaits_shape = False
         self._must_queue = wire.encrypted
@@ -128,7 +128,8 @@ class Outbox:
         (self._urgent if urgent else self._bulk).append(message)
 
     def put_beat(self) -> None:
-        """Make the next frame a heartbeat, unless a thread is writing. No shaper delays it: a slow link is not dead."""
+        """Make the next frame a heartbeat, unless a thread is writing. No shaper delays it, so that a slow link does
+        not look dead."""
         if not self.writing.acquire(blocking=False):
             return
         try:
@@ -163,9 +164,10 @@ class Outbox:
         return bool(self._frame) or (self._is_encrypted and self._wire.has_unsent)
 
     def send_now(self, start: Header, views: list[memoryview]) -> bool:
-        """Write a message of one frame straight to an idle link. False where it must queue, and nothing was done.
+        """Write a message of one frame straight to an idle link. Return False where it must queue; nothing was done
+        then.
 
-        Most messages are small and find the link idle: they pass without any of the bookkeeping below.
+        Most messages are small and meet an idle link: they pass without any of the bookkeeping below.
         """
         if self._must_queue or start.length != start.bytes or self.is_blocked:
             return False
@@ -185,7 +187,7 @@ class Outbox:
             self.writing.release()
 
     def _framed(self, header: Header, views: list[memoryview], ring: FillingRing | None) -> list[memoryview]:
-        """A frame as it leaves: the header alone where its payload has gone into the ring."""
+        """Return a frame as it leaves: the header alone where its payload has gone into the ring."""
         self.frames += 1
         is_large = header.length >= self.smallest_shared_bytes and not is_control(header)
         if ring is not None and is_large and (place := ring.put(views, header.length)) >= 0:
@@ -193,7 +195,7 @@ class Outbox:
         return [memoryview(encode(header)), *views]
 
     def _cut(self, count: int) -> int:
-        """Drop what has left from the frame under way; how many of its pieces that were."""
+        """Drop what has left from the frame under way; return how many of its pieces that were."""
         frame, place = self._frame, 0
         while place < len(frame) and count >= len(frame[place]):
             count -= len(frame[place])
@@ -204,9 +206,11 @@ class Outbox:
         return place
 
     def pump(self, most_bytes: int) -> bool:
-        """Write what the link takes, up to about `most_bytes`. Whether anything is left for the engine's thread.
+        """Write what the link takes, up to about `most_bytes`, and return whether anything is left for the event loop's
+        thread.
 
-        Where another thread is writing, it also writes what was just added: it looks again after letting go.
+        Where another thread is writing, that one also writes what was just added: it looks again after releasing the
+        lock.
         """
         written = 0
         while self.has_work and not self.is_blocked:
@@ -226,7 +230,7 @@ class Outbox:
         return self.is_blocked
 
     def _write(self) -> int:
-        """Bytes written; -1 where what waits stands back for others."""
+        """Write once, and return the bytes written; -1 where the waiting messages stand back for others."""
         frame, shared = self._frame, 0
         if not frame and not (self._is_encrypted and self._wire.has_unsent):
             message = self._choose()
@@ -245,7 +249,7 @@ class Outbox:
         return written + shared
 
     def _choose(self, latest: float = math.inf) -> Outgoing | None:
-        """The message that goes on, of those handed over until then."""
+        """Return the message to continue with, among those handed over by `latest`."""
         if self._urgent and self._urgent[0].handed_at <= latest:
             message = self._urgent[0]
             if message.offset + message.start.length >= message.start.bytes:
@@ -267,7 +271,7 @@ class Outbox:
     # Where the link is shaped: called by the thread that runs the event loop
 
     def expect_shaping(self) -> None:
-        """Hold back what is put from now on until `shape` is called. May be called from any thread."""
+        """Hold back messages that are put from now on until `shape` is called. May be called from any thread."""
         with self.writing:
             self._must_queue = self.is_shaped = self._awaits_shape = True
 
@@ -276,7 +280,7 @@ class Outbox:
         self._must_queue = self._is_encrypted or self.is_shaped
 
     def pump_shaped(self, now: float) -> float:
-        """Write what is due, a segment at most. Returns when to call again; inf where another event will trigger it."""
+        """Write what is due, a segment at most. Return when to call again; inf where another event will trigger it."""
         shaper = self.shaper
         if shaper is None or self.is_blocked or not self.writing.acquire(blocking=False):
             return math.inf  # the thread that has the lock asks for more afterwards

@@ -1,9 +1,9 @@
 """SPAKE2: two ends that know the same token agree on a key; one that does not can try one token per connection.
 
-Each end sends one point of the curve, which for every token has an explanation: what was recorded says nothing about
-the token, however short it is, and so does what a server records that a client was lured to. The arithmetic is the
-`spake2` package's (Ed25519's group). It is not written for constant time: who measures many handshakes may learn how
-many ones are in a number made of the token, about 4 bits, and no more.
+Each end sends one point of the curve, which is consistent with every token: a recording reveals nothing about the
+token, however short it is, not even to a server that a client was lured to. The arithmetic is the `spake2` package's
+(Ed25519's group). It does not run in constant time: an attacker who measures many handshakes may learn how many ones
+are in a number made of the token, about 4 bits, and no more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MESSAGE_BYTES = 33
 
 
 class NotAgreed(Exception):
-    """What came is no message of the exchange."""
+    """The other end's message is not one of the exchange."""
 
 
 class KeyExchange:
@@ -28,7 +28,7 @@ class KeyExchange:
         self.message: bytes = self._side.start()
 
     def key(self, theirs: bytes) -> bytes:
-        """What both ends have, if they know the same token; else each has another."""
+        """Return the key, which is the same at both ends if they know the same token, and differs otherwise."""
         try:
             return bytes(self._side.finish(theirs))
         except Exception as error:  # not a point, one of the wrong group, our own: the package has a class for each

@@ -1,4 +1,5 @@
-"""Which sockets are ready: epoll where there is one, without what the standard selectors do around every look."""
+"""A poller for sockets that are ready: epoll where there is one, without what the standard selectors do around every
+look."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class Poller(Generic[T]):
-    """Sockets, each with something of the caller's; used by one thread at a time."""
+    """Sockets, each with a value of the caller's; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
@@ -41,7 +42,8 @@ class Poller(Generic[T]):
             self._selector.unregister(ready)
 
     def poll(self, limit_seconds: float) -> list[tuple[T, int]]:
-        """Return what is ready, and for what; an error or a hang-up counts as both, so that the next read finds it."""
+        """Return the values of sockets that are ready, and for what; an error or a hang-up counts as both, so that the
+        next read finds it."""
         if self._epoll is None:
             assert self._selector is not None
             return [(key.data, mask) for key, mask in self._selector.select(limit_seconds)]
@@ -56,7 +58,8 @@ class Poller(Generic[T]):
         return ready
 
     def poll_precisely(self, limit_seconds: float) -> list[tuple[T, int]]:
-        """The same, and a limit is over in time: epoll alone counts whole milliseconds."""
+        """Do the same as `poll`, but with a limit that is kept to the microsecond: epoll alone counts whole
+        milliseconds."""
         if self._epoll is not None and limit_seconds > 0:
             try:
                 select.select([self._epoll], [], [], limit_seconds)

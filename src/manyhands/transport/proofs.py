@@ -1,4 +1,4 @@
-"""How two ends of a connection prove who they are, once the preambles and TLS are done.
+"""The proofs by which two ends of a connection show who they are, once the preambles and TLS are done.
 
     client                                    server
     hello: nonce, role, public key, whether it knows the server's key
@@ -7,7 +7,7 @@
     BY_SECRET: a secret that a program drew for one run (256 bits)
     HMAC(secret, "client", transcript)
                                               verdict, HMAC(secret, "server", transcript)
-    BY_TOKEN: what people type. SPAKE2 makes a key of it, so that no transcript lets anybody try tokens
+    BY_TOKEN: a token that people type. SPAKE2 derives a key from it, so that a transcript is of no use for guessing
     point
                                               point
     HMAC(key, "client", transcript), signature
@@ -17,11 +17,11 @@
                                               verdict
 
 The transcript is every byte sent before, and the server's certificate as each end sees it. A man in the middle has
-another certificate, so nothing that it could pass on fits. The signature is the client's, over the transcript; the
+another certificate, so no proof that it relays is valid. The signature is the client's, over the transcript; the
 server's key is in its certificate, and TLS has proven it.
 
-Why not client certificates: Python's `ssl` takes a client's certificate only if a CA it was given has signed it, before
-the program can ask the book of keys. A signature over fresh nonces and the server's certificate, inside the connection,
+Client certificates are not used because Python's `ssl` accepts one only if a CA that it trusts has signed it, before
+the program can look the key up. A signature over fresh nonces and the server's certificate, inside the connection,
 proves the same, and a refusal can say what is wrong.
 """
 
@@ -44,16 +44,17 @@ from manyhands.transport.wire import Wire, read_exactly, write_all
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
 NO_POINT = bytes(MESSAGE_BYTES)
-"""In place of the server's point: it takes no proofs just now."""
+"""Sent in place of the server's point where it accepts no proofs at present."""
 CLIENT_HELLO = struct.Struct("<32sBB32s")
 SERVER_HELLO = struct.Struct("<32sBI")
 _ROLES = {int(role): role for role in Role}
 DIALLED = ProofLimiter(total=100.0)
-"""Proofs that this process gave to servers: one that says it is another's also has one guess per connection."""
+"""Limits the proofs that this process gives to servers: a server that poses as another gets one guess per connection
+too."""
 
 
 class Proof(enum.IntEnum):
-    """What the server asks for; LATER: nothing now, it takes no proofs of the token for some seconds."""
+    """The proof that the server asks for; LATER: none, it accepts no proofs of the token for some seconds."""
 
     BY_SECRET = 1
     BY_TOKEN = 2
@@ -62,7 +63,7 @@ class Proof(enum.IntEnum):
 
 
 class ProofVerdict(enum.IntEnum):
-    """What the server answers to a proof."""
+    """The server's answer to a proof."""
 
     WELCOME = 1
     WRONG = 2
@@ -71,15 +72,15 @@ class ProofVerdict(enum.IntEnum):
 
 
 class WrongToken(Refused):
-    """The server asks for another token than this device's."""
+    """The server expects another token than this device's."""
 
 
 class WrongProof(Refused):
-    """A peer has proven another token than this device's."""
+    """A peer has proven knowledge of another token than this device's."""
 
 
 class KeyRefused(Refused):
-    """A peer has shown a key that is known, but not for this role."""
+    """A peer has shown a key that is known, but revoked or not allowed in this role."""
 
     def __init__(self, message: str, public: bytes, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -87,7 +88,7 @@ class KeyRefused(Refused):
 
 
 class TakesNoProofs(Exception):
-    """The server takes no proofs of the token now; it may be asked again after so many seconds."""
+    """The server accepts no proofs of the token now; it may be tried again after `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"it takes no token for {seconds:.0f} s: too many wrong ones came")
@@ -96,11 +97,11 @@ class TakesNoProofs(Exception):
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What one end brings: see `security.Security`."""
+    """The secrets and keys that one end brings: see `security.Security`."""
 
     token: str
     is_secret: bool
-    """The token was drawn by a program for one run."""
+    """Whether a program drew the token, for one run."""
     credentials: Credentials | None
 
 
@@ -110,9 +111,9 @@ class Handshake:
 
     wire: Wire
     transcript: bytes
-    """Preambles."""
+    """All bytes exchanged so far, beginning with the preambles."""
     certificate: bytes
-    """The server's; empty where the connection is plain."""
+    """The server's certificate; empty where the connection is plain."""
     deadline: float
 
     def write(self, data: bytes) -> None:
@@ -138,9 +139,9 @@ class Handshake:
 
 
 def prove(handshake: Handshake, knowledge: Knowledge, where: str, server_key: bytes) -> bytes:
-    """Run the client's side; returns the server's key, empty where it has none. Refused says what does not fit.
+    """Run the client's side and return the server's key, empty where it has none. Refused says what does not match.
 
-    `server_key`: of its certificate.
+    `server_key`: the key in the server's certificate.
     """
     credentials = knowledge.credentials
     is_known = _check_server(credentials, server_key, where)
@@ -150,20 +151,20 @@ def prove(handshake: Handshake, knowledge: Knowledge, where: str, server_key: by
     handshake.write(hello)
     answer = handshake.read(SERVER_HELLO.size)
     handshake.record(hello, answer)
-    _, wanted, seconds = SERVER_HELLO.unpack(answer)
-    if wanted == Proof.LATER:
+    _, demanded, seconds = SERVER_HELLO.unpack(answer)
+    if demanded == Proof.LATER:
         raise TakesNoProofs(max(1, min(seconds, 3600)))
-    if wanted == Proof.BY_KEY and is_known:
+    if demanded == Proof.BY_KEY and is_known:
         assert credentials is not None, "it is how the key is known"
         handshake.write(credentials.key.sign(handshake.digest))
         _obey(handshake.read(1), where)
-    elif wanted == Proof.BY_SECRET and knowledge.is_secret:  # never with what a person has typed: it could be guessed
+    elif demanded == Proof.BY_SECRET and knowledge.is_secret:  # never with a typed token: it could be guessed
         key = knowledge.token.encode()
         handshake.write(handshake.proof(key, b"client"))
         _check_answer(handshake, key, where)
-    elif wanted == Proof.BY_TOKEN and knowledge.token:
+    elif demanded == Proof.BY_TOKEN and knowledge.token:
         _prove_token(handshake, knowledge, where)
-    elif wanted == Proof.BY_TOKEN:
+    elif demanded == Proof.BY_TOKEN:
         raise Refused(
             f"{where} does not know this device's key{' any more' if is_known else ''}, and asks for the token.",
             hint="Give it once, as it was printed there: --token-file FILE, MANYHANDS_TOKEN, or type it when asked.",
@@ -174,21 +175,21 @@ def prove(handshake: Handshake, knowledge: Knowledge, where: str, server_key: by
 
 
 def _check_server(credentials: Credentials | None, server_key: bytes, where: str) -> bool:
-    """Whether the server's key is known, and may be used for what it does."""
+    """Return whether the server's key is known. KeyRefused where it is revoked or not allowed in the server's role."""
     pinned = credentials.book.find(server_key) if credentials is not None and server_key else None
     if credentials is None or pinned is None:
         return False
-    name, wanted = pinned.name, credentials.role.other
+    name, server_role = pinned.name, credentials.role.other
     if pinned.is_revoked:
         raise KeyRefused(
             f"{where} is {name}, whose key {fingerprint(server_key)} was revoked on this device.", server_key,
             hint=f"To let it in again: manyhands devices forget {name}, then join with the token.",
         )  # fmt: skip
-    if wanted not in pinned.roles:
+    if server_role not in pinned.roles:
         raise KeyRefused(
             f"{where} is {name}, whose key is known here as a {_roles(pinned.roles)}: it may not act as a "
-            f"{wanted.text}.",
-            server_key, hint=f"If it should: manyhands devices allow {name} {wanted.text}",
+            f"{server_role.text}.",
+            server_key, hint=f"If it should: manyhands devices allow {name} {server_role.text}",
         )  # fmt: skip
     return True
 
@@ -259,7 +260,7 @@ def _wrong_token(where: str) -> WrongToken:
 
 
 def demand(handshake: Handshake, knowledge: Knowledge, origin: str, limiter: ProofLimiter) -> bytes:
-    """Run the server's side; returns the client's key, empty where it has none.
+    """Run the server's side and return the client's key, empty where it has none.
 
     WrongProof and KeyRefused say why a client is not admitted.
     """
@@ -268,24 +269,24 @@ def demand(handshake: Handshake, knowledge: Knowledge, origin: str, limiter: Pro
     credentials = knowledge.credentials
     pinned = credentials.book.find(public) if credentials is not None and public != NO_KEY else None
     if knowledge.is_secret:
-        wanted = Proof.BY_SECRET
+        demanded = Proof.BY_SECRET
     else:
-        wanted = Proof.BY_KEY if pinned is not None and knows_us else Proof.BY_TOKEN
+        demanded = Proof.BY_KEY if pinned is not None and knows_us else Proof.BY_TOKEN
 
     def answer(proof: Proof, seconds: float = 0.0) -> None:
         sent = SERVER_HELLO.pack(secrets.token_bytes(NONCE_BYTES), proof, min(3600, int(seconds + 0.999)))
         handshake.write(sent)
         handshake.record(hello, sent)
 
-    if wanted == Proof.BY_SECRET:
-        answer(wanted)
+    if demanded == Proof.BY_SECRET:
+        answer(demanded)
         key = knowledge.token.encode()
         if not hmac.compare_digest(handshake.read(DIGEST_BYTES), handshake.proof(key, b"client")):
             raise _turned_away(handshake)
         handshake.write(bytes([ProofVerdict.WELCOME]) + handshake.proof(key, b"server"))
         return b""
-    if wanted == Proof.BY_KEY:
-        answer(wanted)
+    if demanded == Proof.BY_KEY:
+        answer(demanded)
         if not is_signed(public, handshake.read(SIGNATURE_BYTES), handshake.digest):
             raise _turned_away(handshake)
         confirmation = b""
@@ -308,14 +309,14 @@ def _demand_token(
     origin: str,
     limiter: ProofLimiter,
 ) -> bytes:
-    """The client knows the token, and has the key that it shows; returns this side's own proof."""
+    """Check that the client knows the token and has the key that it shows; return this side's own proof."""
     try:
         limiter.check(origin)
     except Limited as error:
         answer(Proof.LATER, error.seconds)
         raise
     answer(Proof.BY_TOKEN, 0.0)
-    point = handshake.read(MESSAGE_BYTES)  # a client without a token leaves now, and is charged nothing
+    point = handshake.read(MESSAGE_BYTES)  # a client without a token disconnects here, and is not charged
     try:
         return _confirmed(handshake, knowledge, public, point, origin, limiter)
     except Limited:  # another guess has failed since
@@ -326,7 +327,7 @@ def _demand_token(
 def _confirmed(
     handshake: Handshake, knowledge: Knowledge, public: bytes, point: bytes, origin: str, limiter: ProofLimiter
 ) -> bytes:
-    """The exchange itself, which is charged to the client's address until it has succeeded."""
+    """Run the exchange itself, which is charged to the client's address until it has succeeded."""
     with limiter.attempt(origin) as attempt:
         exchange = KeyExchange(knowledge.token, is_client=False)
         handshake.write(exchange.message)
@@ -350,20 +351,20 @@ def _judge(handshake: Handshake, credentials: Credentials, public: bytes, role: 
     The key is looked up after the proof, so that nobody else learns of it and no false entry gets into the audit log.
     """
     pinned = credentials.book.find(public)
-    acts_as, wanted = _ROLES.get(role), credentials.role.other
+    acts_as, client_role = _ROLES.get(role), credentials.role.other
     if pinned is not None and pinned.is_revoked:
         handshake.write(bytes([ProofVerdict.REVOKED]))
         raise KeyRefused(f"{pinned.name} is refused: its key was revoked here.", public)
-    if acts_as != wanted:
+    if acts_as != client_role:
         handshake.write(bytes([ProofVerdict.WRONG_ROLE]))
-        raise KeyRefused(f"A peer did not come as a {wanted.text}, the only role that is admitted here.", public)
-    if pinned is not None and wanted not in pinned.roles:
+        raise KeyRefused(f"A peer did not come as a {client_role.text}, the only role that is admitted here.", public)
+    if pinned is not None and client_role not in pinned.roles:
         handshake.write(bytes([ProofVerdict.WRONG_ROLE]))
         raise KeyRefused(
             f"{pinned.name} is refused: its key is known here as a {_roles(pinned.roles)}, and it came as a "
-            f"{wanted.text}.",
+            f"{client_role.text}.",
             public,
-            hint=f"If it should: manyhands devices allow {pinned.name} {wanted.text}",
+            hint=f"If it should: manyhands devices allow {pinned.name} {client_role.text}",
         )
 
 

@@ -1,4 +1,5 @@
-"""Rate limiters: a number may pass in a second, the others wait, so that a flood costs the process next to nothing."""
+"""Rate limiters: so many calls pass per second and the others wait, so that a flood costs the process next to
+nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from collections.abc import Callable
 from manyhands.transport.admission import client_network
 
 _MOST_ADDRESSES = 1024
-"""How many addresses are remembered; the one that came longest ago is forgotten for a new one."""
+"""The number of addresses that are remembered; the least recent one is forgotten for a new one."""
 
 
 class RateLimiter:
-    """`burst` may pass at once, then `per_second`."""
+    """A rate limiter: `burst` calls may pass at once, then `per_second`."""
 
     def __init__(self, per_second: float, burst: float) -> None:
         self._gap, self._burst_seconds = 1 / per_second, burst / per_second
@@ -22,8 +23,8 @@ class RateLimiter:
         self._next = 0.0
 
     def passes(self, most_seconds: float, sleep: Callable[[float], object] = time.sleep) -> bool:
-        """Wait for a turn; False: it would not come within `most_seconds`, all of which have passed. `sleep`: waits,
-        and may return earlier where nobody needs the turn any more."""
+        """Wait for a turn; return False if it would not come within `most_seconds`, all of which have passed. `sleep`
+        waits, and may return early where the turn is no longer needed."""
         with self._lock:
             now = time.monotonic()
             turn = max(self._next, now - self._burst_seconds) + self._gap
@@ -37,12 +38,12 @@ class RateLimiter:
 class AddressRateLimiter:
     """A rate limiter for each client address, and one for all of them together.
 
-    One address has at most a quarter of what all may have, so that a client that floods the server slows down itself,
-    and the process still spends a bounded part of its time on clients.
+    One address gets at most a quarter of the total, so that a client that floods the server slows down only itself, and
+    the process still spends a bounded part of its time on clients.
     """
 
     def __init__(self, per_second: float, burst: float) -> None:
-        """`per_second` and `burst` are those of one client address."""
+        """Make the limiters; `per_second` and `burst` are those of one client address."""
         self._per_second, self._burst = per_second, burst
         self._everybody = RateLimiter(4 * per_second, 4 * burst)
         self._own: OrderedDict[str, RateLimiter] = OrderedDict()

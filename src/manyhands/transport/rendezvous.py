@@ -1,6 +1,6 @@
 """The rendezvous of devices: each pair of them makes one connection.
 
-Of two names the smaller one connects and the larger one is connected to, unless their addresses say otherwise: a device
+The device with the smaller name connects to the one with the larger, unless their addresses say otherwise: a device
 that was invited never connects, it is connected to.
 
 Inside the handshake the connecting peer sends its name and the name it looks for. A peer that has not been named yet is
@@ -24,7 +24,7 @@ from manyhands.transport.security import Purpose, Security
 from manyhands.transport.wire import Broken, Wire, read_exactly, write_all
 
 PENDING_SECONDS = 10.0
-"""How long a pending peer waits to be named."""
+"""The time that a pending peer waits to be named."""
 _MOST_PENDING = 256
 _MOST_AT_ONCE = 16
 _LARGEST_HELLO_BYTES = 4096
@@ -47,7 +47,8 @@ class PeerRendezvous:
         is_connected: Callable[[str], bool],
         peer_listener: PeerListener | None = None,
     ) -> None:
-        """`peer_listener`: a listener that another object owns, in place of a new one at `host` and `port`."""
+        """Listen for peers. `peer_listener`: a listener that another object owns, in place of a new one at `host` and
+        `port`."""
         self.name, self._security = name, security
         self._install, self._is_connected = install, is_connected
         self._named: set[str] = set()
@@ -66,9 +67,9 @@ class PeerRendezvous:
     def _hear(self, wire: Wire) -> None:
         deadline = time.monotonic() + self._security.handshake_seconds
         hello = _read_hello(wire, deadline)
-        peer, wanted = hello.get("from", ""), hello.get("to", "")
+        peer, named = hello.get("from", ""), hello.get("to", "")
         with self._change:
-            if wanted != self.name or not peer or peer == self.name:
+            if named != self.name or not peer or peer == self.name:
                 verdict = WRONG_NAME
             elif self._is_connected(peer):
                 verdict = TAKEN
@@ -79,11 +80,11 @@ class PeerRendezvous:
                 return
         if verdict != WELCOME:
             _write_hello(wire, {"verdict": verdict, "name": self.name}, deadline)
-            raise Refused(f"'{peer:.64}' looks for '{wanted:.64}' at {self.name}: {verdict}.")
+            raise Refused(f"'{peer:.64}' looks for '{named:.64}' at {self.name}: {verdict}.")
         self._welcome(peer, wire)
 
     def _park(self, peer: str, wire: Wire) -> None:
-        """Keep a peer pending until it is named; a second one of the same name takes the place of the first."""
+        """Keep a peer pending until it is named; a second one of the same name replaces the first."""
         older = self._pending.pop(peer, None)
         if older is not None:
             older[0].close()
@@ -119,7 +120,7 @@ class PeerRendezvous:
     # Peers that this device connects to
 
     def gather(self, peers: Peers, limit_seconds: float) -> None:
-        """See `TcpEndpoint.connect`."""
+        """Connect to every peer; see `TcpEndpoint.connect`."""
         deadline = time.monotonic() + limit_seconds
         with self._change:
             self._named.update(peers)
@@ -159,7 +160,8 @@ class PeerRendezvous:
                     raise error
 
     def _reach(self, peer: str, address: Address, deadline: float) -> None:
-        """Connect to one peer; retry where it does not know this device yet, or has not noticed that it was gone."""
+        """Connect to one peer; retry where it does not know this device yet, or has not noticed that the device was
+        away."""
         host, port = address.host, address.port
         security = address.security or self._security
         where = f"{peer} at {host}:{port}"
@@ -250,6 +252,6 @@ def _send_away(wire: Wire, fields: Mapping[str, str]) -> None:
 
 
 def _check_alive(wire: Wire) -> None:
-    """Raise Broken unless a pending peer is still there: it sends nothing, so bytes or an end mean that it is gone."""
+    """Raise Broken unless a pending peer is still there: it sends nothing, so bytes or an end mean that it has left."""
     if wire.read([memoryview(bytearray(1))]):
         raise Broken("it did not wait for its answer")

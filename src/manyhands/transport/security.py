@@ -1,4 +1,4 @@
-"""Which peers may connect: both sides prove who they are, over TLS wherever others might listen.
+"""Decides which peers may connect: both sides prove who they are, over TLS wherever others might eavesdrop.
 
     client                                    server
     preamble: magic, protocol, plain or encrypted, purpose
@@ -7,8 +7,8 @@
     proofs: see `proofs`
 
 There are three proofs: by a secret that a program drew for one run, by the token that people type (a PAKE, so that
-nobody can try tokens on what was recorded), and by the devices' keys, once they have joined by the token.
-Nothing that is worth anything to others travels.
+nobody can try tokens on a recorded handshake), and by the devices' keys, once they have joined by the token.
+Nothing that would be of use to others is sent.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PROTOCOL = 2
 PREAMBLE = struct.Struct("<8sHBB")
 HANDSHAKE_LIMIT_SECONDS = 5.0
 OTHER_KIND = "Both must be encrypted, or both plain (only on one machine)."
-"""The hint that says that the other kind of connection may do."""
+"""The hint that says that the other kind of connection may work."""
 SHORTEST_TOKEN = 8
 """With a PAKE and a rate limiter, 8 characters drawn at random are out of reach: see `limiter`."""
 _FEWEST_SIGNS = 5
-"""The least different characters in a token that a person chose."""
+"""The fewest different characters in a token that a person chose."""
 _TOKEN_BYTES = 20
 _SECRET_BYTES = 32
 _MADE = re.compile(r"[a-z2-7]{4}(-[a-z2-7]{4}){7}")
@@ -51,7 +51,7 @@ _SECRET = re.compile(r"run-[a-z2-7]{52}")
 
 
 class Purpose(enum.IntEnum):
-    """What a port is for, so that one is not taken for the other."""
+    """The purpose of a port, so that one is not taken for the other."""
 
     CONTROL = 1
     DATA = 2
@@ -59,12 +59,12 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Security:
-    """What a connection needs: the token that all devices share, and whether bytes are encrypted."""
+    """The terms of a connection: the token that all devices share, and whether bytes are encrypted."""
 
     token: str = field(repr=False)
     encrypted: bool
     patience: float = 1.0
-    """How many times longer than usual everybody is waited for: where time itself goes slower, in a lab."""
+    """The factor by which all timeouts are longer than usual: where time itself goes slower, in a lab."""
     credentials: ClassVar[Credentials | None] = None
     """This device's key and those it knows: see `DeviceSecurity`. Never sent."""
 
@@ -74,17 +74,17 @@ class Security:
 
     @property
     def is_secret(self) -> bool:
-        """The token was drawn by a program for one run: an HMAC with it gives nothing away."""
+        """Whether the token was drawn by a program for one run: an HMAC with it gives nothing away."""
         return is_secret(self.token)
 
     @property
     def is_known(self) -> bool:
-        """False only for a `LaterSecurity`, before its secret has come."""
+        """False only for a `LaterSecurity` whose secret has not come yet."""
         return True
 
     @property
     def knowledge(self) -> Knowledge:
-        """What the proofs need; TimeoutError where the secret has not come in time."""
+        """The token and keys that the proofs need; TimeoutError where the secret has not come in time."""
         return Knowledge(self.token, self.is_secret, self.credentials)
 
     def __post_init__(self) -> None:
@@ -93,9 +93,9 @@ class Security:
 
 @dataclass(frozen=True)
 class LaterSecurity(Security):
-    """A run's secret that has not come yet; handshakes that need it wait for it.
+    """The security of a run whose secret has not come yet; handshakes that need it wait for it.
 
-    A worker listens for its peers before it joins, and learns the run's secret when it is welcomed; a peer may be
+    A worker listens for its peers before it joins, and receives the run's secret when it is admitted; a peer may be
     quicker to connect.
     """
 
@@ -105,7 +105,7 @@ class LaterSecurity(Security):
         assert not self.token, "it comes later"
 
     def settle(self, secret: str) -> None:
-        """The secret has come."""
+        """Set the secret, which has come."""
         if not is_secret(secret):
             raise Refused("The coordinator gave no secret for connections to other workers.")
         object.__setattr__(self, "token", secret)
@@ -146,23 +146,23 @@ def check_token(token: str) -> None:
 
 
 def new_token() -> str:
-    """160 random bits in groups that can be read out: 'abcd-efgh-...'."""
+    """Return 160 random bits in groups that can be read out: 'abcd-efgh-...'."""
     text = base64.b32encode(secrets.token_bytes(_TOKEN_BYTES)).decode().lower()
     return "-".join(text[place : place + 4] for place in range(0, len(text), 4))
 
 
 def new_secret() -> str:
-    """256 random bits for one run of programs that pass it on to each other: nobody types it."""
+    """Return 256 random bits for one run of programs that pass it on to each other: nobody types it."""
     return "run-" + base64.b32encode(secrets.token_bytes(_SECRET_BYTES)).decode().lower().rstrip("=")
 
 
 def is_made(token: str) -> bool:
-    """Whether a token looks as `new_token` makes them, with more bits than anybody can try."""
+    """Return whether a token looks like those that `new_token` makes, with more bits than anybody can try."""
     return _MADE.fullmatch(token) is not None
 
 
 def is_secret(token: str) -> bool:
-    """Whether it looks as `new_secret` makes them."""
+    """Return whether a token looks like those that `new_secret` makes."""
     return _SECRET.fullmatch(token) is not None
 
 
@@ -171,7 +171,7 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be at the other end."""
+    """Return whether only this machine can be at the other end."""
     if host.lower() == "localhost":
         return True
     try:
@@ -184,13 +184,13 @@ def is_loopback(host: str) -> bool:
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """This process' side of encrypted connections, and its certificate."""
+    """Return the TLS context of this process's side of encrypted connections, and its certificate."""
     return _server_side(os.getpid())
 
 
 @functools.cache
 def _server_side(process: int) -> tuple[ssl.SSLContext, bytes]:
-    """A context with a certificate of this process alone, and the certificate."""
+    """Return a context with a certificate for this process alone, and the certificate."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
     return certified_context(ec.generate_private_key(ec.SECP256R1()))
@@ -206,7 +206,8 @@ def _client_side() -> ssl.SSLContext:
 
 
 def _own_side(security: Security) -> tuple[ssl.SSLContext, bytes]:
-    """The device's own certificate where it has one; else one of this process, which browsers can read too."""
+    """Return the TLS context with the device's own certificate where it has one; else with this process's, which
+    browsers can read too."""
     if security.credentials is not None and not security.is_secret:
         return security.credentials.key.server_side
     return server_context()
@@ -244,8 +245,8 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
 
 
 def enter(connected: socket.socket, security: Security, purpose: Purpose, where: str, deadline: float) -> Wire:
-    """The client's side. Refused says what does not fit; Broken before the server's preamble may be tried again, and
-    TakesNoProofs later."""
+    """Run the client's side and return the wire. Refused says what does not match; Broken before the server's preamble
+    may be tried again, and TakesNoProofs later."""
     wire: Wire = Wire(connected, security.patience)
     ours = preamble(security, purpose)
     write_all(wire, ours, deadline)
@@ -272,16 +273,16 @@ def admit(
     deadline: float,
     limiter: ProofLimiter,
 ) -> tuple[Wire, Purpose]:
-    """Run the server's side; returns the wire and which of these purposes the client has.
+    """Run the server's side; return the wire and which of these purposes the client has.
 
     Refused, Broken or TimeoutError end this client's connection only.
     """
     purpose, security = next(iter(securities.items()))
     wire: Wire = Wire(connected, security.patience)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
-    wanted = PREAMBLE.unpack(theirs)[-1]
-    if wanted in securities:
-        purpose = Purpose(wanted)
+    wanted_purpose = PREAMBLE.unpack(theirs)[-1]
+    if wanted_purpose in securities:
+        purpose = Purpose(wanted_purpose)
         security = securities[purpose]
     problem, hint = difference(theirs, security, purpose)
     if not theirs.startswith(MAGIC):

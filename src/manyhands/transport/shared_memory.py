@@ -4,13 +4,13 @@
     │ head: key, nonce, taken   │ ring: payloads, one behind the other, round again  │
     └───────────────────────────┴────────────────────────────────────────────────────┘
 
-Frames travel over the connection as ever; where the payload of one lies in the ring, its header says so and nothing
-follows it. `taken` is all that the emptying side writes: how many bytes it has had. What finds no room goes over the
-connection, so nobody ever waits for the ring. Where everything was taken, filling begins at the start again: so only as
-much of it is ever used as was under way at once, and that stays in the processor's cache.
+Frames travel over the connection as usual; where the payload of one lies in the ring, its header says so and nothing
+follows it. `taken` is all that the emptying side writes: how many bytes it has read. A payload that does not fit goes
+over the connection, so no thread ever waits for the ring. Where everything was taken, filling begins at the start
+again: so only as much of it is ever used as was under way at once, and that stays in the processor's cache.
 
-The memory has no name: it is a file of the kernel's that its maker hands over (`handover`), and gone with its last
-user, however that one ends. Its size is sealed: nobody can take pages away from under the other.
+The memory has no name: it is a file of the kernel's that its maker hands over (`handover`), and it disappears with its
+last user, however that one ends. Its size is sealed: neither side can take pages away from the other.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ HEAD_BYTES = 4096
 _TITLE = "manyhands"
 _TAKEN = slice(128, 136)
 _WITHOUT_LOCK_BYTES = 32 * 1024
-"""From here on a copy lets other threads of the interpreter run; below, that takes longer than the copy."""
+"""The size from which a copy lets other threads of the interpreter run; below, that takes longer than the copy."""
 _IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 class Unshared(Exception):
-    """Raised where there is no shared memory; says why in a few words. Bytes go over the connection then."""
+    """Raised where there is no shared memory; gives the reason in a few words. Bytes go over the connection then."""
 
 
 class Ring:
-    """One side's view of the ring. Used by one thread at a time."""
+    """One side's view of the ring, used by one thread at a time."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -50,7 +50,7 @@ class Ring:
         self._view = memoryview(self._memory)
         self._taken = self._view[_TAKEN].cast("Q")
         self._passed = 0
-        """Payload bytes that were put or taken, from the beginning on."""
+        """Payload bytes put or taken since the beginning."""
 
     @property
     def key(self) -> bytes:
@@ -66,8 +66,8 @@ class Ring:
         assert 0 <= length <= self.size, "checked where headers are read"
         begin = HEAD_BYTES + place
         end = min(begin + length, HEAD_BYTES + self.size)
-        rest = length - (end - begin)
-        return [self._view[begin:end], self._view[HEAD_BYTES : HEAD_BYTES + rest]] if rest else [self._view[begin:end]]
+        over = length - (end - begin)
+        return [self._view[begin:end], self._view[HEAD_BYTES : HEAD_BYTES + over]] if over else [self._view[begin:end]]
 
     def close(self) -> None:
         self._taken.release()
@@ -76,7 +76,7 @@ class Ring:
 
 
 class FillingRing(Ring):
-    """The sender's side, which makes the ring."""
+    """The ring at the sender's side, which makes it."""
 
     def __init__(self, size: int) -> None:
         self._seen_taken = self._next = 0
@@ -97,10 +97,10 @@ class FillingRing(Ring):
         """The place at which the other side fetches the memory."""
 
     def put(self, views: Sequence[memoryview], length: int) -> int:
-        """Copy a payload into the ring; where it begins, or -1 where there is no room and nothing was done."""
-        taken = self._taken[0]
-        if self._seen_taken < taken <= self._passed:  # anything else is not to be believed
-            self._seen_taken = taken
+        """Copy a payload into the ring; return where it begins, or -1 where there is no room and nothing was done."""
+        taken_bytes = self._taken[0]
+        if self._seen_taken < taken_bytes <= self._passed:  # any other value is not credible
+            self._seen_taken = taken_bytes
         under_way = self._passed - self._seen_taken
         if under_way + length > self.size:
             return -1
@@ -111,7 +111,7 @@ class FillingRing(Ring):
         return place
 
     def hand_over(self) -> None:
-        """The other side has it: it need not be found any more."""
+        """Note that the other side has the memory: it need not be offered any more."""
         if self._handover is not None:
             self._handover.close()
             self._handover = None
@@ -125,23 +125,23 @@ class FillingRing(Ring):
 
 
 class EmptyingRing(Ring):
-    """The receiver's side, who finds it."""
+    """The ring at the receiver's side, which fetches it."""
 
     def read(self, place: int, length: int, into: Sequence[memoryview]) -> None:
         _copy(self._parts(place, length), into)
 
     def free(self, length: int) -> None:
-        """The next payload was read, or is not wanted: its room may be filled again.
+        """Free the room of the next payload, which was read or is not wanted.
 
-        To be called after a lock was let go and another one taken since `read`: some processors would let the other
-        side see this before the bytes are read.
+        To be called after a lock was released and another one acquired since `read`: some processors would let the
+        other side see this before the bytes are read.
         """
         self._passed += length
         self._taken[0] = self._passed
 
 
 def _make(size: int) -> int:
-    """Memory without a name, of a size that stays; OSError where this system has none."""
+    """Return memory without a name, whose size cannot change; OSError where this system has none."""
     if sys.platform != "linux" or not _IS_AVAILABLE:
         raise OSError("not on this system")
     descriptor = os.memfd_create(_TITLE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -159,7 +159,8 @@ def _seals() -> int:
 
 
 def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
-    """What another process made, if it is just that; Unshared where we cannot have it, or should not."""
+    """Return the ring that another process made, once it is verified; Unshared where this process cannot have it, or
+    should not."""
     if not _IS_AVAILABLE:
         raise Unshared("not on this system")
     opened = -1
@@ -183,7 +184,7 @@ def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Pieces laid end to end into others of the same length in all."""
+    """Copy pieces laid end to end into others of the same total length."""
     remaining = iter(targets)
     target = next(remaining, memoryview(b""))
     for source in sources:

@@ -1,16 +1,16 @@
-"""How two ends of a connection agree on shared memory: by showing that they have it, not by guessing.
+"""The agreement of two ends of a connection on shared memory: by showing that they have it, not by guessing.
 
     sender, before its first large message        receiver
     offer: where the memory is handed over, its
     key, and the connection as the sender sees it
                                                   gets it, with that key in it, from a process of its own network
                                                   namespace and user, and sees the same connection from its end
-                                                  answer: the nonce that only who has the memory can read
+                                                  answer: the nonce, which is in the memory and nowhere else
     fills it from the next frame on
 
-One ring for each direction, made when it is first of use. Meanwhile, and wherever one of these does not hold, bytes go
-over the connection. A relay in between has two connections, neither of which is the other's: it is not passed by.
-Offer and answer are frames of the connection, so they are encrypted where it is.
+There is one ring for each direction, made when it is first of use. Meanwhile, and wherever one of these conditions does
+not hold, bytes go over the connection. A relay in between has two connections, and the two ends see different ones: it
+is not bypassed. Offer and answer are frames of the connection, so they are encrypted where it is.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _SMALLEST_RING_BYTES = SHARED_CHUNK_BYTES
 
 @dataclass(frozen=True)
 class SharingSetting:
-    """Whether and for what an endpoint uses shared memory."""
+    """Whether and for which payloads an endpoint uses shared memory."""
 
     ring_bytes: int = RING_BYTES
-    """Of each direction of each pair, taken from the system as it fills for the first time. 0: none, TCP for all."""
+    """The size of each ring, one per direction of each pair; its pages are taken from the system as it fills for the
+    first time. 0: no ring, TCP for everything."""
     smallest_bytes: int = SMALLEST_SHARED_BYTES
     """Payloads below this go over the connection: see docs/explanation/engine.md."""
 
@@ -61,7 +62,7 @@ class SharingSetting:
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one side made, and how it sees the connection."""
+    """The ring that one side made, and how it sees the connection."""
 
     place: bytes
     size: int
@@ -81,14 +82,15 @@ class MemorySharing:
         self._wire, self._setting = wire, setting
         self._offered: FillingRing | None = None
         self.filling: FillingRing | None = None
-        """What we fill, once the other side has shown that it has it."""
+        """The ring this end fills, once the other side has shown that it has it."""
         self.emptying: EmptyingRing | None = None
         self.may_offer = setting.ring_bytes > 0
         self.refusal = ""
-        """Why there is nothing to fill."""
+        """The reason why there is no ring to fill."""
 
     def offer(self) -> bytes | None:
-        """Make a ring, once; None where the other side is elsewhere, or this system has none."""
+        """Make a ring, once, and return the offer; None where the other side is on another host, or this system has no
+        shared memory."""
         self.may_offer = False
         try:
             near, far = ends(self._wire)
@@ -101,7 +103,7 @@ class MemorySharing:
         return _encoder.encode(Offer(ring.place, ring.size, ring.key, near, far))
 
     def answer(self, content: bytes, *, is_welcome: bool) -> bytes:
-        """To the other side's offer: the proof that we have what it made; nothing where we do not."""
+        """Return the answer to the other side's offer: the proof that this end has its ring; empty where it has not."""
         if self.emptying is not None:
             raise BadFrame("memory was offered twice")
         try:
@@ -119,7 +121,7 @@ class MemorySharing:
         return self.emptying.nonce
 
     def conclude(self, answer: bytes) -> None:
-        """What the other side says to our offer."""
+        """Take the other side's answer to this end's offer."""
         ring, self._offered = self._offered, None
         if ring is None:
             raise BadFrame("an answer to an offer of memory that was not made")
@@ -140,13 +142,13 @@ class MemorySharing:
 
 
 def ends(wire: Wire) -> tuple[tuple[str, int], tuple[str, int]]:
-    """A connection's own and other address."""
+    """Return a connection's own address and the other end's."""
     near, far = wire.socket.getsockname(), wire.socket.getpeername()
     return (_plain(near[0]), int(near[1])), (_plain(far[0]), int(far[1]))
 
 
 def _plain(host: str) -> str:
-    """One spelling for an address, whichever kind of socket tells it."""
+    """Return one spelling for an address, whichever kind of socket reports it."""
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)

@@ -17,7 +17,7 @@ from manyhands.transport.memory import Memory, as_bytes, byte_count
 
 
 class Switchboard:
-    """Mailboxes of all devices, and what is to go wrong."""
+    """The mailboxes of all devices, and the faults to inject."""
 
     def __init__(self, names: Iterable[str], *, limit_seconds: float = 60.0) -> None:
         self.endpoints = {name: InProcessEndpoint(self, name, limit_seconds) for name in names}
@@ -26,14 +26,14 @@ class Switchboard:
         self.failed: set[str] = set()
 
     def fail_after(self, name: str, messages: int) -> None:
-        """`name` dies in the middle of its message number `messages`, counted from 1."""
+        """Make `name` fail in the middle of its message number `messages`, counted from 1."""
         self._fail_after[name] = messages
 
     def dies_now(self, name: str, count: int) -> bool:
         return self._fail_after.get(name) == count
 
     def lose(self, name: str) -> None:
-        """Everybody learns at once that `name` is gone, and `name` itself stops."""
+        """Notify all devices at once that `name` is lost, and stop `name` itself."""
         self.failed.add(name)
         error = WorkerLost(f"{name} was lost: its connection broke.")
         for other, endpoint in self.endpoints.items():
@@ -68,17 +68,17 @@ class InProcessEndpoint:
                 return
 
     def release(self) -> None:
-        """Everything was copied as it was sent."""
+        """Do nothing: everything was copied as it was sent."""
 
     def flush(self, limit_seconds: float) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no message is ever under way."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def deliver(mailbox: Mailbox, peer: str, head: bytes, payload: bytes) -> None:
-    """One frame as bytes, through the same reading as from a socket. A payload cut short is never complete."""
+    """Deliver one frame as bytes, through the same reading as from a socket. A payload cut short is never complete."""
     size = header_bytes(head[: PRELUDE.size])
     header = decode(head[PRELUDE.size : PRELUDE.size + size])
     views = mailbox.accept(peer, header)
@@ -95,7 +95,7 @@ def deliver(mailbox: Mailbox, peer: str, head: bytes, payload: bytes) -> None:
 
 
 def frames(header: Header, content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """A message as it would be on a wire: head and payload of each frame."""
+    """Yield a message as it would be on a wire: head and payload of each frame."""
     for offset in range(0, header.bytes, CHUNK_BYTES) or (0,):
         length = min(CHUNK_BYTES, header.bytes - offset)
         head = Header(header.origin, header.generation, header.step, header.topic, header.bytes, offset, length)

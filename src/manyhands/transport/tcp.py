@@ -32,9 +32,10 @@ from manyhands.transport.wire import Broken, unacknowledged_bytes
 
 HEARTBEAT_TIMEOUT_SECONDS = 6.0
 """A connection without a byte for this long is lost. A peer that computes keeps sending heartbeats, unless it holds the
-interpreter's lock: which lasts a second or two at most."""
+interpreter's lock, which lasts a second or two at most."""
 _SHARED_AT_ONCE_BYTES = 2 * SHARED_CHUNK_BYTES
-"""How much a sender's own thread puts into shared memory: to wake the transport's thread takes longer than that."""
+"""The bytes that a sender's own thread puts into shared memory: waking the transport's thread takes longer than
+that."""
 _FLUSH_POLL_SECONDS = 0.001
 
 
@@ -53,7 +54,8 @@ class TcpEndpoint:
         sharing: SharingSetting | None = None,
         peer_listener: PeerListener | None = None,
     ) -> None:
-        """`peer_listener`: where peers connect, in place of a listener of its own at `host` and `port`."""
+        """Listen for peers. `peer_listener`: the listener at which they connect, in place of a new one at `host` and
+        `port`."""
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
@@ -86,24 +88,24 @@ class TcpEndpoint:
         self._rendezvous.tidy()
 
     def connect(self, peers: Peers, limit_seconds: float) -> None:
-        """Have a connection to every one of these; to be called on all of them, in any order.
+        """Connect to every one of these peers; to be called on all of them, in any order.
 
         Of two devices the one with the smaller name connects and the other waits for it, unless their addresses say
-        which one does. Live connections are kept.
-        Refused where a peer does not admit this device, TimedOut names those that are missing.
+        which one does. Live connections are kept. Refused where a peer does not admit this device; TimedOut names those
+        that are missing.
         """
-        wanted = {peer: peers[peer] for peer in peers if peer != self.name}
-        for peer in wanted:
+        others = {peer: peers[peer] for peer in peers if peer != self.name}
+        for peer in others:
             self._forget_elsewhere(peer, Address.of(peers[peer]).port)
-        self._wanted = set(wanted)
+        self._wanted = set(others)
         try:
-            self._rendezvous.gather(wanted, limit_seconds)
+            self._rendezvous.gather(others, limit_seconds)
         finally:
             self._wanted = set()
 
     def _forget_elsewhere(self, peer: str, port: int) -> None:
         """Drop a connection to an earlier process of this name, which had another port: its end may not have been
-        noticed, and the process that has its name now would wait for a connection."""
+        noticed, and the process that has the name now would wait for a connection."""
         before, self._met_at[peer] = self._met_at.get(peer, port), port
         connection = self._connections.get(peer)
         if connection is not None and before != port:
@@ -123,7 +125,8 @@ class TcpEndpoint:
         return {peer for peer in self._wanted if peer not in self._connections}
 
     def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
-        """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the loop's."""
+        """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the loop's
+        thread."""
         connection = self._connections.get(to)
         if connection is None:
             if to in self._lost:
@@ -162,9 +165,9 @@ class TcpEndpoint:
     def release(self) -> None:
         """Copy what has not left: the senders' memory may change from now on."""
         for connection in list(self._connections.values()):
-            connection.outbox.release()  # asked without its lock, one with its last piece in hand seems to have no work
+            connection.outbox.release()  # without its lock, an outbox just writing its last piece seems to have no work
             if connection.outbox.has_work:
-                self._loop.ask_to_write(connection)  # a thread that found it busy has left the writing to us
+                self._loop.ask_to_write(connection)  # a thread that found it busy has left the writing to this one
 
     def flush(self, limit_seconds: float) -> None:
         """Wait until everything handed over has arrived in the memory of the peers' machines."""
@@ -185,11 +188,11 @@ class TcpEndpoint:
             time.sleep(_FLUSH_POLL_SECONDS)
 
     def shape(self, links: Mapping[str, Link], up_bytes_per_second: float = math.inf) -> None:
-        """Limit what leaves to these peers to the rate of its link, and all of it together to `up_bytes_per_second`;
-        a message's first byte leaves when the link's delay has passed.
+        """Limit what leaves to these peers to the rate of each one's link, and all of it together to
+        `up_bytes_per_second`; a message's first byte leaves when the link's delay has passed.
 
-        Links to other peers are as they are; so are, from the next call on, those that it does not name. Connections
-        made later to these names are shaped too. What counts are the bytes of frames, not what TLS and TCP add. The
+        Links to other peers are not shaped; nor are, from the next call on, those that it does not name. Connections
+        made later to these names are shaped too. The bytes of frames count, not those that TLS and TCP add. The
         receiver's port (its `down` rate) is not modelled: senders do not know of each other.
         """
         if not up_bytes_per_second > 0:
@@ -199,7 +202,7 @@ class TcpEndpoint:
         self._loop.shape(shaped, up_bytes_per_second)
 
     def lose(self, peer: str) -> None:
-        """Drop the connection to one peer, here and there."""
+        """Drop the connection to one peer, at both ends."""
         connection = self._connections.get(peer)
         if connection is not None:
             self._loop.lose(connection, f"{self.name} dropped it")

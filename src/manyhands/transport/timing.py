@@ -1,7 +1,7 @@
-"""How fast bytes come from each peer: from when the beginning of a message is seen until it is there.
+"""Measures how fast bytes come from each peer: from when the beginning of a message is seen until all of it is there.
 
-Bytes are counted per connection, not per message: where several messages share it, or one overtakes another, what came
-meanwhile is what the link carried. No byte and no second counts twice.
+Bytes are counted per connection, not per message: where several messages share it, or one overtakes another, all that
+came meanwhile is what the link carried. No byte and no second counts twice.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections import deque
 from typing import NamedTuple
 
 SMALLEST_TIMED_BYTES = 8 * 1024
-"""The least size of messages that are timed: smaller ones come at once."""
+"""The smallest messages that are timed: smaller ones come at once."""
 TOLD_EARLY_SECONDS = 1.0
 """A message that takes longer is reported while it comes."""
 _MOST_TIMED = 256
 
 Seen = tuple[float, int]
-"""A moment, and what had come over a connection by then."""
+"""A moment, and the bytes that had come over a connection by then."""
 
 
 class TimedTransfer(NamedTuple):
@@ -36,10 +36,10 @@ class TransferTiming:
     def __init__(self) -> None:
         self._timed: deque[TimedTransfer] = deque(maxlen=_MOST_TIMED)
         self._told: dict[str, Seen] = {}
-        """Source -> where its last timed transfer ended."""
+        """Source -> the moment at which its last timed transfer ended."""
 
     def forget(self, source: str) -> None:
-        """A new connection counts anew."""
+        """Forget a source's last transfer: a new connection counts anew."""
         self._told.pop(source, None)
 
     def is_due(self, source: str, seen: Seen) -> bool:

@@ -1,4 +1,4 @@
-"""How coordinator and workers reach each other: control channels and data endpoints of one kind.
+"""Transports, by which coordinator and workers reach each other: control channels and data endpoints of one kind.
 
     transport = TcpTransport()                                          # between processes and machines
     transport = InProcessTransport()                                    # inside one process, see `inprocess`
@@ -6,7 +6,7 @@
     channel = transport.reach("pi-1", "192.168.1.10", 7077, security, limit_seconds=30.0)
     endpoint = transport.endpoint("pi-1", security, host=channel.local_host)
 
-The first argument is always the caller's name: TCP has no use for it, a transport that plays faults has.
+The first argument is always the caller's name: TCP does not use it, but a transport that injects faults does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manyhands.transport.tcp import TcpEndpoint
 
 
 class ControlChannel(Protocol):
-    """Whole messages both ways, every wait with a limit. See `channel.Channel`."""
+    """A connection for whole messages both ways; every wait has a limit. See `channel.Channel`."""
 
     local_host: str
     peer_host: str
@@ -37,21 +37,21 @@ class ControlChannel(Protocol):
         """Send a message and return when it has left. WorkerLost where the connection broke."""
 
     def limit_received(self, largest_bytes: int) -> None:
-        """Break the connection where a longer message comes from now on."""
+        """Break the connection where a longer message arrives from now on."""
 
     def receive(self, limit_seconds: float) -> bytes | None:
         """Return the next message; None where the limit passed. WorkerLost where the connection broke."""
 
     @property
     def unfinished_bytes(self) -> int:
-        """How much has come of a message that is not whole yet: a peer that is still sending is not silent."""
+        """Bytes received of a message that is not complete yet: a peer that is still sending is not silent."""
 
     def close(self) -> None:
         """Close the channel from any thread; waiting threads get WorkerLost."""
 
 
 class ControlListener(Protocol):
-    """Where workers join, or where a worker waits to be invited."""
+    """A listener at which workers join, or at which a worker waits to be invited."""
 
     address: tuple[str, int]
 
@@ -60,11 +60,11 @@ class ControlListener(Protocol):
 
     @property
     def dropped(self) -> int:
-        """How many peers were turned away."""
+        """The number of peers that were turned away."""
 
     @property
     def reasons(self) -> list[str]:
-        """Why the last of them were turned away."""
+        """The reasons why the last of them were turned away."""
 
     def accept(self, limit_seconds: float) -> ControlChannel | None: ...
 
@@ -76,31 +76,33 @@ class ConnectedEndpoint(Endpoint, Protocol):
 
     address: tuple[str, int]
     silence_seconds: float
-    """A peer of which no byte has come for so long is lost."""
+    """A peer from which no byte has come for this long is considered lost."""
 
     def connect(self, peers: Peers, limit_seconds: float) -> None:
-        """Have a connection to every one of these; to be called on all of them, in any order."""
+        """Connect to every one of these peers; to be called on all of them, in any order."""
 
     def is_connected(self, peer: str) -> bool: ...
 
     def silent_peers(self) -> dict[str, float]:
-        """Connected peer -> seconds without a byte from it, of those that have missed more than one heartbeat."""
+        """Return connected peer -> seconds without a byte from it, for those that have missed more than one
+        heartbeat."""
 
     def missing_peers(self) -> set[str]:
-        """Peers that a `connect` under way has no connection to yet."""
+        """Return the peers to which a `connect` under way has no connection yet."""
 
     def lose(self, peer: str) -> None:
-        """Drop the connection to one peer, here and there."""
+        """Drop the connection to one peer, at both ends."""
 
     def shape(self, links: Mapping[str, Link], up_bytes_per_second: float = math.inf) -> None:
-        """Have links imitated, where the transport can."""
+        """Imitate slower links, where the transport can."""
 
 
 class Transport(Protocol):
-    """Makes listeners, channels and endpoints."""
+    """A maker of listeners, channels and endpoints."""
 
     def listen(self, name: str, host: str, port: int, security: Security) -> ControlListener:
-        """A place to join; port 0 takes any that is free. AddressTaken where it cannot be."""
+        """Return a listener at which peers join; port 0 takes any that is free. AddressTaken where the address cannot
+        be used."""
 
     def reach(
         self,
@@ -113,17 +115,18 @@ class Transport(Protocol):
         once: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> ControlChannel:
-        """Join a listener, which may not be there yet: tried until the limit, unless `once`. Refused where it will not
-        have us."""
+        """Join a listener, which may not exist yet: tried until the limit, unless `once`. Refused where it rejects this
+        peer."""
 
     def endpoint(
         self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
     ) -> ConnectedEndpoint:
-        """A device's place in the exchange of data, at a free port of `host`, or at the listener's own address."""
+        """Return a device's endpoint for exchanging data, at a free port of `host`, or at the listener's own
+        address."""
 
 
 class TcpTransport:
-    """Sockets: between processes and machines."""
+    """The transport over sockets: between processes and machines."""
 
     def listen(self, name: str, host: str, port: int, security: Security) -> Listener:
         return Listener(host, port, security)
@@ -151,12 +154,12 @@ class TcpTransport:
 
 @dataclass(frozen=True)
 class ControlConnection:
-    """A connection between coordinator and worker, whichever of the two made it."""
+    """A connection between coordinator and worker, whichever of the two established it."""
 
     channel: ControlChannel
     security: Security
     listener: ControlListener | None = None
-    """The listener at which the coordinator connected, and data connections arrive; None: the worker connected."""
+    """The listener at which the coordinator connected and data connections arrive; None: the worker connected."""
 
 
 def reach_either(
@@ -172,9 +175,9 @@ def reach_either(
     is_cancelled: Callable[[], bool] = lambda: False,
     credentials: Callable[[], Credentials | None] = lambda: None,
 ) -> ControlConnection:
-    """Connect to a listener, over an encrypted connection; on this very machine over whichever kind it has.
+    """Connect to a listener over an encrypted connection, or, on this very machine, over whichever kind it has.
 
-    `credentials`: asked for where a connection is encrypted, and the token no secret of one run.
+    `credentials` is called where a connection is encrypted and the token is not a secret of one run.
     """
     host, port = address
     kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) and token else [True]

@@ -1,6 +1,6 @@
 """The threads that wait for a mailbox's messages.
 
-Where the transport lets them, waiting threads do its reading meanwhile (`event_loop`); the others sleep.
+Where the transport lets them, waiting threads do its reading meanwhile (`event_loop`); else they sleep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Key = tuple[str, int, str]
 """Source, step, topic."""
 ANOTHER_THREAD: Key = ("", 0, "")
 _NAP_SECONDS = 0.01
-"""How long a thread sleeps while another does the transport's work: that one may have left just before."""
+"""The time that a thread sleeps while another does the transport's work: that one may have left just before."""
 
 
 class Helper(Protocol):
@@ -56,14 +56,14 @@ class WaitingThreads:
         self._keys[thread] = key
         if helper is not None:
             helper.begin_waiting()
-        until, seen = time.monotonic() + limit_seconds, progress()
-        left, may_help = limit_seconds, helper is not None
+        until, last_progress = time.monotonic() + limit_seconds, progress()
+        seconds_left, may_help = limit_seconds, helper is not None
         try:
             while not is_over():
-                if left <= 0 and progress() != seen:
-                    until, seen = time.monotonic() + limit_seconds, progress()
-                    left = limit_seconds
-                if left <= 0:
+                if seconds_left <= 0 and progress() != last_progress:
+                    until, last_progress = time.monotonic() + limit_seconds, progress()
+                    seconds_left = limit_seconds
+                if seconds_left <= 0:
                     raise TimedOut(
                         f"{name} has waited {limit_seconds:g} s for {title(key)}.",
                         hint="The sender is connected but does not get there: see its events in the run folder.",
@@ -71,15 +71,15 @@ class WaitingThreads:
                 if may_help and helper is not None:
                     self._lock.release()
                     try:
-                        may_help = helper.help(is_over, left)
+                        may_help = helper.help(is_over, seconds_left)
                     finally:
                         self._lock.acquire()
                 else:
                     self._sleepers += 1
-                    self._change.wait(left if helper is None else min(left, _NAP_SECONDS))
+                    self._change.wait(seconds_left if helper is None else min(seconds_left, _NAP_SECONDS))
                     self._sleepers -= 1
                     may_help = helper is not None
-                left = until - time.monotonic()
+                seconds_left = until - time.monotonic()
         finally:
             self._keys.pop(thread, None)
             if helper is not None:

@@ -1,4 +1,4 @@
-"""A connected socket whose reads and writes never wait, plain or encrypted, and what waits on top of it.
+"""A connected socket whose reads and writes never wait, plain or encrypted, and functions that wait for it.
 
 Encryption goes through memory, not through `ssl.SSLSocket`: one SSL object must not be in use by two threads, and a
 lock around work in memory is short, while a lock around a socket is not.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 UNACKNOWLEDGED_LIMIT_SECONDS = 10.0
-"""How long sent bytes may go unacknowledged before the kernel gives up: a pulled cable."""
+"""The time that sent bytes may go unacknowledged before the kernel gives up, as when a cable is pulled."""
 MOST_BUFFERS = 64
 """The most pieces of memory in one system call."""
 _AT_ONCE_BYTES = 256 * 1024
@@ -27,11 +27,11 @@ _RECORD_BYTES = 16 * 1024
 
 
 class Broken(Exception):
-    """The connection is gone; says why in a few words."""
+    """The connection is lost; the message gives the reason in a few words."""
 
 
 def tune(connected: socket.socket, patience: float = 1.0) -> None:
-    """Small messages leave at once, and a peer that vanished without a word is noticed."""
+    """Make small messages leave at once, and a peer that vanished without closing the connection be noticed."""
     connected.setblocking(False)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if connected.family in (socket.AF_INET, socket.AF_INET6):
@@ -49,7 +49,7 @@ def _why(error: OSError) -> str:
 
 
 class Wire:
-    """Bytes as they are. One thread reads at a time, and one writes."""
+    """A plain connection. One thread reads at a time, and one writes."""
 
     encrypted = False
     peer_key = b""
@@ -61,16 +61,16 @@ class Wire:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes that were taken have not left yet."""
+        """Whether bytes that were accepted have not left yet."""
         return False
 
     @property
     def has_unread(self) -> bool:
-        """Whether bytes have come that the socket no longer tells of."""
+        """Whether bytes have come that the socket no longer reports."""
         return False
 
     def write(self, buffers: Sequence[memoryview]) -> int:
-        """How many bytes of these were taken; fewer than all where the link is full."""
+        """Return how many bytes of the buffers were accepted; fewer than all where the link is full."""
         try:
             return self.socket.sendmsg(buffers[:MOST_BUFFERS])
         except (BlockingIOError, InterruptedError):
@@ -79,7 +79,7 @@ class Wire:
             raise Broken(_why(error)) from error
 
     def read(self, views: Sequence[memoryview]) -> int:
-        """How many bytes came into these (none of them empty); 0 where there are none just now."""
+        """Return how many bytes were read into the views (none of them empty); 0 where there are none at present."""
         try:
             count = self.socket.recv_into(views[0]) if len(views) == 1 else self.socket.recvmsg_into(views)[0]
         except (BlockingIOError, InterruptedError):
@@ -130,31 +130,31 @@ class EncryptedWire(Wire):
         return bytes(self._tls.getpeercert(binary_form=True) or b"")
 
     def shake_hands(self, deadline: float) -> None:
-        """The TLS handshake. Broken, TimeoutError, or done."""
+        """Complete the TLS handshake. Raises Broken or TimeoutError."""
         while True:
             try:
                 self._tls.do_handshake()
-                done = True
+                is_complete = True
             except ssl.SSLWantReadError:
-                done = False
+                is_complete = False
             except ssl.SSLError as error:
                 raise Broken(f"the TLS handshake failed ({error.reason})") from error
             self._unsent = memoryview(bytes(self._unsent) + self._outgoing.read())
             while not self._push():
                 wait(self, select.POLLOUT, deadline)
-            if done:
+            if is_complete:
                 return
             while not self._pull():
                 wait(self, select.POLLIN, deadline)
 
     def _push(self) -> bool:
-        """Whether everything encrypted has left."""
+        """Send encrypted bytes, and return whether all of them have left."""
         if len(self._unsent):
             self._unsent = self._unsent[super().write([self._unsent]) :]
         return not len(self._unsent)
 
     def _pull(self) -> bool:
-        """Whether more of the encrypted stream has come."""
+        """Read encrypted bytes, and return whether any have come."""
         count = super().read([self._scratch])
         self._more_is_likely = count == len(self._scratch)
         with self._using_tls:
@@ -164,13 +164,13 @@ class EncryptedWire(Wire):
     def write(self, buffers: Sequence[memoryview]) -> int:
         if not self._push():
             return 0
-        taken = 0
+        written = 0
         with self._using_tls:
             for piece in _records(buffers):
-                taken += self._tls.write(piece)
+                written += self._tls.write(piece)
             self._unsent = memoryview(self._outgoing.read())
         self._push()
-        return taken
+        return written
 
     def read(self, views: Sequence[memoryview]) -> int:
         total = 0
@@ -189,7 +189,7 @@ class EncryptedWire(Wire):
                     except Broken:
                         if not total:
                             raise
-                        return total  # told again by the next read
+                        return total  # the next read raises it again
                     continue
                 except ssl.SSLError as error:
                     raise Broken(f"the encrypted stream is damaged ({error.reason})") from error
@@ -201,7 +201,7 @@ class EncryptedWire(Wire):
 
 
 def _records(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Pieces to encrypt at once: small ones joined, so that header and payload share a record."""
+    """Return pieces to encrypt at once: small ones are joined, so that header and payload share a record."""
     pieces: list[memoryview] = []
     small = bytearray()
     total = 0
@@ -226,28 +226,28 @@ def _records(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 def wait(wire: Wire, events: int, deadline: float) -> None:
     """Wait until the socket may be read or written; TimeoutError at the deadline."""
-    left = deadline - time.monotonic()
+    seconds_left = deadline - time.monotonic()
     poll = select.poll()
     try:
         poll.register(wire.socket, events)
     except ValueError as error:
         raise Broken("closed") from error
-    if left <= 0 or not poll.poll(left * 1000):
+    if seconds_left <= 0 or not poll.poll(seconds_left * 1000):
         raise TimeoutError
 
 
 def write_all(wire: Wire, data: bytes | memoryview, deadline: float) -> None:
-    """Everything has left, or Broken, or TimeoutError."""
-    left = memoryview(data)
-    while len(left) or wire.has_unsent:
-        taken = wire.write([left])
-        left = left[taken:]
-        if wire.has_unsent or (not taken and len(left)):
+    """Return when everything has left. Raises Broken or TimeoutError."""
+    remaining = memoryview(data)
+    while len(remaining) or wire.has_unsent:
+        written = wire.write([remaining])
+        remaining = remaining[written:]
+        if wire.has_unsent or (not written and len(remaining)):
             wait(wire, select.POLLOUT, deadline)
 
 
 def read_exactly(wire: Wire, count: int, deadline: float) -> bytes:
-    """That many bytes and not one more, or Broken, or TimeoutError."""
+    """Return exactly `count` bytes. Raises Broken or TimeoutError."""
     data = bytearray(count)
     view = memoryview(data)
     while len(view):
@@ -259,7 +259,7 @@ def read_exactly(wire: Wire, count: int, deadline: float) -> bytes:
 
 
 def unacknowledged_bytes(wire: Wire) -> int:
-    """Bytes that the other machine has not confirmed yet; 0 where this system does not tell."""
+    """Return the bytes that the other machine has not acknowledged yet; 0 where this system does not report them."""
     if sys.platform != "linux":
         return 0
     try:
