@@ -75,7 +75,7 @@ class ScenarioProcesses:
         )  # fmt: skip
 
     def start_coordinator(self) -> None:
-        """Start the coordinator; if there is a checkpoint in the run folder, it goes on from there, as --resume does."""
+        """Start the coordinator; if the run folder has a checkpoint, it goes on from there, as --resume does."""
         self.incarnation += 1
         config = CoordinatorConfig(
             self.scenario.share, self.scenario.devices, self.place.address(COORDINATOR_SPACE), self.port, self.token,

@@ -42,8 +42,7 @@ K = 5
 SLICE_SECONDS = 0.5
 LONGEST_PREDICTED_SECONDS = 600.0
 MODE = "grouped"
-"""The default of `split_train`."""
-"""What counts as ours; the other mode is measured beside it."""
+"""The default of `split_train`, which counts as ours; the other mode is measured beside it."""
 
 
 @dataclass(frozen=True)
