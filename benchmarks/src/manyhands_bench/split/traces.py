@@ -183,13 +183,13 @@ def batches_in(profile: SplitProfile, method: str, trace: LinkTrace, seconds: fl
     mean = LinkRates(trace.up.mean, trace.down.mean)
     chooser = BASELINES[baseline] if baseline else choose
     first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
-    count, now = 0.0, 0.0
+    fit, now = 0.0, 0.0
     while now < seconds:
         rates = mean_rates(trace, now, now + 1)
-        count += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
+        fit += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
         now += 1
     group, least = (1, LEAST_BATCHES) if baseline else (K + 1, 2)
-    return max(least, round(min(count, most) / group)) * group
+    return max(least, round(min(fit, most) / group)) * group
 
 
 def run_contest(

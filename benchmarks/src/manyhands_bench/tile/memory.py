@@ -1,4 +1,4 @@
-"""The memory of a tile: peak tensor bytes by part (the paper's Fig. 6.2), and resident bytes of the worker's process."""
+"""The memory of a tile: peak tensor bytes by part (the paper's Fig. 6.2), and resident bytes of a worker's process."""
 
 from __future__ import annotations
 
