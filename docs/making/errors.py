@@ -35,13 +35,13 @@ TO_DO = {
     "BadData": "The message names the sample. See [own data](../howto/own-data.md).",
     "NotFinite": "A new run with a smaller learning rate, as the hint writes it, or look at the layer that the message "
     "names. `--resume` as it was comes to the same numbers again.",
-    "DataNotFinite": "Mend the data of the step that the message names; then `manyhands train --resume RUN` goes on.",
-    "TimedOut": "Look at who was waited for: is it up, is the port open? `manyhands doctor` tells.",
+    "DataNotFinite": "Fix the data of the step that the message names; then `manyhands train --resume RUN` goes on.",
+    "TimedOut": "Look at the device that was waited for: is it up, is its port open? `manyhands doctor` tells.",
     "AddressTaken": "Another port, or end whoever has it.",
     "LabError": "Run as root on Linux, and take old labs down: `manyhands lab down`. "
     "See [the lab](../explanation/lab.md).",
     "NotInstalled": "Install the extra that the hint names, such as `pip install 'manyhands[onnx]'`.",
-    "Unfit": "Mend what the doctor marked, in its order: each line has the command. "
+    "Unfit": "Fix what the doctor marked, in its order: each line has the command. "
     "See [the doctor](../howto/doctor.md).",
 }  # fmt: skip
 
