@@ -1,9 +1,9 @@
-"""Makes every page and drawing of docs/ that can be made from the code: python docs/generate.py [--check].
+"""Generates every page and drawing of docs/ that can be made from the code: python docs/generate.py [--check].
 
 Whole pages: reference/cli.md, api.md, errors.md, options.md. The keywords that mypy sees: src/manyhands/*/options.py.
 Parts of pages, between <!-- made: NAME --> and
 <!-- end -->: tables of fields, the README's results. Drawings: drawings/*.svg. With --check nothing is written, and the
-exit code is 1 where a file is not what would be written (tests/test_docs.py asks the same).
+exit code is 1 if a file differs from what would be written (tests/test_docs.py checks the same).
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _PART = re.compile(r"(<!-- made: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.S
 
 
 def part(name: str) -> str:
-    """What stands between two marks: `fields manyhands.facts.plan.Plan`, `results`."""
-    kind, _, rest = name.partition(" ")
+    """Return the text between two marks by its name: `fields manyhands.facts.plan.Plan`, `results`."""
+    kind, _, argument = name.partition(" ")
     if kind == "fields":
-        return fields.table(rest)
+        return fields.table(argument)
     if kind == "cluster":
         return fields.cluster_table()
     if kind == "results":
         return results.table(ROOT / "docs" / "results.md")
-    raise SystemExit(f"<!-- made: {name} -->: nobody makes that. Known: fields MODULE.STRUCT, cluster, results.")
+    raise SystemExit(f"<!-- made: {name} -->: no such part. Known: fields MODULE.STRUCT, cluster, results.")
 
 
 def made() -> dict[Path, str]:
-    """Every made file and what it should hold."""
+    """Return every generated file and its text."""
     files = {ROOT / path: make() for path, make in PAGES.items()}
     files |= {HERE / "drawings" / f"{name}.svg": draw() for name, draw in drawn.DRAWINGS.items()}
     for path in [ROOT / "README.md", *sorted(HERE.rglob("*.md"))]:
         text = path.read_text()
         if path not in files and _PART.search(text):
-            files[path] = _PART.sub(lambda found: found[1] + part(found["name"]) + found[3], text)
+            files[path] = _PART.sub(lambda match: match[1] + part(match["name"]) + match[3], text)
     return files
 
 
 def stale() -> list[Path]:
-    """Files that are not as they would be made."""
+    """Return the files that differ from what would be generated."""
     return [path for path, text in made().items() if not path.exists() or path.read_text() != text]
 
 

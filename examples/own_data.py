@@ -1,4 +1,4 @@
-"""Data of your own: anything torch.utils.data has, as pairs (input, target).
+"""Data of your own: any dataset or loader of torch.utils.data, as pairs (input, target).
 
 python examples/own_data.py
 """
@@ -14,7 +14,8 @@ import manyhands as mh
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
-    """Map-style: samples by number. Best: nothing is held in memory, and a run resumes at any step."""
+    """A map-style dataset, with samples by number. The best kind: nothing is held in memory, and a run resumes at any
+    step."""
 
     def __len__(self) -> int:
         return 1024
@@ -27,7 +28,7 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, int]]):
-    """A stream: one pass of it is kept in memory, and is what every epoch has."""
+    """A stream: one pass over it is kept in memory, and every epoch has the same samples."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         data = Stripes()
@@ -35,7 +36,7 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
 
 
 class Named(Dataset[dict[str, object]]):
-    """Samples as dicts, as many libraries have them: mh.Pairs says which part is which."""
+    """Samples as dicts, as many libraries have them: mh.Pairs names the input and the target."""
 
     def __len__(self) -> int:
         return 512

@@ -12,7 +12,7 @@ import manyhands as mh
 
 
 class Residual(nn.Module):
-    """Skip connections, batch norm and dropout need nothing special."""
+    """A network with a skip connection, batch norm and dropout, which need nothing special."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -27,10 +27,10 @@ def page() -> str:
     functions = [name for name in names if not inspect.isclass(getattr(mh, name))]
     kinds = [name for name in names if inspect.isclass(getattr(mh, name))]
     rows = []
-    taken: set[str] = set()
+    used: set[str] = set()
     for name in [*functions, *kinds]:  # mh.plan and mh.Plan have the same anchor but for a number
-        anchor = f"mh{name.lower()}" + ("-1" if name.lower() in taken else "")
-        taken.add(name.lower())
+        anchor = f"mh{name.lower()}" + ("-1" if name.lower() in used else "")
+        used.add(name.lower())
         rows.append([f"[`mh.{name}`](#{anchor})", _first_sentence(getattr(mh, name))])
     text = START + words.table(["name", ""], rows)
     text += "".join(_function(name, getattr(mh, name)) for name in functions)
@@ -43,25 +43,25 @@ def _first_sentence(thing: Any) -> str:
 
 
 def signature(name: str, thing: Any) -> str:
-    """On one line, or one parameter a line where that would be long."""
+    """Return a signature on one line, or with each parameter on its own line if that would be long."""
     try:
-        found = inspect.signature(thing)
+        declared = inspect.signature(thing)
     except (TypeError, ValueError):
         return name
     parts = []
     had_star = False
-    for one in found.parameters.values():
-        if one.name == "self":
+    for parameter in declared.parameters.values():
+        if parameter.name == "self":
             continue
-        if one.kind is one.KEYWORD_ONLY and not had_star:
+        if parameter.kind is parameter.KEYWORD_ONLY and not had_star:
             parts.append("*")
             had_star = True
-        had_star = had_star or one.kind is one.VAR_POSITIONAL
-        parts.append(_parameter(one))
+        had_star = had_star or parameter.kind is parameter.VAR_POSITIONAL
+        parts.append(_parameter(parameter))
     result = (
         ""
-        if found.return_annotation in (found.empty, None, "None")
-        else f" -> {_plain(_text(found.return_annotation))}"
+        if declared.return_annotation in (declared.empty, None, "None")
+        else f" -> {_plain(_text(declared.return_annotation))}"
     )
     line = f"{name}({', '.join(parts)}){result}"
     if len(line) <= _LONG:
@@ -69,14 +69,16 @@ def signature(name: str, thing: Any) -> str:
     return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
 
 
-def _parameter(one: inspect.Parameter) -> str:
-    star = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-    kind = "" if one.annotation is one.empty else f": {_plain(_text(one.annotation))}"
-    text = f"{star}{one.name}{kind}"
-    if one.default is one.empty:
+def _parameter(param: inspect.Parameter) -> str:
+    star = "*" if param.kind is param.VAR_POSITIONAL else "**" if param.kind is param.VAR_KEYWORD else ""
+    kind = "" if param.annotation is param.empty else f": {_plain(_text(param.annotation))}"
+    text = f"{star}{param.name}{kind}"
+    if param.default is param.empty:
         return text
     default = (
-        one.default.__name__ if inspect.isroutine(one.default) or inspect.isclass(one.default) else repr(one.default)
+        param.default.__name__
+        if inspect.isroutine(param.default) or inspect.isclass(param.default)
+        else repr(param.default)
     )
     return f"{text} = {_ADDRESS.sub('', default)}"
 
@@ -86,7 +88,7 @@ def _text(annotation: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """An annotation without modules' names."""
+    """Return an annotation without modules' names."""
     return re.sub(r"\b(?:manyhands(?:\.\w+)*|collections\.abc|typing|pathlib(?:\._local)?)\.(?=[A-Z])", "", text).strip(
         "'\""
     )
@@ -109,10 +111,10 @@ def _kind(name: str, kind: type[Any]) -> str:
 
 
 def _member(kind: type[Any], member: str, thing: Any) -> list[str] | None:
-    """A method with its signature, or a property; None: a field, or undocumented."""
+    """Return the row of a method with its signature, or of a property; None for a field, or if undocumented."""
     if isinstance(thing, property) or type(thing).__name__ == "cached_property":
-        said = inspect.getdoc(thing.fget if isinstance(thing, property) else thing.func)
-        return [f"`.{member}`", words.cell(said or "")]
+        docstring = inspect.getdoc(thing.fget if isinstance(thing, property) else thing.func)
+        return [f"`.{member}`", words.cell(docstring or "")]
     function = getattr(kind, member)
     if not inspect.isroutine(function) or not inspect.getdoc(function):
         return None

@@ -1,10 +1,10 @@
-"""Records a real run in a terminal of its own, and draws it as an animated SVG: python docs/making/cast.py.
+"""A recording of a real run in a terminal of its own, drawn as an animated SVG: python docs/making/cast.py.
 
-    drawings/cast.cast    what was printed and when (asciinema's format, version 2)
+    drawings/cast.cast    the output and its times (asciinema's format, version 2)
     drawings/cast.svg     the same as a picture that plays: every frame below the last, moved up by CSS, no script
 
-`--draw` draws the recording that is there again. It plays twice as fast as it was, and pauses are shortened; where
-nothing moves (no CSS animation, or none wanted) the last frame is shown.
+`--draw` draws the existing recording again. It plays at twice the speed, and pauses are shortened; if nothing moves (no
+CSS animation, or the reader prefers none) the last frame is shown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Event = tuple[float, str]
 
 
 def record(command: list[str]) -> list[Event]:
-    """What the command prints in a terminal of this size, and when; in an empty folder."""
+    """Run the command in an empty folder, in a terminal of this size, and return its output with the times."""
     events: list[Event] = []
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,8 @@ def record(command: list[str]) -> list[Event]:
 
 
 def frames(events: list[Event]) -> list[tuple[float, list[list[Cell]]]]:
-    """(seconds it is shown, the screen), whenever it changed by more than a spinner; each for a second at most."""
+    """Return (seconds it is shown, the screen) whenever the screen changed by more than a spinner; each for a second at
+    most."""
     screen = Screen(COLUMNS, ROWS)
     screen.feed(f"$ {' '.join(COMMAND)}\r\n")
     shown: list[tuple[float, list[list[Cell]]]] = [(0.0, screen.lines())]
@@ -91,16 +92,16 @@ def frames(events: list[Event]) -> list[tuple[float, list[list[Cell]]]]:
 
 
 def _still(lines: list[list[Cell]]) -> list[str]:
-    """A screen as words, its spinners at rest."""
+    """Return a screen as text, without its spinners."""
     return [re.sub("[\u2800-\u28ff]", "", "".join(letter for letter, _ in line)) for line in lines]
 
 
-def svg(found: list[tuple[float, list[list[Cell]]]]) -> str:
-    """Every different line once; frames refer to them; one animation steps from frame to frame."""
+def svg(shown: list[tuple[float, list[list[Cell]]]]) -> str:
+    """Return the SVG: every different line once, frames that refer to them, and one animation from frame to frame."""
     width, height = COLUMNS * LETTER + 24, ROWS * LINE + 44
     numbers: dict[str, int] = {}
     strips = []
-    for place, (_, lines) in enumerate(found):
+    for place, (_, lines) in enumerate(shown):
         uses = []
         for row, line in enumerate(lines):
             if line:
@@ -108,9 +109,9 @@ def svg(found: list[tuple[float, list[list[Cell]]]]) -> str:
                 uses.append(f'<use href="#l{number}" y="{row * LINE:g}"/>')
         strips.append(f'<g transform="translate(0 {place * ROWS * LINE:g})">{"".join(uses)}</g>')
     defined = "".join(f'<g id="l{number}">{line}</g>' for line, number in numbers.items())
-    total = sum(seconds for seconds, _ in found)
+    total = sum(seconds for seconds, _ in shown)
     steps, clock = [], 0.0
-    for place, (seconds, _) in enumerate(found):
+    for place, (seconds, _) in enumerate(shown):
         steps.append(f"{100 * clock / total:.2f}%{{transform:translateY(-{place * ROWS * LINE:g}px)}}")
         clock += seconds
     colours = "".join(f".c{place}{{fill:{colour}}}" for place, colour in enumerate(PALETTE))
@@ -118,7 +119,7 @@ def svg(found: list[tuple[float, list[list[Cell]]]]) -> str:
         "text{font:12px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d5dae0;"
         f"white-space:pre}}.b{{font-weight:700}}.d{{opacity:.6}}{colours}"
         f"@keyframes play{{{''.join(steps)}}}"
-        f".film{{transform:translateY(-{(len(found) - 1) * ROWS * LINE:g}px);"
+        f".film{{transform:translateY(-{(len(shown) - 1) * ROWS * LINE:g}px);"
         f"animation:play {total:.2f}s step-end infinite}}"
         "@media(prefers-reduced-motion:reduce){.film{animation:none}}"
     )
@@ -134,7 +135,7 @@ def svg(found: list[tuple[float, list[list[Cell]]]]) -> str:
 
 
 def _line(cells: list[Cell]) -> str:
-    """Runs of one style as texts, each as wide as its letters, whatever the font is."""
+    """Return runs of one style as text elements, each as wide as its letters, whatever the font is."""
     parts, start = [], 0
     while start < len(cells):
         end, style = start, cells[start][1]
@@ -157,7 +158,7 @@ def _class(style: Style) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="draw the recording that is there again")
+    parser.add_argument("--draw", action="store_true", help="draw the existing recording again")
     path = FOLDER / "cast.cast"
     if not parser.parse_args().draw:
         head = {"version": 2, "width": COLUMNS, "height": ROWS, "title": " ".join(COMMAND)}

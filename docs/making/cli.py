@@ -27,13 +27,17 @@ def page() -> str:
     from manyhands.cli.main import whole_app
 
     root = get_command(whole_app())
-    found = list(_commands(root, "manyhands"))
-    rows = [[f"[`{path}`](#{path.replace(' ', '-')})", _first_sentence(command.help)] for path, command in found]
-    return START + table(["command", "what it does"], rows) + "".join(_section(path, one) for path, one in found)
+    commands = list(_commands(root, "manyhands"))
+    rows = [[f"[`{path}`](#{path.replace(' ', '-')})", _first_sentence(command.help)] for path, command in commands]
+    return (
+        START
+        + table(["command", "what it does"], rows)
+        + "".join(_section(path, command) for path, command in commands)
+    )
 
 
 def _commands(group: Any, path: str) -> Any:
-    """Depth first, in the order in which they are listed by --help; groups themselves only lead to others."""
+    """Yield (path, command) depth first, in the order in which --help lists them, without the groups themselves."""
     for name, command in group.commands.items():
         if command.hidden:
             continue
@@ -49,17 +53,19 @@ def _first_sentence(text: str | None) -> str:
 
 
 def _section(path: str, command: Any) -> str:
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     options = [
-        one for one in command.params if one.param_type_name == "option" and not one.hidden and "--help" not in one.opts
+        parameter
+        for parameter in command.params
+        if parameter.param_type_name == "option" and not parameter.hidden and "--help" not in parameter.opts
     ]
     usage = " ".join([path, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)])
     text = f"\n## {path}\n\n    {usage}\n\n{_prose(command.help)}\n"
     if arguments:
-        rows = [[f"`{_argument(one)}`", cell(_help_of(one))] for one in arguments]
+        rows = [[f"`{_argument(parameter)}`", cell(_help_of(parameter))] for parameter in arguments]
         text += "\n" + table(["argument", ""], rows)
     if options:
-        text += "\n" + table(["option", "default", ""], [_option(one) for one in options])
+        text += "\n" + table(["option", "default", ""], [_option(parameter) for parameter in options])
     return text
 
 
@@ -68,7 +74,7 @@ def _is_shown(option: Any) -> bool:
 
 
 def _prose(text: str | None) -> str:
-    """Help as paragraphs; what click keeps as it is (\\b) becomes a block."""
+    """Return a help text as paragraphs; passages that click does not wrap (\\b) become blocks."""
     paragraphs = []
     for paragraph in (text or "").strip().split("\n\n"):
         if paragraph.lstrip().startswith("\b"):

@@ -36,7 +36,7 @@ TO_DO = {
     "NotFinite": "A new run with a smaller learning rate, as the hint writes it, or look at the layer that the message "
     "names. `--resume` as it was comes to the same numbers again.",
     "DataNotFinite": "Fix the data of the step that the message names; then `manyhands train --resume RUN` goes on.",
-    "TimedOut": "Look at who was waited for: is it up, is the port open? `manyhands doctor` tells.",
+    "TimedOut": "Look at the device that was waited for: is it up, is its port open? `manyhands doctor` tells.",
     "AddressTaken": "Another port, or end whoever has it.",
     "LabError": "Run as root on Linux, and take old labs down: `manyhands lab down`. "
     "See [the lab](../explanation/lab.md).",

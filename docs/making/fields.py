@@ -13,7 +13,7 @@ from making.words import cell
 
 
 def table_rows(kind: type[Any]) -> list[list[str]]:
-    """One row for each field. What it is stands behind it as a comment, or below it as a docstring."""
+    """Return one row for each field. Its description is the comment behind it, or the docstring below it."""
     source = textwrap.dedent(inspect.getsource(kind))
     lines = source.splitlines()
     body = ast.parse(source).body[0]
@@ -24,32 +24,32 @@ def table_rows(kind: type[Any]) -> list[list[str]]:
             continue
         if "ClassVar" in ast.unparse(node.annotation) or node.target.id.startswith("_"):
             continue
-        said = ""
+        description = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            said = str(after.value.value)
+            description = str(after.value.value)
         elif "#" in (line := lines[(node.end_lineno or 1) - 1]):
-            said = line.split("#", 1)[1].strip().removesuffix("fmt: skip")
+            description = line.split("#", 1)[1].strip().removesuffix("fmt: skip")
         default = "" if node.value is None else ast.unparse(node.value)
         rows.append([
             f"`{node.target.id}`", f"`{cell(ast.unparse(node.annotation))}`".replace("&lt;", "<"),
-            f"`{default}`" if default else "", cell(said),
+            f"`{default}`" if default else "", cell(description),
         ])  # fmt: skip
     return rows
 
 
 def table(path: str) -> str:
-    """The fields of a record by its path, like manyhands.facts.plan.Plan."""
+    """Return the table of a record's fields by its path, such as manyhands.facts.plan.Plan."""
     module, _, name = path.rpartition(".")
     kind = getattr(import_module(module), name)
     return words.table(["field", "type", "default", ""], table_rows(kind))
 
 
 def cluster_table() -> str:
-    """What may be written of a device in a cluster file: other names and units than the record's."""
+    """Return the table of a device's fields in a cluster file, whose names and units differ from the record's."""
     from manyhands.facts.cluster_document import _DEVICE
     from manyhands.facts.device import Device
 
-    said = {row[0].strip("`"): row for row in table_rows(Device)}
+    rows_by_field = {row[0].strip("`"): row for row in table_rows(Device)}
     examples = {
         "gflops": "20", "memory": "4 GB", "memory_rate": "6 GB/s", "cores": "4", "operator_time": "50 us",
         "watts_active": "6.4", "watts_idle": "2.7", "watts_transfer": "1", "up": "19 Mbit/s", "down": "31 Mbit/s",
@@ -68,5 +68,5 @@ def cluster_table() -> str:
         "down": "what its port takes in",
     }  # fmt: skip
     for field, (record_field, _, _) in _DEVICE.items():
-        rows.append([f"`{field}`", f"`{examples[field]}`", said[record_field][3] or more[field]])
+        rows.append([f"`{field}`", f"`{examples[field]}`", rows_by_field[record_field][3] or more[field]])
     return words.table(["field", "for example", ""], rows)

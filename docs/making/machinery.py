@@ -1,4 +1,4 @@
-"""Drawings of what carries a run: staying alive, engine, codec, deciding, silos, the lab, honest predictions."""
+"""Drawings of a run's machinery: staying alive, transport, codec, deciding, silos, the lab, prediction accuracy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from making.pen import COLOURS, Pen
 
 
 def alive() -> str:
-    """A device is lost; the others go on from the last copies."""
+    """Draw the loss of a device; the others go on from the last copies."""
     pen = Pen(760, 262, "A device is lost, and the others go on from the last round of which everything exists")
     pen.text(24, 32, "A device is lost: nobody's round is", "title")
     rounds = (40, 41, 42, 43, None, 43, 44, 45)
@@ -47,7 +47,7 @@ def alive() -> str:
 
 
 def engine() -> str:
-    """How bytes travel between two workers."""
+    """Draw the ways of bytes between two workers."""
     pen = Pen(760, 226, "How a tensor travels from one worker to another")
     pen.text(24, 32, "From tensor to tensor", "title")
     pen.label(30, 96, 110, 44, "tensor", "a edge")
@@ -68,7 +68,7 @@ def engine() -> str:
 
 
 def codec() -> str:
-    """Numbers on a few levels, and the error that is kept."""
+    """Draw numbers rounded to a few levels, and the error that is kept."""
     pen = Pen(760, 250, "Two-bit codes: each number goes to the nearest of four levels")
     pen.text(24, 32, "In n bits: the nearest of 2ⁿ levels (here n = 2)", "title")
     values = (0.04, 0.22, 0.41, 0.63, 0.98, 0.86, 0.55, 0.3, 0.12, 0.7, 0.47, 0.02)
@@ -93,7 +93,7 @@ def codec() -> str:
 
 
 def decision() -> str:
-    """Which cut is fastest depends on the rate."""
+    """Draw the fastest cut at several rates."""
     pen = Pen(760, 262, "The cut follows the rate of the link")
     pen.text(24, 32, "The cut follows the link", "title")
     for row, (words, cut) in enumerate((("fast link", 2), ("slow link", 5), ("no link", 8))):
@@ -114,7 +114,7 @@ def decision() -> str:
 
 
 def silos() -> str:
-    """Two edges with features of the same samples, and a server with the labels."""
+    """Draw two edges with features of the same samples, and a server with the labels."""
     pen = Pen(760, 214, "Two silos and a server: features are joined by sample, data stays")
     pen.text(24, 32, "Data stays, features meet", "title")
     for y, name, kind in ((60, "edge-a: left", "a"), (140, "edge-b: right", "b")):
@@ -132,7 +132,7 @@ def silos() -> str:
 
 
 def lab() -> str:
-    """Devices as namespaces behind shaped ports."""
+    """Draw devices as namespaces behind shaped ports."""
     pen = Pen(760, 300, "A lab: each device is a namespace with a rate, a share of a core and a memory limit")
     pen.text(24, 32, "Six devices out of one machine", "title")
     pen.box(20, 46, 720, 220, "hollow sd dash", 8)
@@ -161,7 +161,7 @@ def lab() -> str:
 
 
 def honest() -> str:
-    """Predict, run, compare, correct."""
+    """Draw the cycle of predicting, running, comparing and correcting."""
     pen = Pen(760, 150, "Predicted, measured, compared, corrected")
     pen.text(24, 32, "Every run corrects the next plan", "title")
     for place, words in enumerate(("profile", "plan, simulated", "run, measured", "side by side")):

@@ -50,7 +50,7 @@ def of_inference() -> str:
 def source(config: type[Any], function: str) -> str:
     """Return the module that declares the keywords of a function."""
     fields = keywords_of(config)
-    used = {name.id for one in fields.values() for name in _names(one.annotation)}
+    used = {name.id for field in fields.values() for name in _names(field.annotation)}
     modules: dict[str, set[str]] = {}
     for module, name in _imports(config):
         if name in used:
@@ -63,7 +63,7 @@ def source(config: type[Any], function: str) -> str:
         function=function, config=config.__name__, name=config.__name__.replace("Config", "Options"),
         imports="\n\n".join("\n".join(groups[group]) for group in sorted(groups)),
     )  # fmt: skip
-    return head + "".join(f"    {name}: {one.annotation}\n" for name, one in fields.items())
+    return head + "".join(f"    {name}: {field.annotation}\n" for name, field in fields.items())
 
 
 def _names(annotation: str) -> Iterator[ast.Name]:
@@ -78,7 +78,7 @@ def _imports(config: type[Any]) -> Iterator[tuple[str, str]]:
             continue
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.ImportFrom) and node.module:
-                yield from ((node.module, one.name) for one in node.names)
+                yield from ((node.module, alias.name) for alias in node.names)
 
 
 def _group(module: str) -> int:

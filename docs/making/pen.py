@@ -18,11 +18,11 @@ text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#24292f
 .sa{stroke:#4b8ad6}.sb{stroke:#d9722f}.sc{stroke:#55a86e}.sd{stroke:#a673c4}}
 """
 COLOURS = "abcde"
-"""Of devices, in order: classes of the style."""
+"""The colours of devices, in order: classes of the style."""
 
 
 class Pen:
-    """Collects shapes, and writes them as one SVG of a given size."""
+    """A collector of shapes, which writes them as one SVG of a given size."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
@@ -37,7 +37,7 @@ class Pen:
         self._add(f'<text x="{_n(x)}" y="{_n(y)}"{mark}>{escape(words)}</text>')
 
     def note(self, x: float, y: float, words: str) -> None:
-        """Small print."""
+        """Add small print."""
         self.text(x, y, words, "small faint")
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> None:
@@ -50,7 +50,7 @@ class Pen:
         self._add(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" class="{kind}"/>')
 
     def label(self, x: float, y: float, width: float, height: float, words: str, kind: str = "a edge") -> None:
-        """A box with words in its middle."""
+        """Add a box with words in its middle."""
         self.box(x, y, width, height, kind)
         on = "mid small" if "none" in kind or "hollow" in kind or "thin" in kind else "mid small on"
         self.text(x + width / 2, y + height / 2 + 4, words, on)

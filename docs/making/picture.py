@@ -1,4 +1,4 @@
-"""The README's picture: a plan of drawings/desk.json, who does which layers and what a step looks like."""
+"""The README's picture: the plan in drawings/desk.json, each device's layers, and one step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ KINDS = {"pi5": "Raspberry Pi 5"}
 
 
 def draw() -> str:
-    found = json.loads(FILE.read_text())
-    devices = list(dict.fromkeys(name for stage in found["plan"]["stages"] for name in stage["devices"]))
+    planned = json.loads(FILE.read_text())
+    devices = list(dict.fromkeys(name for stage in planned["plan"]["stages"] for name in stage["devices"]))
     colour = {name: COLOURS[place] for place, name in enumerate(devices)}
     pen = Pen(LEFT + WIDTH + 30, 204 + (ROW + 32) * len(devices), "One network, shared among four devices")
     pen.text(24, 34, "One network, four devices, one plan", "title")
-    pen.text(24, 54, f"{found['network']}, batch {found['batch_size']}: {_told(found['plan']['stages'])}", "faint")
-    edges = _edges([layer["macs"] for layer in found["layers"]])
-    top = _plan(pen, found, devices, colour, edges, 76)
-    _step(pen, found, devices, colour, top + 44)
+    pen.text(
+        24, 54, f"{planned['network']}, batch {planned['batch_size']}: {_told(planned['plan']['stages'])}", "faint"
+    )
+    edges = _edges([layer["macs"] for layer in planned["layers"]])
+    top = _plan(pen, planned, devices, colour, edges, 76)
+    _step(pen, planned, devices, colour, top + 44)
     return pen.svg()
 
 
 def _told(stages: list[dict[str, Any]]) -> str:
-    """Each stage in words."""
+    """Return each stage in words."""
     parts = []
     for stage in stages:
         first, end = stage["layers"]
@@ -36,19 +38,20 @@ def _told(stages: list[dict[str, Any]]) -> str:
 
 
 def _edges(works: list[int]) -> list[float]:
-    """Where each layer begins: as wide as it has work, and no narrower than can be seen."""
+    """Return the edges between layers: each is as wide as its work, and no narrower than can be seen."""
     least = sum(works) / 120
     wide = [max(work, least) for work in works]
     edges = [LEFT]
-    for one in wide:
-        edges.append(edges[-1] + WIDTH * one / sum(wide))
+    for width in wide:
+        edges.append(edges[-1] + WIDTH * width / sum(wide))
     return edges
 
 
 def _plan(
-    pen: Pen, found: dict[str, Any], devices: list[str], colour: dict[str, str], edges: list[float], top: float
+    pen: Pen, planned: dict[str, Any], devices: list[str], colour: dict[str, str], edges: list[float], top: float
 ) -> float:
-    """Rows of devices over columns of layers; a tile's box is as high as its part of the image."""
+    """Draw rows of devices over columns of layers, and return where they end; a tile's box is as high as its part of
+    the image."""
     for first, last in zip(edges, edges[1:]):
         pen.box(first, top, last - first, 14, "none edge", 2)
     pen.text(LEFT - 12, top + 11, "layers", "end faint small")
@@ -59,7 +62,7 @@ def _plan(
         pen.text(LEFT - 12, y + (18 if kind else 25), name, "end")
         pen.text(LEFT - 12, y + 33, kind or "", "end faint small")
         pen.box(LEFT, y, WIDTH, ROW - 6, "none", 3)
-    for stage in found["plan"]["stages"]:
+    for stage in planned["plan"]["stages"]:
         first, last = (edges[place] for place in stage["layers"])
         rows = stage.get("share", {}).get("rows", [1.0])
         for name, part in zip(stage["devices"], rows):
@@ -75,18 +78,18 @@ def _plan(
 
 
 def _above(rows: list[float], place: int) -> float:
-    """How far down a tile begins, kept within its row of the drawing."""
+    """Return how far down a tile begins, as a part of its row of the drawing, within which it is kept."""
     return min(sum(rows[:place]) / sum(rows), 1 - 15 / (ROW - 6)) if len(rows) > 1 else 0.0
 
 
-def _step(pen: Pen, found: dict[str, Any], devices: list[str], colour: dict[str, str], top: float) -> None:
-    """One simulated step: what each device computes when."""
-    seconds = found["seconds"]
-    alone = found["alone_seconds"]["laptop"]
+def _step(pen: Pen, planned: dict[str, Any], devices: list[str], colour: dict[str, str], top: float) -> None:
+    """Draw one simulated step: what each device computes, and when."""
+    seconds = planned["seconds"]
+    alone = planned["alone_seconds"]["laptop"]
     pen.text(24, top, "One training step", "title")
     pen.text(
         190, top, f"simulated: {seconds:.2f} s; the laptop alone would take {alone:.2f} s, "
-        f"a Pi 5 {found['alone_seconds']['pi5']:.1f} s (estimated speeds)", "faint",
+        f"a Pi 5 {planned['alone_seconds']['pi5']:.1f} s (estimated speeds)", "faint",
     )  # fmt: skip
     top += 14
     height = 26
@@ -94,7 +97,7 @@ def _step(pen: Pen, found: dict[str, Any], devices: list[str], colour: dict[str,
         y = top + place * (height + 6)
         pen.text(LEFT - 12, y + 17, name, "end")
         pen.box(LEFT, y, WIDTH, height, "none", 3)
-        for start, end, kind in _merged([span for span in found["spans"] if span["device"] == name], seconds / WIDTH):
+        for start, end, kind in _merged([span for span in planned["spans"] if span["device"] == name], seconds / WIDTH):
             style = f"{colour[name]} thin" if kind == "forward" else colour[name]
             pen.box(LEFT + WIDTH * start / seconds, y, WIDTH * (end - start) / seconds, height, style, 0)
     y = top + len(devices) * (height + 6) + 14
@@ -104,13 +107,13 @@ def _step(pen: Pen, found: dict[str, Any], devices: list[str], colour: dict[str,
     pen.text(LEFT + 100, y, "backward and update", "small faint")
     pen.box(LEFT + 230, y - 10, 14, 12, "none", 2)
     pen.text(LEFT + 250, y, "waits", "small faint")
-    pen.text(LEFT + WIDTH, y, found["command"], "small faint end")
+    pen.text(LEFT + WIDTH, y, planned["command"], "small faint end")
 
 
 def _merged(spans: list[dict[str, Any]], gap: float) -> list[tuple[float, float, str]]:
-    """Neighbours of one kind joined, where less than a pixel lies between them."""
+    """Return spans with neighbours of one kind joined if less than a pixel lies between them."""
     joined: list[tuple[float, float, str]] = []
-    for span in sorted(spans, key=lambda one: one["start"]):
+    for span in sorted(spans, key=lambda span: span["start"]):
         kind = "forward" if span["kind"] == "forward" else "backward"
         if joined and joined[-1][2] == kind and span["start"] - joined[-1][1] < gap:
             joined[-1] = (joined[-1][0], max(joined[-1][1], span["end"]), kind)

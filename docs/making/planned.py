@@ -1,4 +1,4 @@
-"""Plans a network for the README's picture and keeps what was found: python docs/making/planned.py.
+"""The plan of a network for the README's picture, made and stored: python docs/making/planned.py.
 
 The picture (picture.py) is drawn from the file, so that drawing needs no planning. Times are simulated from the
 catalogue's estimates.
@@ -20,7 +20,7 @@ CLUSTER = {
 
 
 def found() -> dict[str, Any]:
-    """The plan, each layer's weight in it, and one simulated step."""
+    """Return the plan, each layer's multiply-accumulates, and one simulated step."""
     import manyhands as mh
     from manyhands.plans.networks import load_network
 

@@ -10,8 +10,8 @@ HEADING = "## In short"
 
 def table(path: Path) -> str:
     text = path.read_text() if path.exists() else ""
-    _, found, rest = text.partition(HEADING)
-    lines = re.search(r"(?:^\|.*\n)+", rest, re.M)
-    if not found or lines is None:
+    _, heading, section = text.partition(HEADING)
+    lines = re.search(r"(?:^\|.*\n)+", section, re.M)
+    if not heading or lines is None:
         return "Not measured yet: `manyhands bench all` writes docs/results.md.\n"
     return re.sub(r"\]\((?!https?:|#)", "](docs/", lines[0])

@@ -13,7 +13,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Style:
-    """How a cell is drawn: a colour of the palette (None: as usual), bold, dim."""
+    """The style of a cell: a colour of the palette (None: the default), bold, dim."""
 
     colour: str | None = None
     bold: bool = False
@@ -27,7 +27,7 @@ _BLANK: Cell = (" ", PLAIN)
 
 @dataclass
 class Screen:
-    """Rows that scroll up when the last is left."""
+    """The rows of a terminal, which scroll up when the cursor moves below the last."""
 
     columns: int
     rows: int
@@ -52,14 +52,14 @@ class Screen:
                 self._put(token[0])
 
     def lines(self) -> list[list[Cell]]:
-        """Rows without the blanks at their ends."""
-        found = []
+        """Return the rows without the blanks at their ends."""
+        lines = []
         for row in self.cells:
             end = len(row)
             while end and row[end - 1][0] == " ":
                 end -= 1
-            found.append(row[:end])
-        return found
+            lines.append(row[:end])
+        return lines
 
     def _put(self, letter: str) -> None:
         if letter == "\r":
@@ -129,12 +129,12 @@ class Screen:
         self._style = Style(colour, bold, dim)
 
     @staticmethod
-    def _far_colour(values: list[int], kept: str | None) -> str | None:
-        """One of 256, or of 16 million, as the nearest of eight; a background changes nothing."""
+    def _far_colour(values: list[int], unchanged: str | None) -> str | None:
+        """Return the nearest of eight colours to one of 256 or of 16 million; `unchanged` for a background."""
         if values.pop(0) == 5 and values:
             number = values.pop(0)
-            if kept is not None or number >= 232:
-                return kept if kept is not None else "c0"
+            if unchanged is not None or number >= 232:
+                return unchanged if unchanged is not None else "c0"
             if number < 16:
                 return f"c{number % 8}"
             number -= 16
@@ -142,5 +142,5 @@ class Screen:
         elif len(values) >= 3:
             red, green, blue = (values.pop(0) // 43 for _ in range(3))
         else:
-            return kept
-        return kept if kept is not None else f"c{(red > 2) + 2 * (green > 2) + 4 * (blue > 2)}"
+            return unchanged
+        return unchanged if unchanged is not None else f"c{(red > 2) + 2 * (green > 2) + 4 * (blue > 2)}"

@@ -6,7 +6,7 @@ from making.pen import COLOURS, Pen
 
 
 def tiles() -> str:
-    """One device's view of a 2x2 grid: what it owns, what it fetches; then back."""
+    """Draw one device's view of a 2x2 grid: the tile it owns and the halo it fetches; then the way back."""
     pen = Pen(760, 300, "Tiles: each device owns a quarter of every map and fetches a halo")
     pen.text(24, 32, "Tiles: a quarter of every map each, and a halo from the neighbours", "title")
     names = ("pi-1", "pi-2", "pi-3", "pi-4")
@@ -37,7 +37,7 @@ def tiles() -> str:
 
 
 def _halo(pen: Pen, x: float) -> None:
-    """What pi-1 has of its neighbours, in their colours and its own frame."""
+    """Draw the halo that pi-1 has of its neighbours, in its own frame."""
     pen.box(x + 92, 76, 16, 90, "none", 0)
     pen.box(x, 168, 90, 16, "none", 0)
     pen.box(x + 92, 168, 16, 16, "none", 0)
@@ -45,18 +45,19 @@ def _halo(pen: Pen, x: float) -> None:
 
 
 def _one_f_one_b(stages: int, count: int, backward: int) -> list[list[tuple[int, int, str, int]]]:
-    """When each stage runs which pass: K_p = 2(P-p)-1 forward passes ahead, then one forward, one backward."""
+    """Return the passes of each stage with their times: K_p = 2(P-p)-1 forward passes ahead, then one forward, one
+    backward."""
     ready: dict[tuple[str, int, int], int] = {}
     spans: list[list[tuple[int, int, str, int]]] = [[] for _ in range(stages)]
-    done = [{"f": 0, "b": 0} for _ in range(stages)]
+    finished = [{"f": 0, "b": 0} for _ in range(stages)]
     free = [0] * stages
-    while any(one["b"] < count for one in done):
+    while any(counts["b"] < count for counts in finished):
         options = []
         for p in range(stages):
             ahead = min(2 * (stages - p) - 1, count)
-            forward = done[p]["f"] < count and done[p]["f"] - done[p]["b"] < ahead
+            forward = finished[p]["f"] < count and finished[p]["f"] - finished[p]["b"] < ahead
             kind = "f" if forward else "b"
-            which = done[p][kind]
+            which = finished[p][kind]
             if which >= count:
                 continue
             needs = (kind, p - 1, which) if kind == "f" else ("b", p + 1, which) if p + 1 < stages else ("f", p, which)
@@ -67,21 +68,21 @@ def _one_f_one_b(stages: int, count: int, backward: int) -> list[list[tuple[int,
         end = start + (1 if kind == "f" else backward)
         spans[p].append((start, end, kind, which))
         free[p] = ready[(kind, p, which)] = end
-        done[p][kind] += 1
+        finished[p][kind] += 1
     return spans
 
 
 def pipeline() -> str:
-    """A round of three stages and eight micro-batches, as the order says it."""
+    """Draw a round of three stages and eight micro-batches, in the order 1F1B."""
     spans = _one_f_one_b(3, 8, 2)
     length = max(end for row in spans for _, end, _, _ in row) + 2
     unit = 620 / length
     pen = Pen(760, 236, "A pipeline's round: three stages, eight micro-batches, one forward, one backward")
     pen.text(24, 32, "A pipeline's round: 1F1B", "title")
-    for p, (row, who) in enumerate(zip(spans, ("pi4-1, pi4-2", "nano", "laptop"))):
+    for p, (row, devices) in enumerate(zip(spans, ("pi4-1, pi4-2", "nano", "laptop"))):
         y = 54 + p * 44
         pen.text(24, y + 15, f"stage {p}")
-        pen.text(24, y + 30, who, "small faint")
+        pen.text(24, y + 30, devices, "small faint")
         pen.box(110, y, 620, 34, "none", 2)
         for start, end, kind, which in row:
             style = f"{COLOURS[p]} edge" + (" thin" if kind == "f" else "")
@@ -104,7 +105,7 @@ def pipeline() -> str:
 
 
 def split() -> str:
-    """Edge and cloud with feature replay."""
+    """Draw edge and cloud with feature replay."""
     pen = Pen(760, 250, "Edge and cloud: features up, gradients down, the edge runs ahead")
     pen.text(24, 32, "Edge and cloud: the edge runs ahead and replays", "title")
     rows = {"edge": 56, "cloud": 146}
@@ -135,7 +136,7 @@ def split() -> str:
 
 
 def decouple() -> str:
-    """Dense, grouped, shuffled."""
+    """Draw a dense convolution, a grouped one, and a shuffle."""
     pen = Pen(760, 250, "A dense convolution, a grouped one, and a shuffle")
     pen.text(24, 32, "Decoupled: groups of channels that rarely meet", "title")
     for column, (words, note) in enumerate((
@@ -160,7 +161,7 @@ def decouple() -> str:
 
 
 def channels() -> str:
-    """A decoupled network on four devices, and two samples under way."""
+    """Draw a decoupled network on four devices, and two samples under way."""
     pen = Pen(760, 300, "Channels on four devices, synchronised at shuffles only; two samples under way")
     pen.text(24, 32, "By channels: devices meet at shuffles only", "title")
     for i in range(4):
@@ -187,7 +188,7 @@ def channels() -> str:
 
 
 def mixed() -> str:
-    """The corners of the plan space, and a plan between them."""
+    """Draw the corners of the plan space, and a plan between them."""
     pen = Pen(760, 300, "Each published system is a corner of one plan space; a mixed plan lies between")
     pen.text(24, 32, "One plan space: each stage is shared in its own way", "title")
     corners = (
@@ -200,9 +201,9 @@ def mixed() -> str:
     for row, (name, stages, _) in enumerate(corners):
         y = 56 + row * 44
         pen.text(24, y + 21, name)
-        for first, last, who in stages:
-            for place, kind in enumerate(who):
-                height = 34 / len(who)
+        for first, last, kinds in stages:
+            for place, kind in enumerate(kinds):
+                height = 34 / len(kinds)
                 pen.box(190 + first * 130, y + place * height, (last - first) * 130, height, f"{kind} edge", 2)
     pen.text(
         190,

@@ -1,4 +1,4 @@
-"""Small things that made pages have in common."""
+"""Helpers that generated pages share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def cell(text: str) -> str:
-    """Fit for a cell of a table."""
+    """Return text that fits into a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -19,7 +19,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def prose(docstring: str | None) -> str:
-    """A docstring as Markdown: what is indented or in columns stays as it is, the rest becomes paragraphs."""
+    """Return a docstring as Markdown: indented text and columns stay as they are, the rest becomes paragraphs."""
     blocks = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring or "")):
         if re.search(r"\S {2,}\S|^ {2,}", block, re.M):

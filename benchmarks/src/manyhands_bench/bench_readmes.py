@@ -11,9 +11,9 @@ from manyhands_bench.results import Result, StoredResults
 from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
 ALSO = {"tile": ("tile-8",), "infer": ("infer-accuracy",)}
-"""Folder -> further results that its bench gives."""
+"""Folder -> further results of its bench."""
 MOST_ROWS = 6
-"""Rows of each result: docs/results.md has all of them."""
+"""The most rows for each result: docs/results.md has all of them."""
 
 
 def write_readmes(stored: StoredResults, folder: Path) -> list[Path]:

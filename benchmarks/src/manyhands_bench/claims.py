@@ -1,6 +1,6 @@
-"""Which figures the results page shows: what each is, whether measured or simulated, our aim, a paper's beside it.
+"""The figures on the results page: what each is, whether it is measured or simulated, our aim, and a paper's figure.
 
-A figure is named as its bench prints it. `max vs_best_rival_*` is the largest of all figures that begin so.
+A figure has the name that its bench prints. `max vs_best_rival_*` is the largest of all figures that begin so.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DERIVED = re.compile(r"(max|min) (\S+)\*(\S*)")
 
 @dataclass(frozen=True)
 class Aim:
-    """A value to reach: at least it, or at most it."""
+    """A value to reach: a least or a most value."""
 
     sign: Literal["≥", "≤"]
     value: float
     only_on: str = ""
-    """The architecture it holds for; empty: any."""
+    """The architecture for which it holds; empty: any."""
 
     def met(self, got: float) -> bool:
         return got >= self.value if self.sign == "≥" else got <= self.value
@@ -59,7 +59,7 @@ class Claim:
     paper: str = ""
     """A key of HEADLINES."""
     is_alike: bool = True
-    """The paper's setting is near enough to ours to be drawn beside it."""
+    """Whether the paper's setting is near enough to ours to be drawn beside it."""
 
     def __post_init__(self) -> None:
         assert bool(self.profile) == (self.how == "simulated"), (
@@ -75,7 +75,7 @@ class Claim:
         return HEADLINES[self.paper] if self.paper else None
 
     def value(self, figures: Mapping[str, float | int | None]) -> float | None:
-        """None: the bench did not find it."""
+        """Return the claim's figure; None if the bench did not give it."""
         if match := _DERIVED.fullmatch(self.key):
             which, begin, end = match.groups()
             values = [
@@ -297,7 +297,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def shown(value: float, form: Form) -> str:
-    """A figure as text."""
+    """Return a figure as text."""
     if form == "yes":
         return "yes" if value >= 1 else "no"
     if form == "times":

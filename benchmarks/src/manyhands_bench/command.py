@@ -16,7 +16,7 @@ from manyhands_bench.figures import Figures, Progress
 app = typer.Typer(help="Measure the figures that manyhands claims.", no_args_is_help=True, rich_markup_mode=None)
 
 LINE_SECONDS = 5.0
-"""Between two lines of progress if there is no terminal."""
+"""The time between two lines of progress if there is no terminal."""
 Quick = Annotated[bool, typer.Option("--quick", help="A short run of a few minutes; its figures do not count.")]
 Full = Annotated[bool, typer.Option("--full", help="Draw the paper's studies too.")]
 Pictures = Annotated[

@@ -1,4 +1,4 @@
-"""`manyhands bench all`: every bench as a process of its own, one after another; each result is kept as it comes."""
+"""`manyhands bench all`: every bench as a process of its own, one after another; each result is stored as it comes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ WORDS = {
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda",
 }  # fmt: skip
-"""What each result is measured by, after `manyhands bench`."""
+"""Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}
-"""What some need at least."""
+"""Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy",)
 DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy")
-"""Take --out, where plots go: none are kept here, the page has its own."""
+"""Benches that take --out, the folder of plots: none are kept here, because the page has its own."""
 LIMIT_SECONDS = 3 * 3600.0
-"""A bench that takes longer has failed."""
+"""The limit of a bench: one that takes longer has failed."""
 END_SECONDS = 30.0
-"""Between asking a bench to end and ending it."""
+"""The time between interrupting a bench and killing it."""
 _PROGRESS = re.compile(r"\s*\d+ s  ")
 _FAILED = re.compile(r"(?m)^(\w+_failed): (.*)$")
 _LONGEST_REASON = 500
@@ -56,7 +56,7 @@ def check_names(only: Sequence[str]) -> None:
 
 
 def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Progress) -> list[str]:
-    """Measure, keep, go on; the names of those that failed, or of which a part did."""
+    """Measure and store every bench in turn, and return the names of those that failed, entirely or in part."""
     check_names(only)
     host, failed = this_host(), []
     for name in (bench for bench in WORDS if not only or bench in only):
@@ -73,7 +73,7 @@ def run_all(only: Sequence[str], out: Path, *, quick: bool, say: Progress) -> li
 
 
 def _impossible(name: str, host: Host, quick: bool) -> str:
-    """Why it cannot be measured here; empty: it can."""
+    """Return the reason that a result cannot be measured here; empty: it can."""
     from manyhands.lab.removal import missing
 
     if host.cores < CORES.get(name, 1):
@@ -93,7 +93,7 @@ def _words(name: str, quick: bool) -> str:
 
 
 def measured(name: str, host: Host, *, quick: bool, say: Progress, limit_seconds: float = LIMIT_SECONDS) -> Result:
-    """A bench run by a process of its own; whatever becomes of it is a result."""
+    """Run a bench in a process of its own and return its result, whatever becomes of it."""
     command = [sys.executable, "-P", "-m", "manyhands", *_words(name, quick).split()[1:]]
     date, begin, load = _now(), time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def measured(name: str, host: Host, *, quick: bool, say: Progress, limit_seconds
 
 @dataclass(frozen=True)
 class ProcessOutcome:
-    """What a process printed, and the code it ended with; None: it did not end within its limit."""
+    """The output of a process, and the code it ended with; None: it did not end within its limit."""
 
     printed: str
     logged: str
@@ -120,11 +120,11 @@ class ProcessOutcome:
 
 
 def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> ProcessOutcome:
-    """Run it to its end or its limit; its progress is passed on, the rest is kept."""
-    kept: list[str] = []
+    """Run a command to its end or its limit; its progress is passed on, the rest of its output is collected."""
+    log_lines: list[str] = []
     with _process(command) as process:
         assert process.stderr is not None
-        listening = threading.Thread(target=_listen, args=(process.stderr, kept, say), daemon=True)
+        listening = threading.Thread(target=_listen, args=(process.stderr, log_lines, say), daemon=True)
         listening.start()
         printed: list[str] = []
         reading = threading.Thread(target=lambda: printed.append(process.stdout.read()), daemon=True)  # type: ignore[union-attr]
@@ -134,16 +134,17 @@ def _ran(command: Sequence[str], say: Progress, limit_seconds: float) -> Process
             code = process.wait(limit_seconds)
     for thread in (listening, reading):
         thread.join(END_SECONDS)
-    return ProcessOutcome("".join(printed), "".join(kept), code, limit_seconds)
+    return ProcessOutcome("".join(printed), "".join(log_lines), code, limit_seconds)
 
 
 @contextlib.contextmanager
 def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process with a group of its own, all of which is gone afterwards: asked to end first, then killed."""
+    """Yield a process with a group of its own, which is ended afterwards: the process is interrupted first, then the
+    whole group is killed."""
     parent = os.getpid()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-        preexec_fn=lambda: end_with(parent),  # if this one is killed, so is that one, and its workers with it
+        preexec_fn=lambda: end_with(parent),  # if this process is killed, so is the bench, and its workers with it
     )  # fmt: skip
     try:
         yield process
@@ -157,16 +158,16 @@ def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def _listen(stream: IO[str], kept: list[str], say: Progress) -> None:
+def _listen(stream: IO[str], log_lines: list[str], say: Progress) -> None:
     for line in stream:
         if _PROGRESS.match(line):
             say(line.strip())
         else:
-            kept.append(line)
+            log_lines.append(line)
 
 
 def _figures(outcome: ProcessOutcome) -> tuple[dict[str, float | int | None] | None, str]:
-    """The figures, if it printed them, and what went wrong."""
+    """Return the figures, if the process printed them, and the reason if something went wrong."""
     if outcome.code is None:
         return None, f"It had not ended after {outcome.limit_seconds:g} s."
     try:
@@ -200,7 +201,7 @@ def _kernel() -> str:
 
 
 def _gpu() -> str:
-    """As the driver names them; empty where there is none."""
+    """Return the GPUs' names by the driver; empty if there is none."""
     if shutil.which("nvidia-smi") is None:
         return ""
     names = _output_of(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
@@ -217,13 +218,13 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """Return the commit of the checkout that holds this package; empty if it was installed."""
-    here = Path(__file__).resolve().parent
-    if not _output_of(["git", "-C", str(here), "ls-files", Path(__file__).name]):
+    package = Path(__file__).resolve().parent
+    if not _output_of(["git", "-C", str(package), "ls-files", Path(__file__).name]):
         return ""
     changed = _output_of(
-        ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no", "--", str(here.parent)]
+        ["git", "-C", str(package), "status", "--porcelain", "--untracked-files=no", "--", str(package.parent)]
     )
-    return _output_of(["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
+    return _output_of(["git", "-C", str(package), "rev-parse", "--short=10", "HEAD"]).strip() + ("+" if changed else "")
 
 
 def _output_of(command: Sequence[str]) -> str:

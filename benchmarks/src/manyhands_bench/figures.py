@@ -1,4 +1,4 @@
-"""What every bench returns, and how it reports its progress."""
+"""The types of a bench's figures and of its progress reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the four papers report, each figure with where it stands. None of it was measured here.
+"""The figures that the four papers report, each with its place in the paper. None of them was measured here.
 
-Other people's figures, on other devices: they stand beside ours to be compared, and are never mixed with them.
+They are other people's figures, on other devices: they stand beside ours for comparison, and are never mixed with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Paper:
     title: str
     source: str
     devices: str
-    """What its figures were measured on."""
+    """The devices that its figures were measured on."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Headline:
     paper: str
     value: float
     text: str
-    """As the paper gives it."""
+    """The figure as the paper gives it."""
     where: str
 
 
@@ -82,7 +82,7 @@ HEADLINES = {
 }
 
 ASTEROID_TABLE_2 = {"efficientnet-b1": (171.4, 76.2), "mobilenetv2": (98.0, 52.1), "resnet50": (576.2, 212.4)}
-"""Megabytes a mini-batch on five Nanos: HetPipe's (Eq. 1) and its own (Eq. 2)."""
+"""Megabytes per mini-batch on five Nanos: HetPipe's (Eq. 1) and ASTEROID's own (Eq. 2)."""
 
 ASTEROID_TABLE_4: dict[tuple[str, str], tuple[float, float, float]] = {
     ("efficientnet-b1", "env-a"): (4.4, 2.1, 2.8), ("efficientnet-b1", "env-b"): (3.0, 4.8, 9.7),
@@ -104,4 +104,5 @@ DECNN_SPEEDUPS = {
     ("resnet50", "880_0.15", "Coates"): 3.23, ("resnet50", "240_40", "MoDNN"): 1.77,
     ("resnet50", "240_40", "Coates"): 1.84,
 }  # fmt: skip
-"""Network, link (Mbit/s and round trip in ms), method: over one device with the original network (section 4.3)."""
+"""(network, link (Mbit/s and round trip in ms), method) -> speed-up over one device with the original network (section
+4.3)."""

@@ -20,7 +20,7 @@ Bench = TypeVar("Bench")
 
 
 def check_asked(parts: Mapping[str, object], only: Sequence[str], quick: bool, full: bool) -> None:
-    """Before anything is measured."""
+    """Check the requested parts and options before anything is measured."""
     for name in only:
         if name not in parts:
             raise unknown("part", name, parts)
@@ -37,9 +37,9 @@ def measure_parts(
     out: Path | None,
     say: Progress,
 ) -> Figures:
-    """The figures of every part, flat, and the seconds each took. A part that cannot be measured says why and the
-    others go on: `_skipped` where something is missing here, `_failed` where something went wrong. Figures so far are
-    kept in `out`."""
+    """Return the figures of every part, flat, and the seconds each took. A part that cannot be measured gives the
+    reason, and the others go on: `_skipped` if something is missing here, `_failed` if something went wrong. The
+    figures so far are stored in `out`."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
@@ -57,11 +57,11 @@ def measure_parts(
 
 
 def profiled_here() -> str:
-    """What simulated figures say of their profile where it was measured on this machine: its name among results."""
+    """Return this machine's name among results: simulated figures give it when their profile was measured here."""
     machine = identify(1)
     return Host(machine.processor, machine.cores).slug
 
 
 def failed(figures: Figures) -> list[str]:
-    """Parts that went wrong, and trials of a part."""
+    """Return the names of parts that went wrong, and of trials of a part."""
     return [name for name in figures if name.endswith("_failed")]

@@ -1,4 +1,4 @@
-"""What the pictures of the results page show, taken from the stored results."""
+"""The contents of the results page's pictures, taken from the stored results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINKS = ("880_0.15", "480_1", "480_5", "240_5", "240_10", "240_20", "240_40")
 
 
 def draw_results(stored: StoredResults, folder: Path) -> list[Path]:
-    """Every picture for which there are results."""
+    """Draw every picture for which there are results, and return the files."""
     drawn = [
         _papers(stored, folder / "results-papers.png"),
         _aims(stored, folder / "results-aims.png"),
@@ -39,7 +39,8 @@ def _own(stored: StoredResults, claim: Claim) -> dict[str, float]:
 
 
 def _papers(stored: StoredResults, path: Path) -> Path | None:
-    """Ratios only: seconds and bytes of other devices do not stand on one scale with ours."""
+    """Draw the papers' headlines beside ours; only ratios, because seconds and bytes of other devices are not on one
+    scale with ours."""
     rows = [
         Beside(f"{claim.headline.paper}: {claim.text}", claim.headline.value, ours, claim.how == "simulated")
         for claim in CLAIMS
@@ -102,8 +103,8 @@ def _traces(stored: StoredResults, path: Path) -> Path | None:
     if not names:
         return None
     alone = result.figures.get("edge_only_seconds")
-    who = {"ours": "ours (grouped, K = 5)", "window": "ours (window)", "k0": "K = 0", "jointdnn": "JointDNN"}
-    lines = {text: [result.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in who.items()}
+    methods = {"ours": "ours (grouped, K = 5)", "window": "ours (window)", "k0": "K = 0", "jointdnn": "JointDNN"}
+    lines = {text: [result.figures.get(f"{name}_seconds_{key}") for name in names] for key, text in methods.items()}
     lines["edge alone"] = [alone] * len(names)
     title = f"Seconds of 100 batches over recorded links, measured ({result.host.slug}, {result.date[:10]})"
     return draw_groups([LinePlot(title, names, lines, "seconds")], path)

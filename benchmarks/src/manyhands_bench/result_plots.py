@@ -1,4 +1,5 @@
-"""Pictures of the results page: papers beside ours, aims and what was got, recorded links, links of inference."""
+"""Pictures of the results page: papers beside ours, aims and how far they were reached, recorded links, links of
+inference."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ PAPER_COLOUR = "#999999"
 MEASURED_COLOURS = ("#1F5FA8", "#12866B", "#8A4FB0")
 SIMULATED_COLOURS = ("#F2A541", "#E0704C", "#C44E6B")
 OTHER_COLOURS = (PAPER_COLOUR, "#C9C2B0", "#6E6E6E")
-"""The papers', and baselines."""
+"""The colours of papers' figures and of baselines."""
 _ROW_INCHES = 0.42
 _LONGEST = 52
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)
 LEAST_PART, MOST_PART = 0.1, 10.0
-"""Parts of aims are drawn within these."""
+"""The limits within which parts of aims are drawn."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class AimReached:
-    """How far an aim was reached on each machine: 1 is the aim, more is better."""
+    """The part of an aim that was reached on each machine: 1 is the aim, more is better."""
 
     text: str
     parts: Mapping[str, float]
@@ -48,7 +49,7 @@ class AimReached:
 
 @dataclass(frozen=True)
 class LinePlot:
-    """Values over places that have names, line by line. A line's name that begins with "ours" is drawn as ours."""
+    """Values over named places, line by line. A line whose name begins with "ours" is drawn as ours."""
 
     title: str
     places: Sequence[str]
@@ -58,7 +59,7 @@ class LinePlot:
 
 
 def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
-    """Bars in pairs, on a scale of powers: what matters is the ratio."""
+    """Draw a paper's bar and ours beside each other, on a logarithmic scale: it is the ratio that matters."""
     machines = list(dict.fromkeys(name for row in rows for name in row.ours))
     figure = new_figure(10.5, 1.6 + _ROW_INCHES * len(rows) * (1 + 0.5 * len(machines)))
     axes = figure.subplots()
@@ -83,7 +84,7 @@ def draw_beside(rows: Sequence[Beside], path: Path, title: str) -> Path:
 
 
 def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
-    """A dot for each machine; right of the line the aim is met."""
+    """Draw a dot for each machine; the aim is met to the right of the line."""
     machines = list(dict.fromkeys(name for row in rows for name in row.parts))
     figure = new_figure(10.5, 1.6 + 0.26 * len(rows))
     axes = figure.subplots()
@@ -112,7 +113,7 @@ def draw_reached(rows: Sequence[AimReached], path: Path, title: str) -> Path:
 
 
 def draw_groups(panels: Sequence[LinePlot], path: Path) -> Path:
-    """Bars side by side at every place, a panel below the other."""
+    """Draw bars side by side at every place, and the panels below each other."""
     figure = new_figure(max(10.0, 0.9 * max(len(panel.places) for panel in panels) + 2), 0.6 + 3.6 * len(panels))
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels):
         _draw_panel(axes, panel)
@@ -140,22 +141,22 @@ def _bar(axes: Axes, place: float, value: float, height: float, colour: str) -> 
 
 
 def _keys(rows: Sequence[Beside], machines: Sequence[str]) -> list[Patch]:
-    """What the colours say, of those that are there."""
+    """Return the legend of the colours that occur."""
     from matplotlib.patches import Patch
 
     keys = [Patch(color=PAPER_COLOUR, label="the paper's, on its devices")]
     for number, name in enumerate(machines):
-        for is_simulated, what, colours in (
+        for is_simulated, origin, colours in (
             (False, "measured", MEASURED_COLOURS),
             (True, "simulated", SIMULATED_COLOURS),
         ):
             if any(name in row.ours and row.is_simulated == is_simulated for row in rows):
-                keys.append(Patch(color=colours[number % len(colours)], label=f"ours, {what}, {name}"))
+                keys.append(Patch(color=colours[number % len(colours)], label=f"ours, {origin}, {name}"))
     return keys
 
 
 def _scale(axes: Axes, most: float) -> None:
-    """Powers, with the numbers people read."""
+    """Set a logarithmic scale with plain numbers at its ticks."""
     axes.set_xscale("log")
     ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= 2 * most]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -1,7 +1,7 @@
-"""What benches found, kept as files: benchmarks/results/MACHINE/NAME.json, one for each bench and machine.
+"""The results of benches as files: benchmarks/results/MACHINE/NAME.json, one for each bench and machine.
 
-A result is a bench's figures as it printed them, in an envelope that says by which command, on which machine, with
-which versions, when, and how busy the machine was. A value that is not known is None or empty, never a guess.
+A result is a bench's figures as it printed them, in an envelope that records the command, the machine, the versions,
+the date, and how busy the machine was. A value that is not known is None or empty, never a guess.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ State = Literal["measured", "failed", "skipped"]
 
 
 class Host(msgspec.Struct, frozen=True):
-    """The machine."""
+    """A machine on which benches ran."""
 
     processor: str
     cores: int
-    """Those a process may use."""
+    """The cores that a process may use."""
     architecture: str = ""
     memory_bytes: int | None = None
     gpu: str = ""
@@ -35,38 +35,38 @@ class Host(msgspec.Struct, frozen=True):
 
     @property
     def slug(self) -> str:
-        """Its folder's name: the processor and the cores."""
+        """The name of the machine's folder: the processor and the cores."""
         plain = re.sub(r"\((r|tm|c)\)|\bcpu\b|@.*$", " ", self.processor.lower())
         words = re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "unknown"
         return f"{words[:60].rstrip('-')}-{self.cores}-cores"
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One bench on one machine."""
+    """The result of one bench on one machine."""
 
     name: str
     command: str
     host: Host
     state: State
     figures: dict[str, float | int | None] = {}
-    """As printed; None: no finite number."""
+    """The figures as printed; None: no finite number."""
     how_run: str = ""
-    """Where it was not simply by the command: how else."""
+    """The way it was run, if not simply by the command."""
     reason: str = ""
-    """Why it failed or was left out, or which of its parts failed."""
+    """The reason that it failed or was left out, or the parts that failed."""
     versions: dict[str, str] = {}
     date: str = ""
-    """When it began, UTC."""
+    """The time at which it began, UTC."""
     commit: str = ""
-    """Commit of the checkout that was measured; ends in + if files were changed since."""
+    """The commit of the checkout that was measured; ends in + if files were changed since."""
     seconds: float | None = None
     load_before: float | None = None
-    """Processes that ran or waited, over the last minute."""
+    """The mean number of processes that ran or waited, over the last minute."""
     load_after: float | None = None
     quick: bool = False
-    """A look: the figures do not count."""
+    """Whether it was a quick look, whose figures do not count."""
     said: str = ""
-    """What it printed beside the figures: machine, settings of both sides, parts that were left out."""
+    """The output beside the figures: machine, settings of both sides, parts that were left out."""
 
     @property
     def counts(self) -> bool:
@@ -84,7 +84,7 @@ def write_result(out: Path, result: Result) -> Path:
 
 
 def read_results(out: Path) -> list[Result]:
-    """Every stored result, by machine and name."""
+    """Return every stored result, by machine and name."""
     results = []
     for path in sorted(out.glob("*/*.json")):
         result = decode(read_document(path), Result, str(path))
@@ -99,10 +99,10 @@ def read_results(out: Path) -> list[Result]:
 
 @dataclass(frozen=True)
 class StoredResults:
-    """Stored results, by machine."""
+    """The stored results and their machines."""
 
     hosts: tuple[Host, ...]
-    """The one with the most results first."""
+    """The machines, the one with the most results that count first."""
     results: tuple[Result, ...]
 
     @classmethod
@@ -116,13 +116,13 @@ class StoredResults:
         return cls(tuple(hosts[slug] for slug in order), tuple(results))
 
     def result(self, host: Host, name: str) -> Result | None:
-        """Only one that counts."""
+        """Return the result of a bench on a machine; None if there is none that counts."""
         matching = (
             result for result in self.results if result.counts and result.name == name and result.host.slug == host.slug
         )
         return next(matching, None)
 
     def values(self, claim: Claim) -> list[float | None]:
-        """On each machine."""
+        """Return the claim's figure on each machine."""
         results = [self.result(host, claim.bench) for host in self.hosts]
         return [claim.value(result.figures) if result is not None else None for result in results]

@@ -16,7 +16,7 @@ from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
 README = "README.md"
 BENCHES = Path("src/manyhands_bench")
-"""Where the benches are, from the folder of the results' folder."""
+"""The folder of the benches, relative to the parent of the results' folder."""
 IN_README = (
     ("tile", "memory_ratio_24"), ("tile", "speedup_2"), ("tile-8", "speedup_8"), ("pipeline", "max vs_best_rival_*"),
     ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"), ("recovery", "light_vs_heavy"),
@@ -98,7 +98,7 @@ def _machines(stored: StoredResults) -> str:
 
 
 def _headlines(stored: StoredResults, claims: Sequence[Claim]) -> str:
-    """A table for each paper."""
+    """Return a table for each paper."""
     parts = ["## Each paper's headline beside ours"]
     for name, paper in PAPERS.items():
         of_paper = [claim for claim in claims if claim.headline is not None and claim.headline.paper == name]
@@ -122,7 +122,8 @@ def _headlines(stored: StoredResults, claims: Sequence[Claim]) -> str:
 
 
 def _table_4(stored: StoredResults) -> str:
-    """ASTEROID's largest table, line by line; ours is simulated from the device catalogue, the same on any machine."""
+    """Return ASTEROID's largest table, line by line; ours is simulated from the device catalogue, the same on any
+    machine."""
     pipeline = next((result for host in stored.hosts if (result := stored.result(host, "pipeline")) is not None), None)
     if pipeline is None:
         return ""
@@ -192,7 +193,7 @@ def _pictures(pictures: Sequence[str]) -> str:
 
 
 def _runs(stored: StoredResults) -> str:
-    """Every stored result: command, when, how long, how busy the machine was, which versions."""
+    """Return a table of every stored result: command, date, duration, load of the machine, versions."""
     rows = []
     for host in stored.hosts:
         for run in (result for result in stored.results if result.host.slug == host.slug):
@@ -208,7 +209,7 @@ def _runs(stored: StoredResults) -> str:
 
 
 def _missing(stored: StoredResults, claims: Sequence[Claim]) -> str:
-    """What was left out, what failed, and claims that no stored result speaks of."""
+    """Return a list of what was left out, what failed, and claims that no stored result covers."""
     lines = []
     for result in stored.results:
         if result.state != "measured" or result.reason:
@@ -236,20 +237,20 @@ def _how(stored: StoredResults, claim: Claim) -> str:
 
 
 def _judged(stored: StoredResults, claim: Claim) -> list[str]:
-    """Each machine's figure, and whether that is what we wanted."""
+    """Return each machine's figure, and whether it meets our aim."""
     cells = []
     for host, value in zip(stored.hosts, stored.values(claim)):
         text = _NONE if value is None else shown(value, claim.form)
         if value is not None and claim.aim is not None and claim.aim.only_on in ("", host.architecture):
             if not claim.aim.met(value) and text == shown(claim.aim.value, claim.form):
-                text = f"{value:.5g}"  # by less than is shown
+                text = f"{value:.5g}"  # misses the aim by less than the shown digits
             text += " met" if claim.aim.met(value) else " **missed**"
         cells.append(text)
     return cells
 
 
 def _run(stored: StoredResults, claim: Claim) -> str:
-    """The command, and when on each machine."""
+    """Return the command of a claim's bench, and the days on which it ran on the machines."""
     runs = [
         result
         for host, value in zip(stored.hosts, stored.values(claim))
@@ -279,7 +280,7 @@ def _plain(text: str) -> str:
 
 
 def short_table(stored: StoredResults) -> str:
-    """A few rows, of the first machine that has each."""
+    """Return a table of a few figures, each from the first machine that has it."""
     claims = {(claim.bench, claim.key): claim for claim in CLAIMS}
     rows = []
     for claim in (claims[name] for name in IN_README):

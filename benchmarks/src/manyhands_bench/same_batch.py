@@ -10,7 +10,7 @@ from manyhands.models.registry import example_batch, example_target
 
 
 class SameBatch(Dataset[Any]):
-    """The same batch over and over: what is measured is training, not loading."""
+    """A data set that repeats one batch, so that training is measured and not loading."""
 
     def __init__(self, model: str, shape: tuple[int, ...], samples: int) -> None:
         self.inputs: Any = example_batch(model, samples, input_shape=shape)

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and where they stand in a README."""
+"""Tables in Markdown, and their places in a README."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from manyhands.facts.errors import BadFile
 from manyhands_bench.results import Result
 
 BEGIN, END = "<!-- made: results -->", "<!-- end -->"
-"""The markers between which a README has a table that is made from stored results."""
+"""The markers around the table in a README that is made from stored results."""
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -19,8 +19,8 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 def with_table(text: str, table: str) -> str:
     """Return the README with the table between its markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, remainder = text.partition(BEGIN)
+    _, end, after = remainder.partition(END)
     if not begin or not end:
         raise BadFile(f"README.md: has {BEGIN} without {END} after it.", hint=f"Add {END} where the table ends.")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"

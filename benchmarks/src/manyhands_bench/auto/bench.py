@@ -1,7 +1,7 @@
-"""Figures of `manyhands bench auto`: what one planner over tiles, samples and stages finds that no corner of it does.
+"""Figures of `manyhands bench auto`: the gains of one planner over tiles, samples and stages beside its corners.
 
 simulated      drawn scenarios: auto beside every corner, by the device catalogue and the simulator
-scale          how long planning and simulating take as networks and clusters grow
+scale          seconds of planning and simulating as networks and clusters grow
 lab            mixed plans beside the best corner, trained in the lab
 segmentation   a U-Net at 1024x1024 on four devices of 1.5 GB, and on one of them
 """
@@ -24,7 +24,7 @@ from manyhands_bench.parts import check_asked, measure_parts
 
 @dataclass(frozen=True)
 class AutoScope:
-    """How much is measured."""
+    """The amount of measuring."""
 
     scenarios: int
     scale: bench_auto_scale.ScaleExtent
@@ -49,7 +49,7 @@ FULL = AutoScope(
 
 @dataclass
 class AutoBench:
-    """Parts by name; each gives figures and may draw a picture."""
+    """The parts of the benchmark, by name; each gives figures and may draw a picture."""
 
     scope: AutoScope
     out: Path | None
@@ -101,7 +101,7 @@ def bench_auto(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench auto`, flat."""
+    """Return every figure of `manyhands bench auto`, flat."""
     check_asked(PARTS, only, quick, full)
     say = on_progress or (lambda text: None)
     bench = AutoBench(QUICK if quick else FULL if full else DEFAULT, out, say)

@@ -2,8 +2,8 @@
 
 Each trial has a cluster of the catalogue's devices, slower than in real time by the lab's time scale, and a profile
 that these devices have measured themselves. All sides are planned and predicted from it, and then take turns, block by
-block: the median of the blocks' ratios counts. Of the corners, those whose prediction comes near the best are all run
-in the first block; the fastest of them, as measured, is the one to beat.
+block: the median of the blocks' ratios counts. All corners whose prediction comes near the best are run in the first
+block; the fastest of them, as measured, is the corner to beat.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manyhands_bench.pipeline.torch_setting import TorchSetting
 MIXED = "mixed"
 NEAR = 2.5
 """Corners predicted to take longer than this many times the best are not measured. Less would be unfair: in the lab
-tiles have taken twice what was predicted, one device alone what was."""
+tiles have taken twice as long as predicted, while one device alone took as long as predicted."""
 MOST_CORNERS = 2
 
 
@@ -61,7 +61,8 @@ TRIALS = (
     LabTask("yolov2", (3, 416, 416), 1, ("pi5",) * 4, 1000),
     LabTask("resnet18", (3, 448, 448), 1, ("pi5",) * 4, 1000),
 )
-"""One sample: nothing to share by samples. Maps are large at one end, or both, and weights at the other."""
+"""The trials, of one sample each, so that nothing can be shared by samples. Maps are large at one end or at both, and
+weights at the other."""
 MORE_TRIALS = (
     *TRIALS,
     LabTask("unet", (3, 128, 128), 1, ("pi5", "pi5", "pi4", "pi4"), 1000),
@@ -72,7 +73,7 @@ MORE_TRIALS = (
 
 @dataclass(frozen=True)
 class AutoLabExtent:
-    """How much is measured."""
+    """The amount of measuring."""
 
     trials: tuple[LabTask, ...] = TRIALS
     blocks: int = 2
@@ -82,7 +83,7 @@ class AutoLabExtent:
 
 @dataclass
 class PlanComparison:
-    """One trial: seconds of a step by side, predicted and in every block."""
+    """One trial: the seconds of a step by side, predicted and in every block."""
 
     trial: LabTask
     scale: float
@@ -93,7 +94,7 @@ class PlanComparison:
 
     @property
     def best_corner(self) -> str:
-        """As measured in the first block."""
+        """The fastest corner, as measured in the first block."""
         return min((name for name in self.blocks if name != MIXED), key=lambda name: self.blocks[name][0])
 
     def measured(self, name: str) -> float:
@@ -113,7 +114,7 @@ class PlanComparison:
 
 
 def bench_lab(extent: AutoLabExtent, say: Progress) -> tuple[Figures, list[PlanComparison]]:
-    """Every trial in a lab of its own; without root, on plain processes behind shaped links."""
+    """Run every trial in a lab of its own; without root, on plain processes behind shaped links."""
     comparisons: list[PlanComparison] = []
     refused: dict[str, str] = {}
     for number, trial in enumerate(extent.trials, 1):
@@ -122,7 +123,7 @@ def bench_lab(extent: AutoLabExtent, say: Progress) -> tuple[Figures, list[PlanC
             comparisons.append(_compared(trial, f"auto{os.getpid()}.{number}", extent, say))
         except LabError as error:
             return {"lab_skipped": error.message}, []
-        except ManyhandsError as error:  # the other trials still tell something
+        except ManyhandsError as error:  # the other trials are still of use
             refused[f"lab_{number}_failed"] = f"{trial}: {error.message} {error.hint}".strip()
     return figures_of(comparisons) | refused, comparisons
 
@@ -146,7 +147,7 @@ def _compared(trial: LabTask, name: str, extent: AutoLabExtent, say: Progress) -
 
 
 def _plans(ours: Ours, cluster: Cluster, profile: Profile) -> dict[str, Plan]:
-    """Every corner that fits, and the best mixed plan."""
+    """Return the plan of every corner that fits, and the best mixed plan."""
     plans: dict[str, Plan] = {}
     for strategy in (MIXED, *CORNERS):
         try:
@@ -161,7 +162,7 @@ def _plans(ours: Ours, cluster: Cluster, profile: Profile) -> dict[str, Plan]:
 
 
 def worth_measuring(predicted: Mapping[str, float]) -> list[str]:
-    """The mixed plan, and the corners near the best of them."""
+    """Return the names of the sides to measure: the mixed plan, and the corners near the best of them."""
     corners = sorted((name for name in predicted if name != MIXED), key=predicted.__getitem__)
     return [MIXED, *(name for name in corners[:MOST_CORNERS] if predicted[name] <= NEAR * predicted[corners[0]])]
 

@@ -1,7 +1,7 @@
 """High-resolution segmentation on devices too small for it: a U-Net at 1024x1024 on four of 1.5 GB, and on one of them.
 
-In the lab, with the kernel's own limits: what takes more is killed. The memory of a device is all its processes', so
-Python and torch count too, as on the device.
+In the lab, with the kernel's own limits: a process that takes more is killed. The memory of a device is that of all its
+processes, so Python and torch count too, as on the device.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from manyhands_bench.same_batch import SameBatch
 MODEL = "unet"
 OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
 SHARE = 0.4
-"""Share of a core for each device: two cores carry four."""
+"""The share of a core for each device: two cores carry four devices."""
 BYTES_PER_SECOND, DELAY_SECONDS = 1.25e8, 0.3e-3
 
 
 @dataclass(frozen=True)
 class MemoryExtent:
-    """What is trained, and on what."""
+    """The network that is trained, and its devices."""
 
     width: int = 32
     size: int = 1024
@@ -67,7 +67,7 @@ class MemoryExtent:
 
 
 def bench_memory(extent: MemoryExtent, say: Progress) -> Figures:
-    """Trained on all devices, then on one of them until the kernel ends it; where there can be no lab, why not."""
+    """Train on all devices, then on one of them until the kernel ends it; return the reason if there can be no lab."""
     if why := missing():
         return {"unet_skipped": f"memory that really ends needs a lab: {why}"}
     name = f"unet{os.getpid()}"
@@ -101,7 +101,7 @@ def _cluster(name: str, extent: MemoryExtent) -> Cluster:
 
 
 def _together(session: Session, graph: Graph, data: SameBatch, extent: MemoryExtent, say: Progress) -> Figures:
-    """On all devices, as auto plans it within what each of them has left beside Python and torch."""
+    """Train on all devices, as auto plans it within the memory that each has left beside Python and torch."""
     say("unet, measuring")
     cluster, profile = measure(
         session, graph, 1, optimizer=OPTIMIZER, seconds=extent.measure_seconds, refresh=True, ladder=(1,), kernels={}
@@ -134,7 +134,7 @@ def _together(session: Session, graph: Graph, data: SameBatch, extent: MemoryExt
 
 
 def _alone(session: Session, graph: Graph, data: SameBatch, lab: Lab, say: Progress) -> Figures:
-    """On one device although the planner refuses it: `unet_alone_oom` is the kernel's count, not ours."""
+    """Train on one device although the planner refuses it: `unet_alone_oom` is the kernel's count, not ours."""
     device = session.cluster.names[0]
     say(f"unet, on {device} alone, until memory ends")
     whole = Stage((0, len(graph.network.layers)), (device,))
@@ -144,7 +144,7 @@ def _alone(session: Session, graph: Graph, data: SameBatch, lab: Lab, say: Progr
         _run(session, graph, data, plan, 1)
     except WorkerLost as error:
         outcome = error.message
-    killed = next(statu.group.oom_kills for statu in lab.status() if statu.name == device)
+    killed = next(status.group.oom_kills for status in lab.status() if status.name == device)
     return {"unet_alone_oom": int(killed > 0), "unet_alone": outcome}
 
 

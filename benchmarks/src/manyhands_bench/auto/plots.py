@@ -1,4 +1,4 @@
-"""Pictures of `manyhands bench auto`: what auto gains in every scenario, and mixed plans as measured."""
+"""Pictures of `manyhands bench auto`: the gain of auto in every scenario, and mixed plans as measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Sides:
-    """One trial: seconds of a step by side, as measured and as predicted."""
+    """One trial: the seconds of a step by side, as measured and as predicted."""
 
     text: str
     measured: Mapping[str, float]
@@ -35,8 +35,8 @@ class Sides:
 
 
 def draw_gains(gains: Sequence[Gain], path: Path, title: str) -> Path:
-    """A bar for every scenario, the largest gain first, coloured by whose plan it is. Where no corner fits a bar has
-    no height of its own: it is drawn to the top, hatched."""
+    """Draw a bar for every scenario, the largest gain first, coloured by the kind of the best plan. If no corner fits,
+    a bar has no height of its own: it is drawn to the top, hatched."""
     compared = sorted((row for row in gains if row.gain is not None), key=lambda row: -(row.gain or 0))
     alone = [gain for gain in gains if gain.gain is None]
     top = max([1.1, *(1.05 * (row.gain or 1) for row in compared)])
@@ -61,7 +61,7 @@ def draw_gains(gains: Sequence[Gain], path: Path, title: str) -> Path:
 
 
 def draw_sides(sides: Sequence[Sides], path: Path, title: str) -> Path:
-    """A panel for every trial: a bar for each side, and a line where it was predicted."""
+    """Draw a panel for every trial: a bar for each side, and a line at its prediction."""
     figure = new_figure(max(9.0, 3.6 * len(sides)), 4.2)
     for axes, panel in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides):
         names = list(panel.measured)

@@ -1,4 +1,4 @@
-"""How long planning and simulating take as networks and clusters grow: `plan_seconds_*`, `simulate_seconds_1000`."""
+"""Seconds of planning and simulating as networks and clusters grow: `plan_seconds_*`, `simulate_seconds_1000`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands_bench.figures import Figures, Progress
 
 LAYERS = 200
 FINE = "efficientnet-b1"
-"""The zoo's network with most layers, cut at every operator; neighbours are joined until this many are left."""
+"""The zoo's network with the most layers, cut at every operator; neighbours are joined until `LAYERS` are left."""
 BATCH = 64
 KINDS = ("pi4", "pi5", "laptop", "jetson-nano", "jetson-tx2", "jetson-nx")
 MEMORIES = (1.0, 0.75, 0.5)
@@ -34,13 +34,13 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class ScaleExtent:
-    """How much is timed."""
+    """The amount of timing."""
 
     layers: int = LAYERS
     devices: tuple[int, ...] = (16, 64)
     repeats: int = 1
     each: int = EACH
-    """Devices of each of the groups that are simulated."""
+    """Devices in each of the simulated groups."""
 
 
 def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
@@ -52,12 +52,12 @@ def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
         say(f"planning {len(network.layers)} layers on {count} devices")
         cluster = unequal(count)
         profile = estimate_cluster(network, cluster)
-        taken = []
+        durations = []
         for _ in range(extent.repeats):
             begin = time.perf_counter()
             planned = public.plan(network, cluster, batch_size=BATCH, strategy="auto", profile=profile)
-            taken.append(time.perf_counter() - begin)
-        figures[f"plan_seconds_{count}"] = statistics.median(taken)
+            durations.append(time.perf_counter() - begin)
+        figures[f"plan_seconds_{count}"] = statistics.median(durations)
         plans.append(f"{count} devices: {stages_text(planned.plan)}")
     figures["plan_setting"] = (
         f"{FINE}, {len(fine.layers)} operators joined to {len(network.layers)} layers, batch {BATCH}, strategy auto; "
@@ -68,7 +68,7 @@ def bench_scale(extent: ScaleExtent, say: Progress) -> Figures:
 
 
 def _simulated(extent: ScaleExtent, say: Progress) -> Figures:
-    """A pipeline of groups of equal devices, each shared by samples."""
+    """Simulate a pipeline of groups of equal devices, each group sharing by samples."""
     count = GROUPS * extent.each
     say(f"simulating {count} devices")
     network = load_network("resnet50")
@@ -94,7 +94,7 @@ def _simulated(extent: ScaleExtent, say: Progress) -> Figures:
 
 
 def unequal(count: int) -> Cluster:
-    """Devices of all kinds in turn, and of a kind some with less memory."""
+    """Return a cluster of devices of all kinds in turn, some of each kind with less memory."""
     devices = []
     for place in range(count):
         kind, part = KINDS[place % len(KINDS)], MEMORIES[place // len(KINDS) % len(MEMORIES)]

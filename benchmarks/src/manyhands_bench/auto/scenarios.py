@@ -29,14 +29,14 @@ FAMILIES = (
     ("pi5", "laptop", "jetson-nano"),
     ("pi3", "pi4", "pi5", "jetson-nano", "jetson-tx2", "jetson-nx", "laptop"),
 )
-"""Kinds that are found together: in one cupboard, at home, in a laboratory; or any."""
+"""Kinds of devices that are found together: in one cupboard, at home, in a laboratory; or any."""
 DEVICES = (2, 3, 4, 5, 6, 7, 8)
 MEMORIES = (1.0, 1.0, 0.5, 0.25)
-"""Parts of what the devices have: others run on them too."""
+"""Parts of the devices' memory that are free: other programs run on them too."""
 RATES_MBIT = (10, 30, 100, 300, 1000)
 DELAYS = ("0.3 ms", "2 ms")
 BATCHES = (1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 64, 128, 256)
-"""Small ones twice as often: devices with little memory train with few samples."""
+"""Batch sizes, small ones twice as often: devices with little memory train with few samples."""
 LINKS = ("alike", "alike", "islands", "weak")
 """All pairs alike; two islands of fast links with a slow one between them; one device behind a slow link."""
 MOST_KINDS = 3
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PlanningScenario:
-    """One drawn question to the planner."""
+    """One drawn planning problem."""
 
     number: int
     model: str
@@ -96,7 +96,8 @@ def _dealt(draw: random.Random, cards: Sequence[T], count: int) -> list[T]:
 
 
 def _kinds(draw: random.Random, family: Sequence[str], count: int) -> list[str]:
-    """Devices of two or three kinds, each kind at least once: what people own is unequal, but not all different."""
+    """Return devices of two or three kinds, each kind at least once: what people own is unequal, but not all
+    different."""
     chosen = draw.sample(family, min(count, draw.randint(2, MOST_KINDS)))
     return chosen + [draw.choice(chosen) for _ in range(count - len(chosen))]
 

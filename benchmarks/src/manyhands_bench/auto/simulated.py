@@ -1,6 +1,6 @@
-"""Drawn scenarios, simulated: what `auto` finds beside the best plan of every corner of the plan space.
+"""Drawn scenarios, simulated: the plans of `auto` beside the best plan of every corner of the plan space.
 
-Times are estimated from the device catalogue and simulated: nothing is measured here but how long planning takes.
+Times are estimated from the device catalogue and simulated: only the seconds of planning are measured here.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE
 
 BEATS = 1.001
-"""A plan this many times as fast as another beats it: less is rounding."""
+"""A plan beats another if it is this many times as fast: less is rounding."""
 CLEARLY = 1.1
 
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What was found for a scenario; seconds of a step, infinite where nothing fits."""
+    """The results for a scenario: seconds of a step, infinite if nothing fits."""
 
     number: int
     text: str
     corners: dict[str, float]
     seconds: float
     mixed: bool
-    """Auto's own plan is none of any corner."""
+    """Whether auto's plan belongs to no corner."""
     stages: str
     corner_plan_seconds: float
     plan_seconds: float
@@ -69,7 +69,7 @@ class ScenarioResult:
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the best corner; only where one fits."""
+        """The seconds of the best corner over auto's; only if a corner fits."""
         return self.corner_seconds / self.seconds
 
     @property
@@ -113,7 +113,7 @@ def answered(scenario: PlanningScenario) -> ScenarioResult:
 
 
 def stages_text(plan: Plan) -> str:
-    """Each stage's share, and how many devices have it: 'tiles x4 | single x1'."""
+    """Return each stage's share and its number of devices: 'tiles x4 | single x1'."""
     named = {"BySamples": "samples", "ByTiles": "tiles", "Single": "single", "ByChannels": "channels"}
     return " | ".join(f"{named[type(stage.share).__name__]} x{len(stage.devices)}" for stage in plan.stages)
 
@@ -141,8 +141,8 @@ def _each(
         yield from map(act, scenarios)
         return
     with ProcessPoolExecutor(at_once, get_context("spawn"), initializer=end_with, initargs=(os.getpid(),)) as pool:
-        for done in as_completed([pool.submit(act, scenario) for scenario in scenarios]):
-            yield done.result()
+        for future in as_completed([pool.submit(act, scenario) for scenario in scenarios]):
+            yield future.result()
 
 
 def geometric_mean(numbers: Sequence[float]) -> float:
@@ -188,7 +188,7 @@ def _winner(answer: ScenarioResult) -> str:
 
 
 def line(answer: ScenarioResult) -> str:
-    """One scenario in a line."""
+    """Return one scenario's results as a line of text."""
     if not answer.fits:
         return f"{answer.number}. {answer.text}: nothing fits"
     corners = ", ".join(f"{name} {_seconds(value)}" for name, value in answer.corners.items())

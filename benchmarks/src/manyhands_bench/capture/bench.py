@@ -1,4 +1,4 @@
-"""Benchmarks that need several rooms: capture and kernels from the profiler, speed of the simulator."""
+"""Figures of `manyhands bench capture` from several packages: capture and kernels, and the simulator's speed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ REPEATS = 5
 
 
 def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> Figures:
-    """Every figure of `manyhands bench capture`, flat."""
+    """Return every figure of `manyhands bench capture`, flat."""
     figures = measure_capture(quick, on_progress)
     figures.update(bench_simulator())
     return figures
 
 
 def bench_simulator() -> Figures:
-    """Actions per second: resnet50 over 8 stages of 8 devices each, 16 micro-batches, median of repeats."""
+    """Measure actions simulated per second: resnet50 over 8 stages of 8 devices each, 16 micro-batches, median of
+    repeats."""
     network = load_network("resnet50")
     cluster = Cluster.local(64)
     bounds = [round(i * len(network.layers) / 8) for i in range(9)]

@@ -1,6 +1,6 @@
-"""Figures of `manyhands bench capture`: what capturing costs, in seconds once and in every step, and what kernels gain.
+"""Figures of `manyhands bench capture`: the cost of capturing, once and in every step, and the gain of chosen kernels.
 
-Every ratio is taken inside one run, the two sides in turns, as the median of the rounds' ratios.
+Every ratio is taken inside one run, with the two sides in turns: it is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _QUICK_KERNELS = ("tiny", "resnet18", "mobilenetv2")
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds for each part, per model, and rounds of a comparison at least."""
+    """The seconds for each part, per model, and the least number of rounds of a comparison."""
 
     least_rounds: int
     overhead: float
@@ -80,7 +80,7 @@ QUICK = Budget(least_rounds=3, overhead=6.0, choose=6.0, compare=3.0, choose_yol
 
 
 def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> Figures:
-    """Return all figures, flat. It takes about ten minutes on two cores; with `quick` one and a half."""
+    """Return all figures, flat. This takes about ten minutes on two cores; with `quick`, one and a half."""
     say = on_progress or (lambda text: None)
     budget = QUICK if quick else FULL
     kernel_settings = [s for s in KERNELS if not quick or s.model in _QUICK_KERNELS]
@@ -111,7 +111,7 @@ def bench_capture(quick: bool = False, on_progress: Progress | None = None) -> F
 
 
 def _about(quick: bool, kernel_settings: list[CaptureSetting]) -> Figures:
-    """The machine and the settings of both sides."""
+    """Return the machine and the settings of both sides."""
     machine = identify(THREADS)
     return {
         "machine": machine.architecture,
@@ -134,7 +134,8 @@ def _about(quick: bool, kernel_settings: list[CaptureSetting]) -> Figures:
 
 
 def capture_seconds(name: str) -> float:
-    """Capturing a model of the zoo with its loss and describing its layers, at its own input size."""
+    """Return the seconds of capturing a model of the zoo with its loss and describing its layers, at its own input
+    size."""
     module = build(name)
     batch, target = example_batch(name, 2), example_target(name, 2)
     loss = loss_function(ZOO[name].loss)
@@ -151,9 +152,9 @@ def _captured(setting: CaptureSetting) -> tuple[torch.nn.Module, torch.Tensor, G
 
 
 def overhead(setting: CaptureSetting, seconds: float, least_rounds: int) -> Timings:
-    """Steps of the plain module and of the captured chain, in turns, with PyTorch's default kernels on both sides.
+    """Time steps of the plain module and of the captured chain in turns, with PyTorch's default kernels on both sides.
 
-    A copy of the plain module runs too: what differs between it and the module is the machine's noise.
+    A copy of the plain module runs too: any difference between it and the module is the machine's noise.
     """
     module, batch, graph = _captured(setting)
     twin, again = copy.deepcopy(module), copy.deepcopy(module)
@@ -167,7 +168,8 @@ def overhead(setting: CaptureSetting, seconds: float, least_rounds: int) -> Timi
 
 
 def verify_cost(setting: CaptureSetting, seconds: float, least_rounds: int) -> Figures:
-    """The self-check before a run's first step, on four samples, over a plain step of eight: it runs four twice."""
+    """Compare the self-check before a run's first step, on four samples, with a plain step of eight: the check runs the
+    four twice."""
     module, loss = build(setting.model).train(), loss_function(ZOO[setting.model].loss)
 
     def given(samples: int) -> tuple[torch.Tensor, torch.Tensor]:

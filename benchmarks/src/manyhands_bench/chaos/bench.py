@@ -30,15 +30,15 @@ SEED = 30
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What was asked for."""
+    """The options of a run."""
 
     seed: int = SEED
     faults: int | None = None
-    """In all; None: as many as the hours allow, or 500."""
+    """Faults in all; None: as many as the hours allow, or 500."""
     hours: float | None = None
     only: tuple[str, ...] = ()
     scenario: int | None = None
-    """This one alone."""
+    """The only scenario to run; None: all."""
     add: tuple[Path, ...] = ()
     """Stored runs whose scenarios are added."""
     out: Path | None = None
@@ -56,14 +56,14 @@ class ChaosOptions:
 
 
 def bench_chaos(options: ChaosOptions, on_progress: Progress | None = None) -> Figures:
-    """Every figure of the benchmark, flat."""
+    """Return every figure of the benchmark, flat."""
     say = on_progress or (lambda text: None)
     before = read_runs(options.add)
     skipped = kinds_skipped()
     kinds = chosen_kinds(options.only, tuple(skipped))
     left_out = {name: why for name, why in skipped.items() if not options.only or name in options.only}
-    done = _run_all(options, kinds, say)
-    figures = summarize([*before, *done])
+    outcomes = _run_all(options, kinds, say)
+    figures = summarize([*before, *outcomes])
     figures |= {
         "kinds_skipped": len(left_out),
         "machine": identify(1).text,
@@ -73,7 +73,7 @@ def bench_chaos(options: ChaosOptions, on_progress: Progress | None = None) -> F
     }  # fmt: skip
     for name, why in left_out.items():
         figures[f"{name}_skipped"] = why
-    for outcome in (outcome for outcome in done if not outcome.is_good):
+    for outcome in (outcome for outcome in outcomes if not outcome.is_good):
         figures[f"scenario_{outcome.seed}_{outcome.number}_failed"] = failure_text(outcome, options.only)
     return figures
 
@@ -81,7 +81,7 @@ def bench_chaos(options: ChaosOptions, on_progress: Progress | None = None) -> F
 def _run_all(options: ChaosOptions, kinds: Sequence[str], say: Progress) -> list[ScenarioOutcome]:
     if options.faults == 0:  # stored runs are added up: no process is needed
         return []
-    done: list[ScenarioOutcome] = []
+    outcomes: list[ScenarioOutcome] = []
     references = {count: Reference(count) for count in set(MICRO_BATCHES.values())}
     base = Path(tempfile.mkdtemp(prefix="mh-chaos-"))  # short: Unix sockets lie here
     end = time.monotonic() + options.hours * 3600 if options.hours is not None else None
@@ -91,13 +91,13 @@ def _run_all(options: ChaosOptions, kinds: Sequence[str], say: Progress) -> list
                 if end is not None and time.monotonic() > end:
                     break
                 say(f"{drawn.name}: {', '.join(fault.kind for fault in drawn.faults)}")
-                done.append(run_scenario(drawn, base, forks, references, say))
-                say(_line(done[-1]))
+                outcomes.append(run_scenario(drawn, base, forks, references, say))
+                say(_line(outcomes[-1]))
                 if options.out is not None:
-                    write_run(options.out / f"chaos-{options.seed}.json", ChaosRun(options.seed, done))
+                    write_run(options.out / f"chaos-{options.seed}.json", ChaosRun(options.seed, outcomes))
     finally:
-        _keep(base, done)
-    return done
+        _keep(base, outcomes)
+    return outcomes
 
 
 def _drawn(options: ChaosOptions, kinds: Sequence[str]) -> Iterable[ChaosScenario]:
@@ -116,7 +116,7 @@ def _line(outcome: ScenarioOutcome) -> str:
 
 
 def failure_text(outcome: ScenarioOutcome, only: Sequence[str]) -> str:
-    """What went wrong in a scenario, and the command that repeats just it."""
+    """Return what went wrong in a scenario, and the command that repeats it alone."""
     wrong = [
         outcome.failure,
         f"{outcome.rounds_lost} round(s) lost" if outcome.rounds_lost else "",
@@ -130,9 +130,9 @@ def failure_text(outcome: ScenarioOutcome, only: Sequence[str]) -> str:
     return f"{'; '.join(filter(None, wrong))}. Logs: {outcome.folder}. Repeat it: {words}"
 
 
-def _keep(base: Path, done: Sequence[ScenarioOutcome]) -> None:
-    """Folders of scenarios that went well are gone; if all did, so is the one around them."""
-    if all(outcome.is_good for outcome in done):
+def _keep(base: Path, outcomes: Sequence[ScenarioOutcome]) -> None:
+    """Remove the folder around all scenarios if they all went well; otherwise keep the folders of those that failed."""
+    if all(outcome.is_good for outcome in outcomes):
         shutil.rmtree(base, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):

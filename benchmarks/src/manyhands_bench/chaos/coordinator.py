@@ -56,19 +56,19 @@ class CoordinatorConfig:
     reports: str
     control: str
     incarnation: int
-    """The how-manieth coordinator of this job it is, from 0."""
+    """The number of this coordinator among those of the job, from 0."""
 
 
 class Reports:
-    """Appends to the file that the benchmark reads."""
+    """The writer of the file that the benchmark reads; each call appends one report."""
 
     def __init__(self, path: str, incarnation: int) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._incarnation = incarnation
 
-    def __call__(self, what: str, **facts: Any) -> None:
+    def __call__(self, kind: str, **facts: Any) -> None:
         line = json.dumps(
-            {"what": what, "incarnation": self._incarnation, "at": time.monotonic(), **facts}, default=str
+            {"what": kind, "incarnation": self._incarnation, "at": time.monotonic(), **facts}, default=str
         )
         os.write(self._file, line.encode() + b"\n")
 
@@ -100,8 +100,8 @@ def _train(config: CoordinatorConfig, coordinator: Coordinator, report: Reports)
     def stepped(step: int, loss: float, seconds: float) -> None:
         report("step", step=step, loss=loss)
 
-    def planned(found: PlannedRun) -> None:
-        report("planned", devices=list(found.plan.devices))
+    def planned(planned_run: PlannedRun) -> None:
+        report("planned", devices=list(planned_run.plan.devices))
 
     if config.share == "split":
         edge, server = config.devices
@@ -127,7 +127,7 @@ def _options(folder: Path) -> dict[str, Any]:
 
 
 def plan_for(share: str, names: tuple[str, ...]) -> Plan:
-    """A plan that uses every device."""
+    """Return a plan that uses every device."""
     first, *others = names
     parts = MICRO_BATCHES[share]
     if share == "samples":
@@ -168,16 +168,17 @@ def _report_events(report: Reports) -> None:
 
 @contextlib.contextmanager
 def _alive(coordinator: Coordinator, report: Reports) -> Iterator[None]:
-    """Report every change of the members while in this context; a device that was evicted and came back counts anew."""
+    """Report every change of the members while in this context; a device that was evicted and came back is a new
+    member."""
     closing = threading.Event()
 
     def look() -> None:
         serials: dict[int, int] = {}
         before: list[tuple[str, int]] | None = None
-        kept = []  # so that no two members have one id
+        past_members = []  # so that no two members have one id
         while not closing.is_set():
             members = coordinator.alive()
-            kept += [member for member in members if id(member) not in serials]
+            past_members += [member for member in members if id(member) not in serials]
             now = sorted((member.name, serials.setdefault(id(member), len(serials))) for member in members)
             if now != before and not closing.is_set():
                 report("alive", devices=now)

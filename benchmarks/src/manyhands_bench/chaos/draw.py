@@ -1,4 +1,4 @@
-"""Which faults strike which training job, drawn from a seed. Pure: no process, no clock.
+"""Drawing of the faults that strike each training job, from a seed. Pure: no process, no clock.
 
 A scenario is one training job with several faults, one after another. Scenario `k` of seed `s` is always the same one,
 whatever ran before it, so a failing one can be repeated alone: `manyhands bench chaos --seed s --scenario k`.
@@ -34,19 +34,19 @@ class Kind:
 
     name: str
     text: str
-    """What happens, for the documentation and for progress lines."""
+    """A description for the documentation and for progress lines."""
     cards: int = 2
-    """In every pack."""
+    """Cards in every pack."""
     needs: str = ""
-    """What it cannot do without: "network" (namespaces), "groups" (control groups) or "disk" (a mount), all of which
-    need root; empty: nothing."""
+    """The facility it cannot do without: "network" (namespaces), "groups" (control groups) or "disk" (a mount), all of
+    which need root; empty: none."""
     is_fatal: bool = False
-    """Whether its victim cannot go on: that one is expected to be given up."""
+    """Whether its victim cannot go on and is expected to be given up."""
 
 
 KINDS: dict[str, Kind] = {
-    one.name: one
-    for one in (
+    kind.name: kind
+    for kind in (
         Kind("kill", "kill -9 of a worker", is_fatal=True),
         Kind("stop", "SIGSTOP of a worker, SIGCONT later", is_fatal=True),
         Kind("hang", "a worker's computing thread stands still, its heartbeats go on", is_fatal=True),
@@ -70,13 +70,14 @@ class Fault:
 
     kind: str
     victims: tuple[int, ...]
-    """Places among the devices in use when it strikes, counted round; of a partition two. (-1,): the coordinator."""
+    """Indices into the devices in use when it strikes, modulo their number; a partition has two. (-1,): the
+    coordinator."""
     after_steps: int
-    """New rounds since the fault before was over."""
+    """New rounds since the previous fault was over."""
     delay_seconds: float
-    """After the last of them, so that it falls anywhere in a round."""
+    """Delay after the last of them, so that the fault falls anywhere in a round."""
     seconds: float = 0.0
-    """How long it lasts, where it lasts."""
+    """Its duration, for kinds that have one."""
     amount: float = 0.0
     """For a clock, the seconds it jumps; for a link, its bytes per second."""
 
@@ -102,7 +103,8 @@ class ChaosScenario:
 
 
 def chosen_kinds(only: Sequence[str], skipped: Sequence[str] = ()) -> tuple[str, ...]:
-    """The kinds to draw from: those asked for, in the order of `KINDS`, without those that cannot be had here."""
+    """Return the kinds to draw from: those requested, in the order of `KINDS`, without those that cannot be made
+    here."""
     for name in only:
         if name not in KINDS:
             raise unknown("kind of fault", name, KINDS)
@@ -116,7 +118,7 @@ def chosen_kinds(only: Sequence[str], skipped: Sequence[str] = ()) -> tuple[str,
 
 
 def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_EACH) -> ChaosScenario:
-    """Scenario `number` of `seed`."""
+    """Return scenario `number` of `seed`."""
     turn, place = divmod(number, len(SHARES))
     share = random.Random(f"{seed} ways {turn}").sample(SHARES, len(SHARES))[place]
     drawing = random.Random(f"{seed} scenario {number}")
@@ -127,15 +129,15 @@ def scenario(seed: int, number: int, kinds: Sequence[str], faults: int = FAULTS_
 
 def scenarios(seed: int, kinds: Sequence[str], faults: int | None) -> Iterator[ChaosScenario]:
     """Yield scenarios with `faults` faults in all; None: without end."""
-    left, number = faults, 0
-    while left is None or left > 0:
-        yield scenario(seed, number, kinds, FAULTS_EACH if left is None else min(left, FAULTS_EACH))
-        left = None if left is None else left - FAULTS_EACH
+    remaining, number = faults, 0
+    while remaining is None or remaining > 0:
+        yield scenario(seed, number, kinds, FAULTS_EACH if remaining is None else min(remaining, FAULTS_EACH))
+        remaining = None if remaining is None else remaining - FAULTS_EACH
         number += 1
 
 
 def _dealt(seed: int, share: str, kinds: Sequence[str], first: int, count: int) -> list[str]:
-    """Cards `first` to `first + count` of a way's pack, shuffled anew whenever it is used up."""
+    """Return cards `first` to `first + count` of a way's pack, which is shuffled anew whenever it is used up."""
     pack = [kind for kind in kinds for _ in range(KINDS[kind].cards)]
     dealt = []
     for place in range(first, first + count):

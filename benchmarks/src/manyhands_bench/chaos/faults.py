@@ -1,8 +1,7 @@
-"""How each kind of fault is made, made sure of, and repaired.
+"""The kinds of faults: how each is made, confirmed, and repaired.
 
 Every fault is a generator: it strikes, yields what it did, and when it is resumed it repairs what a person would have
-to repair. Each makes sure that it *fired*: the process is gone, packets were dropped, a write to the full disk
-failed.
+to repair. Each confirms that it *fired*: the process is gone, packets were dropped, a write to the full disk failed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _ANSWER_SECONDS = 5.0
 
 @dataclass
 class Struck:
-    """What a fault did."""
+    """The effect of a fault."""
 
     at: float
-    """By time.monotonic(), when it struck: recovery counts from here."""
+    """The moment it struck, by time.monotonic(): recovery counts from here."""
     victims: tuple[str, ...] = ()
     has_fired: bool = True
     incarnation: int = 0
@@ -49,7 +48,7 @@ Course = Generator[Struck, None, None]
 
 
 def course(fault: Fault, trial: ScenarioProcesses) -> Course:
-    """The fault as it strikes this trial: next() strikes, the next next() repairs."""
+    """Return the fault as it strikes this trial: the first next() strikes, the second repairs."""
     return _COURSES[fault.kind](fault, trial)
 
 
@@ -130,7 +129,7 @@ def _junk(fault: Fault, trial: ScenarioProcesses) -> Course:
 
 
 def _throw_junk(target: tuple[str, int], drawing: random.Random, made: list[socket.socket]) -> bool:
-    """Several kinds of rubbish to one port; whether every connection was made."""
+    """Send several kinds of rubbish to one port; return whether every connection was made."""
     rubbish = drawing.randbytes(_JUNK_BYTES)
     texts = (
         rubbish, b"\x16\x03\x01\x02\x00\x01" + rubbish, b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"", b"\0" * 2**16,
@@ -153,7 +152,7 @@ def _disk_full(fault: Fault, trial: ScenarioProcesses) -> Course:
     trial.pause(fault.seconds)
     incarnation = trial.incarnation
     trial.place.free_disk()
-    if trial.has_ended():  # as it says it does, with a message; the person makes room and resumes
+    if trial.has_ended():  # as documented, with a message; a person makes room and resumes
         at = time.monotonic()
         trial.start_coordinator()
     yield Struck(at, (), is_full, incarnation)
@@ -222,7 +221,7 @@ _COURSES: dict[str, Callable[[Fault, ScenarioProcesses], Course]] = {
 
 
 def _becomes(process: int, state: str, limit_seconds: float = GONE_SECONDS) -> bool:
-    """Whether the kernel says that a process is in this state."""
+    """Return whether a process gets into this state within the limit, by the kernel's account."""
     end = time.monotonic() + limit_seconds
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
@@ -233,7 +232,7 @@ def _becomes(process: int, state: str, limit_seconds: float = GONE_SECONDS) -> b
 
 
 def listening_ports(process: int) -> list[int]:
-    """TCP ports where a process, which may be in another network namespace, takes connections."""
+    """Return the TCP ports at which a process, possibly in another network namespace, accepts connections."""
     inodes = set()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{process}/fd").iterdir():

@@ -1,7 +1,7 @@
-"""Starts the processes of a scenario quickly: one process loads PyTorch once, and every other is its fork.
+"""The fork server, which starts the processes of a scenario quickly: it loads PyTorch once, and they are its forks.
 
-It is as the product's own (`runtime/fork_server.py`), for processes that the benchmark must be able to disturb. All
-have the mark of the benchmark in their environment, by which those that were left behind are found.
+It resembles the product's own (`runtime/fork_server.py`), for processes that the benchmark must be able to disturb. All
+have the mark of the benchmark in their environment, by which those left behind are found.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LARGEST = 65536
 
 
 class ForkServer:
-    """The benchmark's end."""
+    """The benchmark's end of the fork server."""
 
     def __init__(self, mark: str, home: Path) -> None:
-        """`home`: where what is measured meanwhile is kept, in place of the user's own."""
+        """Start the fork server; `home` is the folder for measurements made meanwhile, in place of the user's own."""
         self.mark = mark
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
@@ -61,32 +61,32 @@ class ForkServer:
         namespace: str = "",
         group: tuple[str, str] = ("", ""),
     ) -> int:
-        """The process id of a new process, which runs as the configuration says; `group`: lab and device."""
+        """Start a process that runs as the configuration says and return its id; `group`: lab and device."""
         role = "coordinator" if isinstance(config, CoordinatorConfig) else "worker"
         return self._ask(
             {"role": role, "config": asdict(config), "log": str(log), "namespace": namespace, "group": group}
         )
 
-    def _ask(self, wanted: dict[str, Any]) -> int:
+    def _ask(self, request: dict[str, Any]) -> int:
         try:
-            self._door.send(json.dumps(wanted).encode())
+            self._door.send(json.dumps(request).encode())
             return int(self._door.recv(_LARGEST) or b"0")
         except OSError as error:
             raise TimedOut(f"The process that starts others does not answer: {error}.") from error
 
     def children(self) -> list[int]:
-        """The processes that bear the mark, but for this one; those that have ended do not count."""
+        """Return the running processes that bear the mark, without the fork server itself."""
         return [pid for pid in marked(self.mark) if pid != self.process.pid]
 
     def end_children(self) -> None:
-        """Whatever it has started is gone when this returns."""
+        """Kill every process that it has started, and wait until they are gone."""
         for pid in self.children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             wait_gone(pid, END_SECONDS)
 
     def close(self) -> None:
-        """It ends, and what it has started with it."""
+        """End the fork server, and with it what it has started."""
         self._door.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -103,7 +103,7 @@ class ForkServer:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes with this mark that are alive."""
+    """Return the live processes with this mark."""
     pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -113,7 +113,7 @@ def marked(mark: str) -> list[int]:
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs, or is stopped; the fork server has no zombies."""
+    """Return whether a process exists, running or stopped; the fork server has no zombies."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return False
@@ -141,26 +141,26 @@ def main() -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children do not become zombies
     while text := door.recv(_LARGEST):
-        wanted = json.loads(text)
-        child = os.fork() if wanted else 0
-        if wanted and child == 0:
+        request = json.loads(text)
+        child = os.fork() if request else 0
+        if request and child == 0:
             door.close()
-            _become(wanted)
+            _become(request)
         door.send(str(child).encode())
 
 
-def _become(wanted: dict[str, Any]) -> None:
-    """This process, a new one, runs its function, and ends."""
+def _become(request: dict[str, Any]) -> None:
+    """Run the requested function in this new process, and end it."""
     code = 1
     try:
         end_with(os.getppid())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
-        log = os.open(wanted["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = _run(wanted)
+        code = _run(request)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except ManyhandsError as error:
@@ -173,19 +173,19 @@ def _become(wanted: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def _run(wanted: dict[str, Any]) -> int:
+def _run(request: dict[str, Any]) -> int:
     from manyhands.lab import groups
     from manyhands.lab.spaces import entered
     from manyhands_bench.chaos import coordinator, worker
 
-    lab, device = wanted["group"]
+    lab, device = request["group"]
     if lab:
         groups.find().enter(lab, device)
-    with entered(wanted["namespace"]) if wanted["namespace"] else contextlib.nullcontext():
-        if wanted["role"] == "worker":
-            worker.run(WorkerConfig(**wanted["config"]))
+    with entered(request["namespace"]) if request["namespace"] else contextlib.nullcontext():
+        if request["role"] == "worker":
+            worker.run(WorkerConfig(**request["config"]))
         else:
-            config = wanted["config"]
+            config = request["config"]
             coordinator.run(CoordinatorConfig(**{**config, "devices": tuple(config["devices"])}))
     return 0
 

@@ -1,4 +1,4 @@
-"""Where a scenario happens: its folders and, as root, a network, a disk and control groups of its own.
+"""The surroundings of a scenario: its folders and, as root, a network, a disk and control groups of its own.
 
 As root every process has a network namespace, joined by a bridge (`lab/spaces.py`): traffic stays inside. Without root
 all is on loopback, and the kinds of faults that need the kernel's help are left out.
@@ -30,7 +30,7 @@ _WHOLE_RATE = "100gbit"
 
 
 def missing() -> dict[str, str]:
-    """Return what kinds of faults need -> why it is missing here."""
+    """Return the facilities that kinds of faults need and that are missing here, each with the reason."""
     network, own_groups = spaces.missing(), groups.missing()
     disk = "" if os.name == "posix" and os.geteuid() == 0 else "A disk of its own needs root (mount)."
     lacking = {"network": network, "groups": own_groups, "disk": disk}
@@ -38,7 +38,7 @@ def missing() -> dict[str, str]:
 
 
 def kinds_skipped() -> dict[str, str]:
-    """Kinds of faults that cannot be made here, and why."""
+    """Return the kinds of faults that cannot be made here, each with the reason."""
     lacking = missing()
     return {name: lacking[kind.needs] for name, kind in KINDS.items() if kind.needs in lacking}
 
@@ -59,7 +59,7 @@ class Place:
 
     @property
     def disk(self) -> Path:
-        """Where the run folder lies."""
+        """The folder that holds the run folder."""
         return self.folder / "disk"
 
     def namespace(self, name: str) -> str:
@@ -100,7 +100,7 @@ class Place:
     # Links
 
     def partition(self, device: str, other: str) -> None:
-        """From now on no packet passes between the two, in either direction; neither of the two is notified."""
+        """Drop every packet between the two devices from now on, in both directions; neither is notified."""
         assert self.network is not None
         for sender, receiver in ((device, other), (other, device)):
             with entered(self.network.namespace(sender)):
@@ -117,21 +117,21 @@ class Place:
                 )
 
     def dropped(self, name: str) -> int:
-        """Packets that the kernel has dropped since the partition."""
+        """Return the number of packets that the kernel has dropped since the partition."""
         assert self.network is not None
         with entered(self.network.namespace(name)):
             queues = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
         return sum(int(queue.get("drops", 0)) for queue in queues if queue.get("handle") == "2:")
 
     def heal(self, *names: str) -> None:
-        """Links are as they were."""
+        """Restore the links of these devices."""
         assert self.network is not None
         for name in names:
             with contextlib.suppress(LabError), entered(self.network.namespace(name)):
                 run_batch("tc", ["qdisc del dev eth0 root"])
 
     def slow_down(self, name: str, bytes_per_second: float) -> bool:
-        """What leaves this device does so at that rate; whether the kernel keeps it."""
+        """Limit what leaves this device to that rate; return whether the kernel has the limit."""
         assert self.network is not None
         with entered(self.network.namespace(name)):
             rate = round(8 * bytes_per_second)
@@ -139,7 +139,7 @@ class Place:
             return "tbf" in run(["tc", "qdisc", "show", "dev", "eth0"])
 
     def sent(self, name: str) -> int:
-        """Bytes that went through the slow link so far."""
+        """Return the bytes that went through the slow link so far."""
         assert self.network is not None
         with entered(self.network.namespace(name)):
             queues = json.loads(run(["tc", "-s", "-json", "qdisc", "show", "dev", "eth0"]) or "[]")
@@ -148,14 +148,15 @@ class Place:
     # Memory
 
     def tighten(self, name: str, spare_bytes: int) -> int:
-        """The device may use so much more than now; how often the kernel has killed there for memory."""
+        """Limit the device's memory to its present use and the spare bytes; return how often the kernel has killed
+        there for memory."""
         cgroups = groups.find()
         now = cgroups.statistics(self.lab, name)
         cgroups.make(self.lab, name, None, now.memory_bytes + spare_bytes)
         return now.oom_kills
 
     def loosen(self, name: str) -> int:
-        """No limit any more; how often the kernel has killed."""
+        """Remove the limit; return how often the kernel has killed there for memory."""
         cgroups = groups.find()
         cgroups.make(self.lab, name, None, None)
         return cgroups.statistics(self.lab, name).oom_kills
@@ -163,7 +164,7 @@ class Place:
 
 @contextlib.contextmanager
 def place_for(folder: Path, lab: str, devices: tuple[str, ...]) -> Iterator[Place]:
-    """Make what this machine allows; all of it is gone afterwards, but for the folder."""
+    """Yield a place with whatever this machine allows; all of it is removed afterwards, except for the folder."""
     lacking = missing()
     (folder / "disk").mkdir(parents=True)
     place = Place(folder, lab, devices)
@@ -186,9 +187,9 @@ def place_for(folder: Path, lab: str, devices: tuple[str, ...]) -> Iterator[Plac
 
 
 def _unmount(path: Path) -> None:
-    """What was written stays readable: it is copied to the folder below."""
-    kept = path.parent / "run-kept"
-    subprocess.run(["cp", "-r", f"{path}/.", str(kept)], check=False, timeout=30, capture_output=True)
+    """Unmount the disk; its files stay readable, as a copy beside it."""
+    copy = path.parent / "run-kept"
+    subprocess.run(["cp", "-r", f"{path}/.", str(copy)], check=False, timeout=30, capture_output=True)
     for _ in range(20):
         if subprocess.run(["umount", str(path)], check=False, timeout=30, capture_output=True).returncode == 0:
             return

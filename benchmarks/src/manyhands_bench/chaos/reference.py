@@ -1,4 +1,4 @@
-"""What every scenario trains, and what must come of it: plain PyTorch on one device, in float64.
+"""The training job of every scenario, and the weights it must end with: plain PyTorch on one device, in float64.
 
 The network has batch norm, so devices that share samples or tiles have statistics to exchange; it has no dropout, so a
 plain loop, without anything of manyhands but the order of the samples, gives the weights that a job must end with.
@@ -26,7 +26,8 @@ CLASSES = 5
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 OPTIMIZER = Optimizer("SGD", lr=LEARNING_RATE, momentum=MOMENTUM)
 MICRO_BATCHES = {"samples": 1, "tiles": 1, "pipeline": 2, "mixed": 2, "split": 1}
-"""By way of sharing. Batch norm takes its statistics of a micro-batch, so each number has a reference of its own."""
+"""Micro-batches by way of sharing. Batch norm's statistics are those of a micro-batch, so each number has a reference
+of its own."""
 STEPS_BETWEEN_KEPT = 100
 SEED = 11
 
@@ -34,7 +35,7 @@ __all__ = ["BATCH_SIZE", "MICRO_BATCHES", "OPTIMIZER", "SEED", "Reference", "dat
 
 
 def network() -> nn.Sequential:
-    """Three blocks with batch norm and a linear layer, the same weights every time."""
+    """Return three blocks with batch norm, one without and a linear layer, with the same weights every time."""
     torch.manual_seed(SEED)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
@@ -46,7 +47,7 @@ def network() -> nn.Sequential:
 
 
 def data() -> TensorDataset:
-    """Pictures and classes drawn at random, each sample another: a batch that is run twice, or left out, shows."""
+    """Return pictures and classes drawn at random; no two samples are alike, so a batch run twice or left out shows."""
     drawing = torch.Generator().manual_seed(SEED)
     pictures = torch.randn(SAMPLES, 1, 16, 16, generator=drawing, dtype=torch.float64)
     return TensorDataset(pictures, torch.randint(CLASSES, (SAMPLES,), generator=drawing))
@@ -54,7 +55,7 @@ def data() -> TensorDataset:
 
 @dataclass
 class Reference:
-    """One device's training, computed as far as it was asked for and kept every hundred steps."""
+    """One device's training, computed as far as requested and kept every hundred steps."""
 
     micro_batches: int
     _kept: dict[int, tuple[nn.Module, dict[str, Any]]] = field(default_factory=dict)
@@ -85,9 +86,10 @@ class Reference:
         optimizer.step()
 
     def differs(self, weights: Mapping[str, Tensor], steps: int) -> float:
-        """The largest absolute difference of any number; infinite where a tensor is missing or has another shape."""
-        wanted, worst = self.weights(steps), 0.0
-        for name, tensor in wanted.items():
+        """Return the largest absolute difference of any number; infinite if a tensor is missing or has another
+        shape."""
+        expected, worst = self.weights(steps), 0.0
+        for name, tensor in expected.items():
             other = weights.get(name)
             if other is None or other.shape != tensor.shape:
                 return float("inf")

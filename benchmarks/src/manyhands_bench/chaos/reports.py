@@ -1,4 +1,4 @@
-"""What the coordinator of a scenario has reported so far, read from its file as it grows."""
+"""The reports of a scenario's coordinator so far, read from its file as it grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SAME_ROUND_SECONDS = 0.005
-"""Steps that end so soon after each other are of one round: a split's has several, which are reported together."""
+"""Steps that end so soon after each other belong to one round: a split's has several, which are reported together."""
 
 SAME_LOSS_SECONDS = 1.0
 
@@ -31,24 +31,24 @@ class Gone(NamedTuple):
 
 @dataclass
 class Watched:
-    """The state of a job as its coordinators report it. Several live one after another, each resuming the job."""
+    """The state of a job as its coordinators report it: several, one after another, each resuming the job."""
 
     path: Path
     steps: list[CompletedStep] = field(default_factory=list)
     alive: dict[str, int] = field(default_factory=dict)
-    """Device -> the serial number of its membership, of the present coordinator."""
+    """Device -> the serial number of its membership with the present coordinator."""
     gone: list[Gone] = field(default_factory=list)
     in_use: tuple[str, ...] = ()
     """The devices of the present plan."""
     plans: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
-    """When each was made, and its devices."""
+    """The moment at which each was made, and its devices."""
     endings: dict[int, str] = field(default_factory=dict)
     """Coordinator -> the error it ended with."""
     incarnation: int = -1
     _read: int = 0
 
     def poll(self) -> None:
-        """Take in what was reported since."""
+        """Read the reports that have arrived since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -60,25 +60,25 @@ class Watched:
             self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
-        what, at, incarnation = line["what"], line["at"], line["incarnation"]
+        kind, at, incarnation = line["what"], line["at"], line["incarnation"]
         if incarnation > self.incarnation:
             self.incarnation, self.alive = incarnation, {}
-        if what == "step":
+        if kind == "step":
             self.steps.append(CompletedStep(at, incarnation, line["step"]))
-        elif what == "planned":
+        elif kind == "planned":
             self.in_use = tuple(line["devices"])
             self.plans.append((at, self.in_use))
-        elif what == "ended":
+        elif kind == "ended":
             self.endings[incarnation] = line["error"]
-        elif what == "alive":
+        elif kind == "alive":
             now = {name: int(serial) for name, serial in line["devices"]}
             self._note_gone(at, [name for name, serial in self.alive.items() if now.get(name) != serial])
             self.alive = now
-        elif what == "event" and line["event"] == "lost":
+        elif kind == "event" and line["event"] == "lost":
             self._note_gone(at, line["facts"].get("devices", ()))
 
     def _note_gone(self, at: float, names: Iterable[str]) -> None:
-        """Each loss once, though the job tells of it and the list of members shows it."""
+        """Note each loss once, although the job reports it and the list of members shows it."""
         recent = {loss.name for loss in self.gone if loss.at > at - SAME_LOSS_SECONDS}
         self.gone += [Gone(at, name) for name in names if name not in recent]
 
@@ -88,23 +88,23 @@ class Watched:
         ]
 
     def gone_since(self, at: float, names: Collection[str]) -> Gone | None:
-        """The first of these devices that was given up since."""
+        """Return the first of these devices that was given up since then."""
         return next((loss for loss in self.gone if loss.at > at and loss.name in names), None)
 
     def recovered_at(self, struck_at: float, incarnation: int, victims: Collection[str]) -> float | None:
-        """When training had recovered from a fault; None: it has not yet.
+        """Return the moment at which training had recovered from a fault; None: it has not yet.
 
-        A coordinator that is there since the fault: at its first round. Where a victim is to be given up: at the first
-        new round after that, or after a plan that leaves it out. Else at the second new round: the first may have been
-        nearly done when the fault struck.
+        If there is a new coordinator since the fault, that is its first round. If a victim is to be given up, it is the
+        first new round after that, or after a plan that leaves it out. Otherwise it is the second new round: the first
+        may have been nearly done when the fault struck.
         """
         if self.incarnation > incarnation:
             steps = self.steps_since(struck_at, self.incarnation)
             return steps[0].at if steps else None
         if victims:
-            gone = self.gone_since(struck_at, victims)
+            loss = self.gone_since(struck_at, victims)
             moments = [at for at, devices in self.plans if at > struck_at and not set(victims) <= set(devices)]
-            given_up = min([*moments[:1], *([gone.at] if gone is not None else [])], default=None)
+            given_up = min([*moments[:1], *([loss.at] if loss is not None else [])], default=None)
             steps = self.steps_since(given_up) if given_up is not None else []
             return steps[0].at if steps else None
         steps = self.steps_since(struck_at)

@@ -1,4 +1,4 @@
-"""Runs one scenario to its end and judges what came of it."""
+"""A scenario, run to its end and judged by its outcome."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from manyhands_bench.chaos.trial import END_SECONDS, START_SECONDS, ScenarioProc
 from manyhands_bench.figures import Progress
 
 RECOVERY_LIMIT_SECONDS = 60.0
-"""Longer than that, and it hangs: six times what is aimed at."""
+"""A job that takes longer hangs: six times the aim."""
 LAST_STEPS = 3
 LEAVE_SECONDS = 15.0
-"""Workers end by themselves within that, once their coordinator has."""
+"""Workers end by themselves within this time once their coordinator has ended."""
 
 
 def run_scenario(
     scenario: ChaosScenario, base: Path, forks: ForkServer, references: Mapping[int, Reference], say: Progress
 ) -> ScenarioOutcome:
-    """What came of it. Its folder is kept where something went wrong."""
+    """Run a scenario and return its outcome. Its folder is kept if something went wrong."""
     began = time.monotonic()
     lab = f"c{secrets.token_hex(3)}"
     folder = base / lab
@@ -68,7 +68,7 @@ def _start(trial: ScenarioProcesses) -> None:
 
 
 def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutcome:
-    """One fault, from waiting for its moment to everything being repaired."""
+    """Make one fault: wait for its moment, strike, wait for recovery, repair."""
     trial.until_calm(fault.after_steps, START_SECONDS, f"before {fault.kind}")
     trial.pause(fault.delay_seconds)
     happens = course(fault, trial)
@@ -82,14 +82,14 @@ def _strike(trial: ScenarioProcesses, fault: Fault, say: Progress) -> FaultOutco
         def has_recovered() -> bool:
             return trial.watched.recovered_at(struck.at, struck.incarnation, expected) is not None
 
-        what = f"{fault.kind} of {', '.join(struck.victims) or 'the job'}"
+        text = f"{fault.kind} of {', '.join(struck.victims) or 'the job'}"
         is_resumed = trial.incarnation > struck.incarnation
         may_end = trial.may_end_with(struck.victims)
-        if not trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, what, may_end=may_end, restarts=is_resumed):
+        if not trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, text, may_end=may_end, restarts=is_resumed):
             next(happens, None)
             trial.unusable |= set(struck.victims)
             trial.start_coordinator()
-            trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, f"{what}, resumed", restarts=True)
+            trial.until(has_recovered, RECOVERY_LIMIT_SECONDS, f"{text}, resumed", restarts=True)
         next(happens, None)
     trial.look()
     return _outcome(trial, fault, struck, expected, say)
@@ -107,7 +107,7 @@ def _outcome(
 
 
 def _stop(trial: ScenarioProcesses) -> None:
-    """End the job as Ctrl-C does: a checkpoint is left of its last round."""
+    """End the job as Ctrl-C does: a checkpoint of its last round remains."""
     trial.until_calm(LAST_STEPS, START_SECONDS, "at the end")
     trial.is_ending = True
     os.kill(trial.coordinator, signal.SIGINT)
@@ -117,7 +117,7 @@ def _stop(trial: ScenarioProcesses) -> None:
 
 
 def _judge(trial: ScenarioProcesses, reference: Reference, outcome: ScenarioOutcome) -> None:
-    """Weights and rounds against those of one device."""
+    """Compare weights and rounds with those of one device."""
     folder = trial.place.disk / "run"
     newest = checkpoint.latest(folder)
     if newest is None:
@@ -129,7 +129,7 @@ def _judge(trial: ScenarioProcesses, reference: Reference, outcome: ScenarioOutc
 
 
 def rounds_lost(recorded: list[int], steps: int) -> int:
-    """Rounds of the order that are not recorded exactly once."""
+    """Return how many rounds are missing from the record or surplus in it: each must be there exactly once."""
     counts = {step: recorded.count(step) for step in {*recorded, *range(steps)}}
     return sum(abs(count - (0 <= step < steps)) for step, count in counts.items())
 
@@ -140,10 +140,10 @@ def _metric_steps(folder: Path) -> list[int]:
 
 
 def _count_left(forks: ForkServer) -> int:
-    """Processes that are there although the job has ended."""
+    """Return the number of processes that are still there although the job has ended."""
     end = time.monotonic() + LEAVE_SECONDS
-    while left := len(forks.children()):
+    while remaining := len(forks.children()):
         if time.monotonic() > end:
             break
         time.sleep(0.1)
-    return left
+    return remaining

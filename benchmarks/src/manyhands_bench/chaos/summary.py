@@ -1,4 +1,4 @@
-"""What came of faults and scenarios, and the figures that follow. Results of several runs can be added up."""
+"""The outcomes of faults and scenarios, and the figures that follow. Results of several runs can be added up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands_bench.figures import Figures
 
 
 class FaultOutcome(msgspec.Struct):
-    """One fault."""
+    """The outcome of one fault."""
 
     kind: str
     share: str
@@ -27,14 +27,14 @@ class FaultOutcome(msgspec.Struct):
 
 
 class ScenarioOutcome(msgspec.Struct):
-    """One training job with several faults."""
+    """The outcome of one training job with several faults."""
 
     seed: int
     number: int
     share: str
     planned_faults: int
     faults: list[FaultOutcome] = []
-    """Those that were got to: fewer than planned where the scenario failed."""
+    """The faults that were reached: fewer than planned if the scenario failed."""
     rounds: int = 0
     rounds_lost: int = 0
     weights_differ: float = 0.0
@@ -43,7 +43,7 @@ class ScenarioOutcome(msgspec.Struct):
     false_evictions: list[str] = []
     hangs: int = 0
     failure: str = ""
-    """Why it could not go on to its end."""
+    """The reason that it could not go on to its end; empty: it could."""
     folder: str = ""
     seconds: float = 0.0
 
@@ -69,24 +69,24 @@ def write_run(path: Path, run: ChaosRun) -> None:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ScenarioOutcome]:
-    """The scenarios of stored runs. The same scenario twice would count twice, so that is refused."""
+    """Return the scenarios of stored runs. The same scenario twice would count twice, so it is refused."""
     outcomes: list[ScenarioOutcome] = []
-    seen: dict[tuple[int, int], Path] = {}
+    first: dict[tuple[int, int], Path] = {}
     for path in paths:
         for scenario in decode(read_document(path), ChaosRun, str(path)).scenarios:
             key = (scenario.seed, scenario.number)
-            if key in seen:
+            if key in first:
                 raise BadValue(
-                    f"{path}: holds scenario {scenario.number} of seed {scenario.seed}, and so does {seen[key]}.",
+                    f"{path}: holds scenario {scenario.number} of seed {scenario.seed}, and so does {first[key]}.",
                     hint="Give each run another --seed, and each file once.",
                 )
-            seen[key] = path
+            first[key] = path
             outcomes.append(scenario)
     return outcomes
 
 
 def summarize(scenarios: Sequence[ScenarioOutcome]) -> Figures:
-    """The benchmark's figures. Recoveries are of faults that fired and were recovered from."""
+    """Return the benchmark's figures. Recovery times are those of faults that fired and were recovered from."""
     faults = [fault for scenario in scenarios for fault in scenario.faults]
     seconds = _recoveries(faults)
     figures: Figures = {
@@ -116,12 +116,12 @@ def summarize(scenarios: Sequence[ScenarioOutcome]) -> Figures:
 
 
 def by_kind(figures: Figures) -> dict[str, tuple[int, float, float]]:
-    """Kind of fault -> how many fired, and the median and worst seconds of recovery, out of the flat figures."""
+    """Return for each kind of fault how many fired, and the median and worst seconds of recovery, from flat figures."""
     rows = {}
     for kind in KINDS:
         key = kind.replace("-", "_")
         if f"fired_{key}" in figures:
-            median, worst = (float(figures[f"recovery_seconds_{what}_{key}"]) for what in ("median", "worst"))
+            median, worst = (float(figures[f"recovery_seconds_{statistic}_{key}"]) for statistic in ("median", "worst"))
             rows[kind] = int(figures[f"fired_{key}"]), median, worst
     return rows
 

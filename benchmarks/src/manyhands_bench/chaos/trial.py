@@ -1,4 +1,4 @@
-"""One scenario as it runs: its processes, what is known of them, and the waits, each with a limit."""
+"""One scenario as it runs: its processes, their reported state, and the waits, each with a limit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from manyhands_bench.chaos.reports import Watched
 from manyhands_bench.chaos.worker import WorkerConfig, order
 
 START_SECONDS = 60.0
-"""From starting a coordinator to its first round."""
+"""The limit from starting a coordinator to its first round."""
 END_SECONDS = 30.0
 GONE_SECONDS = 5.0
-"""Between SIGKILL and the end of a process."""
+"""The limit from SIGKILL to the end of a process."""
 _LOOK_SECONDS = 0.01
 _RESTART_SECONDS = 0.2
 _PORT = 7077
@@ -51,7 +51,7 @@ class ScenarioProcesses:
     incarnation: int = -1
     port: int = 0
     unusable: set[str] = field(default_factory=set)
-    """Devices that a fault has made unusable, until they have joined again: to give them up is right."""
+    """Devices that a fault has made unusable, until they have joined again: it is right to give them up."""
     false_evictions: list[str] = field(default_factory=list)
     is_ending: bool = False
     _judged: int = 0
@@ -66,7 +66,7 @@ class ScenarioProcesses:
     # Processes
 
     def start_worker(self, name: str) -> None:
-        """Start it, or start it again."""
+        """Start a worker, or start it again."""
         self.end_process(self.workers.get(name, 0))
         config = WorkerConfig(name, self.place.address(COORDINATOR_SPACE), self.port, self.token, self._control(name))
         self.workers[name] = self.forks.start(
@@ -75,7 +75,7 @@ class ScenarioProcesses:
         )  # fmt: skip
 
     def start_coordinator(self) -> None:
-        """Start it; one that finds a checkpoint in the run folder goes on from there, as --resume does."""
+        """Start the coordinator; if the run folder has a checkpoint, it goes on from there, as --resume does."""
         self.incarnation += 1
         config = CoordinatorConfig(
             self.scenario.share, self.scenario.devices, self.place.address(COORDINATOR_SPACE), self.port, self.token,
@@ -85,7 +85,7 @@ class ScenarioProcesses:
         self.coordinator = self.forks.start(config, log, namespace=self.place.namespace(COORDINATOR_SPACE))
 
     def end_process(self, process: int) -> bool:
-        """Whether it was there, and is gone now."""
+        """Kill a process; return whether it was alive and is gone now."""
         if not process or not is_alive(process):
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -98,13 +98,13 @@ class ScenarioProcesses:
         return str(path)
 
     def order(self, name: str, limit_seconds: float, **command: object) -> bool | None:
-        """Have a process do something to itself; None: it did not answer."""
+        """Send a process a command and return its reply; None: it did not reply."""
         self._serial += 1
         reply_path = str(self.place.folder / f"ask-{self._serial}.sock")
         return order(str(self.place.folder / f"{name}.sock"), reply_path, limit_seconds, **command)
 
     def victims(self, fault: Fault) -> tuple[str, ...]:
-        """Names of those it strikes: places among the devices that are in use now."""
+        """Return the names of the devices that a fault strikes, picked from those in use now."""
         names = sorted(name for name in self.watched.in_use if name in self.watched.alive) or sorted(self.workers)
         if fault.victims == (-1,):
             return (COORDINATOR,)
@@ -115,7 +115,7 @@ class ScenarioProcesses:
         return first, others[fault.victims[1] % len(others)]
 
     def may_end_with(self, victims: tuple[str, ...]) -> bool:
-        """Whether the job ends, and is to be resumed, when these are lost: an edge has the data of a split."""
+        """Return whether the job ends, and is to be resumed, when these are lost: an edge has the data of a split."""
         return self.scenario.share == "split" and SPLIT_DEVICES[0] in victims
 
     # Waiting
@@ -130,16 +130,16 @@ class ScenarioProcesses:
         self.false_evictions += [loss.name for loss in new if loss.name not in self.unusable]
 
     def has_ended(self) -> bool:
-        """Whether the coordinator's process is gone."""
+        """Return whether the coordinator's process is gone."""
         return not is_alive(self.coordinator)
 
     def until(
-        self, is_so: Callable[[], bool], limit_seconds: float, what: str, *, may_end: bool = False,
+        self, is_so: Callable[[], bool], limit_seconds: float, phase: str, *, may_end: bool = False,
         restarts: bool = False,
     ) -> bool:  # fmt: skip
-        """Wait; False where the coordinator has ended meanwhile and may. Raises Stuck at the limit, and where it has
-        ended and may not. `restarts`: workers whose process has ended are started again, as whatever looks after
-        services does."""
+        """Wait until `is_so()`; return False if the coordinator has ended meanwhile and `may_end`. Raise Stuck at the
+        limit, and if the coordinator has ended and may not. `restarts`: workers whose process has ended are started
+        again, as a service manager does."""
         end = time.monotonic() + limit_seconds
         while True:
             self.look()
@@ -150,24 +150,24 @@ class ScenarioProcesses:
                 if may_end:
                     return False
                 raise Stuck(
-                    f"{what}: the job ended: {self.watched.endings.get(self.incarnation, 'no error')}", is_hang=False
+                    f"{phase}: the job ended: {self.watched.endings.get(self.incarnation, 'no error')}", is_hang=False
                 )
             if time.monotonic() > end:
-                raise Stuck(f"{what}: not within {limit_seconds:g} s", is_hang=True)
+                raise Stuck(f"{phase}: not within {limit_seconds:g} s", is_hang=True)
             if restarts:
                 self._restart_workers()
             time.sleep(_LOOK_SECONDS)
 
     def pause(self, seconds: float) -> None:
-        """Let time go by; what is reported is taken in meanwhile."""
+        """Wait for some seconds, and read new reports meanwhile."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        while (remaining := end - time.monotonic()) > 0:
             self.look()
-            time.sleep(min(left, _LOOK_SECONDS))
+            time.sleep(min(remaining, _LOOK_SECONDS))
         self.look()
 
-    def until_calm(self, steps: int, limit_seconds: float, what: str) -> None:
-        """Wait until all devices are members and `rounds` new rounds are completed."""
+    def until_calm(self, steps: int, limit_seconds: float, phase: str) -> None:
+        """Wait until all devices are members and `steps` new steps are completed."""
         since = -1.0
 
         def is_calm() -> bool:
@@ -179,7 +179,7 @@ class ScenarioProcesses:
             since = time.monotonic() if since < 0 else since
             return len(self.watched.steps_since(since)) >= steps
 
-        self.until(is_calm, limit_seconds, what, restarts=True)
+        self.until(is_calm, limit_seconds, phase, restarts=True)
 
     def _restart_workers(self) -> None:
         if time.monotonic() - self._restarted_at < _RESTART_SECONDS:

@@ -1,8 +1,9 @@
 """A worker of the chaos benchmark: the ordinary worker, in a process that also obeys the benchmark.
 
-What no signal can do from outside is done from here: the computing thread stands still while heartbeats go on, the
-process's wall clock jumps, memory leaks until the kernel ends the process. Nothing of manyhands knows about it: methods
-are wrapped in this process alone. Commands come as datagrams to a Unix socket; each is answered once it has happened.
+Whatever no signal can do from outside is done here: the computing thread stands still while heartbeats go on, the
+process's wall clock jumps, memory leaks until the kernel ends the process. Nothing in manyhands is changed for it:
+methods are wrapped in this process alone. Commands come as datagrams to a Unix socket; each is answered once it has
+been carried out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from manyhands.runtime.service import serve
 from manyhands.schedule.actions import Action
 
 STANDING_SECONDS = 10.0
-"""So long a hang waits for the computing thread to come by."""
+"""The limit for the computing thread to reach the gate when it is closed."""
 _LEAK_BYTES = 8 * 2**20
 
 
@@ -36,7 +37,7 @@ class WorkerConfig:
     port: int
     token: str
     control: str
-    """The Unix socket where commands come."""
+    """The Unix socket at which commands arrive."""
 
 
 def run(config: WorkerConfig) -> None:
@@ -49,7 +50,7 @@ def run(config: WorkerConfig) -> None:
 
 
 class Gate:
-    """Where the computing thread comes by before every action: closed, it stands there."""
+    """A gate that the computing thread passes before every action: while closed, the thread stands there."""
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -61,7 +62,7 @@ class Gate:
             threading.Event().wait()  # for ever: its starter ends this process
 
     def close(self, command: dict[str, Any]) -> bool:
-        """Whether the computing thread stands there now."""
+        """Close the gate; return whether the computing thread stands there within the limit."""
         self._is_closed = True
         return self._stands.wait(STANDING_SECONDS)
 
@@ -77,15 +78,15 @@ def _before_actions(gate: Gate) -> None:
 
 
 def leak(command: dict[str, Any]) -> bool:
-    """Take memory until there is none; it does not return where the kernel ends processes for that."""
-    kept = []
+    """Allocate memory until there is none; this does not return if the kernel ends the process for it."""
+    blocks = []
     for _ in range(int(command["bytes"]) // _LEAK_BYTES):
-        kept.append(bytearray(b"x") * _LEAK_BYTES)  # every page is written to
+        blocks.append(bytearray(b"x") * _LEAK_BYTES)  # every page is written to
     return False
 
 
 def shift_clock(command: dict[str, Any]) -> bool:
-    """This process's `time.time` jumps; the machine's clock, which others use, stays as it is."""
+    """Make this process's `time.time` jump; the machine's clock, which others use, stays as it is."""
     real, seconds = time.time, float(command["seconds"])
     before = real()
     time.time = lambda: real() + seconds
@@ -93,7 +94,7 @@ def shift_clock(command: dict[str, Any]) -> bool:
 
 
 def obey_at(path: str, commands: dict[str, Callable[[dict[str, Any]], bool]]) -> None:
-    """A thread that takes commands at this socket, for as long as the process lives."""
+    """Start a thread that carries out commands from this socket for as long as the process lives."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listening.bind(path)
 
@@ -109,7 +110,7 @@ def obey_at(path: str, commands: dict[str, Callable[[dict[str, Any]], bool]]) ->
 
 
 def order(path: str, reply_path: str, limit_seconds: float, **command: Any) -> bool | None:
-    """Send a command to the process at `path`, from a socket at `own`; None: no answer in time."""
+    """Send a command to the process at `path`, from a socket at `reply_path`; return its answer, None: none in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
         asking.bind(reply_path)
         asking.settimeout(limit_seconds)

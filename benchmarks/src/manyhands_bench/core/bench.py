@@ -1,4 +1,4 @@
-"""Figures of `manyhands bench core`: training through engine, executor and runtime, against what people use today.
+"""Figures of `manyhands bench core`: training through transport, executor and runtime, against what people use today.
 
 Every ratio is taken inside one run: both sides stay alive and take turns, block by block, and the median of the
 blocks' ratios counts.
@@ -42,7 +42,7 @@ WARM_UP_STEPS = 2
 MEASURED_EVERY = 4
 """Blocks between two measurements from which a step is predicted: the machine's speed drifts."""
 BUCKETS_MB = (25, 4)
-"""DDP's default, and ours: each side is tuned to the faster of them."""
+"""Bucket sizes, DDP's default and ours: each side is tuned to the faster of them."""
 OPTIMIZER = Optimizer("SGD", lr=0.01, momentum=0.9)
 
 
@@ -72,7 +72,7 @@ def _captured(setting: CoreSetting, data: SameBatch) -> Graph:
 
 
 def _ours(session: Session, graph: Graph, plan: Plan, data: SameBatch, steps: int) -> list[float]:
-    """Seconds of each step of a block, as the coordinator saw them end."""
+    """Return the seconds of each step of a block, as the coordinator saw them end."""
     order = Order(graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=steps, optimizer=OPTIMIZER)
     run = Run(session.coordinator, order)
     run.prepare()
@@ -113,7 +113,8 @@ def _ddp_calls(setting: CoreSetting, workers: int, bucket: int) -> list[str]:
 
 
 def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
-    """Throughput over local workers against DistributedDataParallel, and the error of the simulator's prediction."""
+    """Compare the throughput over local workers with DistributedDataParallel, and the simulator's prediction with the
+    measurement."""
     setting, tuning, blocks, steps = DATA_PARALLEL, *((1, 2, 6) if quick else (2, 12, 16))
     if setting.samples % workers:
         raise BadValue(f"--workers {workers} must divide the batch of {setting.samples}.")
@@ -166,7 +167,7 @@ def _median_of(tried: list[tuple[float, float, int]], side: int, mb: int) -> flo
 
 
 def bench_overhead(quick: bool, say: Progress) -> Figures:
-    """A training step through coordinator, worker and executor over the plain module's, both on one thread."""
+    """Compare a training step through coordinator, worker and executor with the plain module's, both on one thread."""
     figures: Figures = {}
     worst = 0.0
     for setting in QUICK_OVERHEAD if quick else OVERHEAD:
@@ -197,7 +198,7 @@ def bench_overhead(quick: bool, say: Progress) -> Figures:
 
 
 def bench_ready(workers: int, quick: bool, say: Progress) -> Figures:
-    """From nothing to joined workers."""
+    """Measure the seconds from nothing to joined workers."""
     seconds = []
     for repeat in range(1 if quick else 3):
         say(f"starting {workers} workers, {repeat + 1}")
@@ -213,7 +214,7 @@ def _listed(numbers: list[float]) -> str:
 
 
 def bench_core(workers: int = 2, quick: bool = False, on_progress: Progress | None = None) -> Figures:
-    """Every figure of `manyhands bench core`, flat."""
+    """Return every figure of `manyhands bench core`, flat."""
     say = on_progress or (lambda text: None)
     cores = usable_cores()
     if workers > cores:

@@ -1,4 +1,4 @@
-"""What `manyhands bench core` measures itself against, each in processes of its own, run block by block.
+"""The training baselines of `manyhands bench core`, each in processes of its own, run block by block.
 
 A baseline reads lines 'N' from its standard input, runs N steps, and answers with their seconds as one line of JSON.
 """
@@ -37,7 +37,7 @@ def _training(model: str, shape: tuple[int, ...], samples: int) -> tuple[Any, An
     from manyhands.runtime.processes import keep_memory
 
     torch.set_num_threads(1)
-    keep_memory()  # what our workers do; the baseline is tuned alike
+    keep_memory()  # as our workers do: the baseline is tuned alike
     torch.manual_seed(0)
     module = build(model)
     batch = example_batch(model, samples, input_shape=shape)
@@ -46,7 +46,7 @@ def _training(model: str, shape: tuple[int, ...], samples: int) -> tuple[Any, An
 
 
 def plain(model: str, shape: tuple[int, ...], samples: int, momentum: float = 0.9) -> None:
-    """One process, the plain module, PyTorch's default kernels."""
+    """Train the plain module in this process, with PyTorch's default kernels."""
     import torch
 
     module, batch, target, loss = _training(model, shape, samples)
@@ -63,7 +63,7 @@ def plain(model: str, shape: tuple[int, ...], samples: int, momentum: float = 0.
 def distributed(
     model: str, shape: tuple[int, ...], samples: int, rank: int, world: int, port: int, bucket: int
 ) -> None:
-    """One of PyTorch's DistributedDataParallel workers, over gloo."""
+    """Train as one of PyTorch's DistributedDataParallel workers, over gloo."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -99,7 +99,7 @@ class Baseline:
         ]  # fmt: skip
 
     def run(self, steps: int) -> list[float]:
-        """Seconds of each step; a baseline that does not answer is ended and named."""
+        """Run steps and return the seconds of each; raise TimedOut if the baseline does not answer within the limit."""
         import selectors
 
         for process in self.processes:
@@ -126,7 +126,7 @@ class Baseline:
 
 
 def end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Kill them, wait for them, close their pipes."""
+    """Kill processes, wait for them, and close their pipes."""
     for process in processes:
         process.kill()
     for process in processes:

@@ -20,7 +20,7 @@ from manyhands_bench.core.link_protocol import (
 
 
 class RawLink:
-    """A socket and nothing else."""
+    """A plain socket."""
 
     def __init__(self, role: str) -> None:
         self.is_a = role == "a"
@@ -72,7 +72,7 @@ class RawLink:
 
 
 class ZeroMqLink:
-    """pyzmq, PAIR sockets; a monitor tells of a lost peer, for a receive does not."""
+    """ZeroMQ by pyzmq's PAIR sockets; a monitor reports a lost peer, because a receive does not."""
 
     encrypted = False
 
@@ -143,7 +143,7 @@ class CurveLink(ZeroMqLink):
 
 
 class GlooLink:
-    """torch.distributed's send and recv."""
+    """Gloo by torch.distributed's send and recv."""
 
     def __init__(self, role: str) -> None:
         import torch

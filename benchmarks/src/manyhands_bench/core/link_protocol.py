@@ -1,4 +1,4 @@
-"""What both processes of the transport's micro-benchmark do, whatever carries the bytes."""
+"""The protocol of both processes of the transport's micro-benchmark, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class LinkEnd(Protocol):
     """One end: `a` begins, `b` answers."""
 
     def start(self) -> str:
-        """Return where `b` listens."""
+        """Return the address at which `b` listens."""
 
     def connect(self, address: str) -> None: ...
 
     def ping(self, number: int) -> None:
-        """`a` sends 4 KB and has them back; `b` returns them."""
+        """Send 4 KB and receive them back at `a`; return them at `b`."""
 
     def burst(self) -> None:
-        """`a` sends some messages of 16 MB and has a word back; `b` takes them into memory it has."""
+        """Send some messages of 16 MB and receive a word back at `a`; receive them into existing memory at `b`."""
 
     def prepare_dying(self) -> None:
-        """Take the memory first, for that alone takes longer than the message is under way."""
+        """Allocate the memory first: that alone takes longer than the transfer of the message."""
 
     def send_dying(self) -> None:
-        """`b` sends one large message and is killed meanwhile."""
+        """Send one large message from `b`, which is killed meanwhile."""
 
     def receive_dying(self) -> None:
-        """`a` waits for it."""
+        """Wait for the message at `a`."""

@@ -1,10 +1,10 @@
-"""The candidates of the engine's micro-benchmark, each as two processes that talk to each other.
+"""The candidates of the transport's micro-benchmark, each as two processes that exchange messages.
 
     python -m manyhands_bench.core.links raw b ...      # prints its address, then serves
     python -m manyhands_bench.core.links raw a ...      # measures
 
-Commands come as lines of JSON on stdin, answers leave as lines beginning with '@' (gloo prints to stdout too).
-What a candidate does not need is not imported: torch alone takes seconds.
+Commands come as lines of JSON on stdin, answers leave as lines beginning with '@' (gloo prints to stdout too). Only
+what a candidate needs is imported: torch alone takes seconds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from manyhands_bench.core.link_protocol import (
 
 PINGS_AT_ONCE = 200
 SIZES = {"4kb": 4096, "64kb": 64 * 1024, "128kb": 128 * 1024, "1mb": 2**20, "16mb": 16 * 2**20}
-"""At which sizes memory in common is compared with TCP."""
+"""The sizes at which shared memory is compared with TCP."""
 MOST_MESSAGES_OF_A_SIZE = 32
 
 
 def messages_of(size: int) -> int:
-    """How many of this size make a stream."""
+    """Return how many messages of this size make a stream."""
     return max(2, min(MOST_MESSAGES_OF_A_SIZE, 32 * 2**20 // size))
 
 
 class EndpointLink:
-    """This package's engine, over TCP alone."""
+    """This package's transport, over TCP alone."""
 
     encrypted = False
     shared_bytes = 0
@@ -121,7 +121,7 @@ class EndpointLink:
         return [statistics.median(seconds), time.perf_counter() - start]
 
     def _of_size(self, size: int) -> list[Any]:
-        """Messages of this size, each in memory of its own."""
+        """Return messages of this size, each in memory of its own."""
         count = len(self.large)
         return [[self.large[number % count][0][number // count * size :][:size]] for number in range(messages_of(size))]
 
@@ -144,7 +144,7 @@ class EncryptedEndpointLink(EndpointLink):
 
 
 class SharedEndpointLink(EndpointLink):
-    """The engine with every payload, however small, through memory in common."""
+    """The transport with every payload, however small, through shared memory."""
 
     shared_bytes = 4 * 2**20
 
@@ -165,7 +165,7 @@ def _answer(value: object) -> None:
 
 
 def serve(kind: str, role: str) -> None:
-    """Obey the commands on stdin until they end."""
+    """Carry out the commands on stdin until they end."""
     link: LinkEnd = LINKS[kind](role)
     pings = 0
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Which engine: latency, throughput and what a dead peer looks like, of every candidate, on this machine.
+"""The candidates for a transport compared on this machine: latency, throughput, and the detection of a dead peer.
 
 Every candidate is two processes of its own. They are measured in turn, round by round, so that a ratio compares
 figures taken within the same seconds, whatever else the machine is doing.
@@ -26,7 +26,7 @@ _KILL_ATTEMPTS = 3
 
 
 class _Process:
-    """One end of one candidate."""
+    """The process of one end of one candidate."""
 
     def __init__(self, kind: str, role: str) -> None:
         self.title = f"{kind} {role}"
@@ -92,7 +92,7 @@ class _Pair:
             raise
 
     def both(self, command: str, argument: object = None) -> object:
-        """What the first end measured."""
+        """Send both ends a command, and return what the first end measured."""
         self.b.tell(command, argument)
         self.a.tell(command, argument)
         answer = self.a.answer()
@@ -105,8 +105,9 @@ class _Pair:
 
 
 def bench_engine(quick: bool = False, on_progress: Callable[[str], None] = lambda _: None) -> dict[str, float | str]:
-    """Flat names: '<candidate>_latency_us', '<candidate>_throughput_mb_per_s', '<candidate>_kill_seconds', ratios;
-    of memory in common and TCP also '<candidate>_latency_us_<size>' and '<candidate>_stream_gb_s_<size>'."""
+    """Return figures under flat names: '<candidate>_latency_us', '<candidate>_throughput_mb_per_s',
+    '<candidate>_kill_seconds', ratios; for shared memory and TCP also '<candidate>_latency_us_<size>' and
+    '<candidate>_stream_gb_s_<size>'."""
     figures: dict[str, float | str] = {}
     kinds = list(LINKS)
     if importlib.util.find_spec("zmq") is None:
@@ -151,10 +152,10 @@ def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], No
     for number in range(rounds + 1):
         on_progress(f"throughput, round {number} of {rounds}")
         for pair in pairs:
-            taken = pair.both("burst")
-            assert isinstance(taken, float)
+            burst_seconds = pair.both("burst")
+            assert isinstance(burst_seconds, float)
             if number:
-                seconds[pair.kind].append(taken)
+                seconds[pair.kind].append(burst_seconds)
     size = BURST_MESSAGES * BURST_MESSAGE_BYTES / 1e6
     figures: dict[str, float | str] = {
         f"{kind}_throughput_mb_per_s": round(size / statistics.median(values), 1) for kind, values in seconds.items()
@@ -165,11 +166,11 @@ def _throughput(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], No
 
 
 def _sharing(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]) -> dict[str, float | str]:
-    """Memory in common against TCP, at every size. A ratio above 1 says that memory in common is the faster one."""
+    """Compare shared memory with TCP at every size. A ratio above 1 means that shared memory is faster."""
     compared = [pair for pair in pairs if pair.kind in ("tcp", "shm")]
     figures: dict[str, float | str] = {}
     for name, size in SIZES.items():
-        on_progress(f"memory in common, {name}")
+        on_progress(f"shared memory, {name}")
         latency: dict[str, list[float]] = {pair.kind: [] for pair in compared}
         stream: dict[str, list[float]] = {pair.kind: [] for pair in compared}
         for number in range(rounds + 1):
@@ -189,12 +190,13 @@ def _sharing(pairs: list[_Pair], rounds: int, on_progress: Callable[[str], None]
 
 
 def _ratio(above: list[float], below: list[float]) -> float:
-    """Round by round, so that a busy moment hits both."""
+    """Return the median ratio, taken round by round, so that a busy moment affects both."""
     return round(statistics.median(upper / lower for upper, lower in zip(above, below, strict=True)), 3)
 
 
 def _kill(pair: _Pair) -> dict[str, float | str]:
-    """Seconds from the sender's death until the receiver knows. A message that was whole by then does not count."""
+    """Measure the seconds from the sender's death until the receiver notices. An attempt whose message had arrived
+    whole by then does not count."""
     for attempt in range(_KILL_ATTEMPTS):
         current = pair if attempt == 0 else _Pair(pair.kind)
         try:

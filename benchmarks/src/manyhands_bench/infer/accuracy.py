@@ -1,7 +1,7 @@
-"""What decoupling does to accuracy (DECNN Table 2): a ResNet and its decoupled forms on real pictures, several seeds.
+"""The effect of decoupling on accuracy (DECNN Table 2): a ResNet and its decoupled forms, real pictures, several seeds.
 
-It is the network that is judged, so trainings are plain PyTorch, each in one process; all see the same pictures in the
-same order for a seed, with the same settings. Trainings that are in `accuracy.jsonl` already are not run again.
+It is the network that is judged, so trainings are plain PyTorch, each in one process; for a seed, all see the same
+pictures in the same order, with the same settings. Trainings that are already in `accuracy.jsonl` are not run again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How much is trained, and how."""
+    """The amount and the settings of training."""
 
     blocks: tuple[int, ...] = (2, 2, 2, 2)
     shape: tuple[int, int, int] = (3, 32, 32)
@@ -91,14 +91,14 @@ SHORT = Accuracy(
     1,
     (DecoupledVariant(), DecoupledVariant(1.5, 0), DecoupledVariant(1.5, 3)),
 )
-"""A few minutes on two cores: too short to tell networks apart by a per cent."""
+"""An extent of a few minutes on two cores: too short to tell networks apart by a per cent."""
 
 Rows = dict[str, list[float]]
 """Way -> accuracy of each seed."""
 
 
 def bench_accuracy(setting: Accuracy, pictures: Path, out: Path | None, say: Progress) -> tuple[Figures, Rows]:
-    """Accuracy on held-out pictures of every way and seed."""
+    """Return the accuracy on held-out pictures for every way and seed, as figures and as rows."""
     if not pictures.exists():
         return {"accuracy_setting": f"left out: there is no {pictures} (--pictures)"}, {}
     jobs = [(way, seed) for seed in range(setting.seeds) for way in setting.ways]
@@ -132,7 +132,7 @@ def _key(way: DecoupledVariant, seed: int) -> str:
 
 
 def _facts(setting: Accuracy) -> dict[str, Any]:
-    """What a training's outcome depends on."""
+    """Return the settings on which a training's outcome depends."""
     apart = ("seeds", "ways", "at_once")
     return json.loads(json.dumps({name: value for name, value in asdict(setting).items() if name not in apart}))  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ def _trained(setting: Accuracy, path: Path, jobs: list[Job], say: Progress) -> I
 
 
 def _unpack(setting: Accuracy, path: Path, folder: Path) -> None:
-    """Decoded once, for all trainings."""
+    """Decode the pictures once, for all trainings."""
     sets = load(path, input_shape=setting.shape)
     if sets.test is None or setting.tested < LEAST_TESTED:
         raise BadValue(f"{path} has no held-out pictures, or fewer than {LEAST_TESTED} are asked for.")
@@ -185,7 +185,7 @@ def network(setting: Accuracy, way: DecoupledVariant) -> nn.Module:
 
 
 def train(setting: Accuracy, folder: Path, way: DecoupledVariant, seed: int) -> float:
-    """One training; the accuracy on pictures that were held out."""
+    """Train once, and return the accuracy on held-out pictures."""
     device = torch.device(setting.compute)
     torch.manual_seed(seed)
     model = network(setting, way).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -208,7 +208,8 @@ def train(setting: Accuracy, folder: Path, way: DecoupledVariant, seed: int) -> 
 
 
 def _batches(setting: Accuracy, x: Tensor, y: Tensor, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every epoch in another order; each batch shifted and flipped as a whole in one of several ways."""
+    """Yield the batches of all epochs, each epoch in another order: half of a batch is flipped, and either half is
+    shifted as a whole at random."""
     side, half = setting.shape[-1], setting.batch // 2
     shift = _PADDING * side // 32
     for _ in range(setting.epochs):

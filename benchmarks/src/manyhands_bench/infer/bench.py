@@ -1,7 +1,7 @@
 """Figures of `manyhands bench infer`: channels of a decoupled network over several devices beside one device and tiles.
 
-Everything of DECNN's section 4: what is exchanged, how fast it is over seven links, on two cores and in the lab, what
-memory it takes, and what decoupling does to accuracy.
+Everything in DECNN's section 4: exchanges, speed over seven links, on two cores and in the lab, memory, and the effect
+of decoupling on accuracy.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from manyhands_bench.parts import check_asked, measure_parts
 
 PICTURES = Path("../shared/data/cifar10_jpeg.npz")
 TRAINED = replace(SHORT, blocks=(1, 1, 1), samples=3_000)
-"""A minute or two: too short to tell networks apart by a per cent."""
+"""An extent of a minute or two: too short to tell networks apart by a per cent."""
 LAB = InferLabExtent((FAST, SCALING), turns=8, at_once=10, measure_seconds=5.0)
 
 
 @dataclass(frozen=True)
 class InferScope:
-    """How much is measured."""
+    """The amount of measuring."""
 
     subjects: tuple[DecnnNetwork, ...] = SUBJECTS
     reference: DecnnNetwork = RESNET50
     """The network of all parts but the simulated one; its time on the paper's device sets the scale."""
     pairs: tuple[str, ...] = tuple(PAIRS)
     streams: int = 2
-    """Plans of a method that are looked at as streams."""
+    """Plans of a method that are tried as streams."""
     measure_seconds: float = 8.0
     """Seconds for which a network is measured the first time."""
     blocks: int = 5
     samples: int = 12
-    """Samples of a block, two cores against one."""
+    """Samples of a block when two cores are compared with one."""
     lab: InferLabExtent = LAB
     accuracy: Accuracy = TRAINED
 
@@ -60,13 +60,13 @@ FULL = InferScope(
     lab=InferLabExtent(tuple(PAIRS), turns=14, at_once=24, measure_seconds=20.0), accuracy=Accuracy(),
 )  # fmt: skip
 TRAINED_FULL = replace(TRAINED, samples=12_000, epochs=6, seeds=3, ways=WAYS)
-"""What --full trains without a GPU: an hour or two."""
+"""The trainings of --full without a GPU: an hour or two."""
 _AT_ONCE_ON_GPU = 4
 
 
 @dataclass
 class InferBench:
-    """Parts by name; each gives figures and may draw pictures."""
+    """The parts of the benchmark, by name; each gives figures and may draw pictures."""
 
     scope: InferScope
     pictures: Path
@@ -136,7 +136,7 @@ def bench_infer(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
+    """Return every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
     check_asked(PARTS, only, quick, full)
     if parse_compute(compute) != "cpu":
         prepare_gpu(compute)

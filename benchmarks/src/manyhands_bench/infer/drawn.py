@@ -1,4 +1,4 @@
-"""What `manyhands bench infer` found, as pictures like those of DECNN's section 4."""
+"""Pictures of the results of `manyhands bench infer`, like those of DECNN's section 4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands_bench.infer.simulated import (
 
 
 def draw_simulated(simulated: Simulated, out: Path) -> list[Path]:
-    """Fig. 8 of every network, and Fig. 10 where two devices were looked at."""
+    """Draw Fig. 8 for every network, and Fig. 10 if two devices were simulated."""
     paths = [
         _draw_table(rows, out / f"fig_8_{model}.png", f"Fig. 8: {model} on {GROUPS} devices, simulated")
         for model, rows in simulated.tables.items()
@@ -55,7 +55,7 @@ def _draw_table(rows: Table, path: Path, title: str) -> Path:
 def _speedups(
     two: Mapping[str, MethodSeconds], four: Mapping[str, MethodSeconds]
 ) -> dict[str, list[tuple[int, float]]]:
-    """Method -> devices and throughput over the original on one device."""
+    """Return for each method (devices, throughput over that of the original on one device)."""
     alone = four[ONE].interval
     begin = {name: alone / four[ALONE if "scheme" in name else ONE].interval for name in METHODS}
     return {
@@ -66,7 +66,7 @@ def _speedups(
 
 
 def draw_memory(peaks: Mapping[str, int], network: str, out: Path) -> Path:
-    """Fig. 12."""
+    """Draw Fig. 12: the peak tensor bytes of the fullest device by method."""
     sizes = {name: [size / 1e6] for name, size in peaks.items()}
     bars = Bars("MB of tensors, fullest device", [f"{GROUPS} devices, or one"], sizes, labels="{:.0f}")
     return draw_bars(
@@ -75,7 +75,7 @@ def draw_memory(peaks: Mapping[str, int], network: str, out: Path) -> Path:
 
 
 def draw_lab(measured: Mapping[str, Mapping[str, MeasuredMethod]], network: str, out: Path) -> Path:
-    """Measured, with what was predicted as a mark on each bar; in the lab's time."""
+    """Draw the measured throughput and latency, with the prediction as a mark on each bar; in the lab's time."""
     pairs = list(measured)
     places = [pair_text(pair) for pair in pairs]
     names = list(next(iter(measured.values())))
@@ -100,7 +100,7 @@ def draw_lab(measured: Mapping[str, Mapping[str, MeasuredMethod]], network: str,
 
 
 def draw_scores(rows: Rows, setting: Accuracy, out: Path) -> Path:
-    """Accuracy by shuffles, a line for every width."""
+    """Draw accuracy by shuffles, with a line for every width."""
     lines: dict[str, dict[str, list[float]]] = {}
     for way in setting.ways:
         if way.widen:

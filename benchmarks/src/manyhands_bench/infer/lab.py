@@ -1,7 +1,7 @@
 """The baselines and channels measured in the lab: four equal devices behind the paper's links, beside their simulation.
 
-The devices are as fast as the paper's: by the time the original network takes on one of them. Everything, computing and
-links, goes a little faster than in real time, so that a device's share of a core is not too small.
+The devices are as fast as the paper's, by the time that the original network takes on one of them. Everything,
+computing and links, goes a little faster than in real time, so that a device's share of a core is not too small.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from manyhands_bench.infer.simulated import (
 from manyhands_bench.infer.site import Ran, Stand, interleaved
 
 LARGEST_SHARE = 0.35
-"""The largest share of a core for one device of four."""
+"""The largest share of a core for each of four devices."""
 SCALE = 0.5
-"""Or slower, where that share would be exceeded."""
+"""The time scale; slower if the largest share would be exceeded."""
 MEMORY_BYTES = 3 * 10**9
 ROUND = 16
 STRATEGIES = {
@@ -58,7 +58,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class InferLabExtent:
-    """How much is measured."""
+    """The amount of measuring."""
 
     pairs: tuple[str, ...]
     turns: int
@@ -68,13 +68,13 @@ class InferLabExtent:
 
 @dataclass(frozen=True)
 class MeasuredMethod:
-    """One method at one pair."""
+    """The figures of one method at one pair of rate and round trip."""
 
     predicted: MethodSeconds
     latency: float
-    """From the first computing to the last, as simulated; not given for schemes 1+2+3."""
+    """Seconds from the first computing to the last, as simulated; NaN for schemes 1+2+3."""
     asked_latency: float
-    """From asking to the answer: with the picture's way to the devices."""
+    """Seconds from the request to the answer, including the transfer of the picture to the devices."""
     interval: float
 
     @property
@@ -109,7 +109,7 @@ Measurements = dict[str, dict[str, MeasuredMethod]]
 def bench_lab(
     library: Library, subject: DecnnNetwork, extent: InferLabExtent, say: Progress
 ) -> tuple[Figures, Measurements]:
-    """Every method over some pairs; where there can be no lab, why."""
+    """Measure every method over some pairs; return the reason if there can be no lab."""
     if why := missing():
         return {"lab_skipped": why}, {}
     graphs = {decoupled: library.graph(subject, decoupled=decoupled) for decoupled in (False, True)}
@@ -173,7 +173,7 @@ def _inside(ran: Ran) -> float:
 
 
 def lab_figures(measured: Mapping[str, Mapping[str, MeasuredMethod]]) -> Figures:
-    """What we are ahead of, as measured, and how far off the simulation was."""
+    """Return the measured gains over the baselines, and the error of the simulation."""
     figures: Figures = {}
     latencies, asked_latencies, throughputs = [], [], []
     for pair, methods in measured.items():

@@ -1,4 +1,4 @@
-"""What channels cost and give on this machine's own cores: memory of a device, and two cores against one."""
+"""The cost and the gain of channels on this machine's own cores: memory of a device, and two cores against one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_KERNELS = "PyTorch's default"
 
 
 def bench_memory(library: Library, subject: DecnnNetwork, say: Progress) -> tuple[Figures, dict[str, int]]:
-    """Most tensor bytes alive at once on the fullest device, counted in one inference of real workers."""
+    """Return the most tensor bytes alive at once on the fullest device, counted in one inference of real workers."""
     original = library.graph(subject, decoupled=False)
     decoupled = library.graph(subject, decoupled=True)
     peaks: dict[str, int] = {}
@@ -68,8 +68,8 @@ def bench_memory(library: Library, subject: DecnnNetwork, say: Progress) -> tupl
 
 
 def bench_speedup(library: Library, subject: DecnnNetwork, blocks: int, samples: int, say: Progress) -> Figures:
-    """Channels on two workers of one thread against the same decoupled network on one of them, and beside two halves
-    that exchange nothing: a stream, each side in the batches that suit it best, and one sample at a time."""
+    """Compare channels on two workers of one thread with the same decoupled network on one of them, and with two halves
+    that exchange nothing: in a stream, each side in the batches that suit it best, and one sample at a time."""
     whole, half = library.graph(subject, decoupled=True), half_graph(subject)
     chosen = library.profiled(subject, decoupled=True).profile.kernels
     say("choosing kernels of a half")
@@ -126,7 +126,7 @@ def _batched(plan: Plan, batch: int) -> Plan:
 
 
 def _one_each(network: Network, cluster: Cluster, batch: int) -> Plan:
-    """Return a plan in which every device computes `samples` samples of its own."""
+    """Return a plan in which every device computes `batch` samples of its own."""
     plan = plan_for(network, cluster, objective="throughput", strategy="samples").plan
     share = BySamples((batch,) * len(cluster.names))
     (stage,) = plan.stages
@@ -136,21 +136,22 @@ def _one_each(network: Network, cluster: Cluster, batch: int) -> Plan:
 
 
 class _Side:
-    """Plans by the kernels and in the batches that suit them best, as far as trials tell."""
+    """One side: its plans with the kernels and in the batches that suit them best, as far as trials tell."""
 
     def __init__(self, stand: Stand, plan_of: Callable[[int], Plan], chosen: Mapping[str, Kernel]) -> None:
-        """`plan_of`: a plan by how many samples it takes at a time, of each device that has its own."""
+        """Create a side. `plan_of` returns a plan for a number of samples at a time, for each device that has samples
+        of its own."""
         self._stand, self._plan_of = stand, plan_of
         self._ways: dict[str, Mapping[str, Kernel]] = {DEFAULT_KERNELS: {}} | ({"chosen": chosen} if chosen else {})
         self._way, self._batch = DEFAULT_KERNELS, 1
         self._trials: dict[str, float] = {}
         self.intervals: list[float] = []
-        """Seconds per sample, or per as many samples as there are devices with samples of their own."""
+        """Seconds for as many samples as there are devices with samples of their own; otherwise for one sample."""
         self.latencies: list[float] = []
         self.inside: list[float] = []
 
     def tune(self) -> None:
-        """The best of several trials of each: on a machine that others use too, one says little."""
+        """Choose kernels and batch size by the best of several trials of each: on a shared machine, one says little."""
         self._trials = {way: min(self._tried(way) for _ in range(TRIALS)) for way in self._ways}
         self._way = min(self._trials, key=self._trials.__getitem__)
         rounds = [{batch: self._tried(self._way, batch) for batch in BATCHES} for _ in range(TRIALS)]
@@ -159,14 +160,15 @@ class _Side:
         self._trials |= {f"batches of {batch}": seconds for batch, seconds in intervals.items()}
 
     def _tried(self, way: str, batch: int = 0) -> float:
-        """Seconds of a sample alone, or in a stream of batches; infinite where a plan cannot run this way."""
+        """Return the seconds of a sample alone, or in a stream of batches; infinite if a plan cannot run this way."""
         try:
             return self._interval(way, batch, TRIAL_STREAM) if batch else self._run(TRIAL_SAMPLES, way).latency
         except ManyhandsError:
             return float("inf")
 
     def _interval(self, way: str, batch: int, samples: int) -> float:
-        """Seconds from one sample to the next; where devices have their own, from one of each to the next."""
+        """Return the seconds from one sample to the next; if devices have samples of their own, from one of each to
+        the next."""
         each = self._plan_of(1).batch_size
         return each * self._run(WARM_UPS, way, each * samples, batch).interval
 

@@ -26,18 +26,19 @@ GROUPS = 4
 SHUFFLES = 3
 SHAPE = (3, 224, 224)
 TURNS, LATER_TURNS = 5, 5
-"""How often a network is measured, and how much shorter than the first time, in which kernels are chosen."""
+"""The number of times a network is measured, and the factor by which later times are shorter than the first, in which
+kernels are chosen."""
 
 
 @dataclass(frozen=True)
 class DecnnNetwork:
-    """A network of the paper's section 4, and how much wider it is once decoupled."""
+    """A network of the paper's section 4, and the factor by which it is wider once decoupled."""
 
     model: str
     widen: float
     shape: tuple[int, ...] = SHAPE
     paper_seconds: float = 0.0
-    """One Raspberry Pi 4B, the original network (section 4.3)."""
+    """Seconds of the original network on one Raspberry Pi 4B (section 4.3)."""
 
     def __str__(self) -> str:
         return f"{self.model} {'x'.join(map(str, self.shape))}"
@@ -55,18 +56,18 @@ SUBJECTS = (VGG16, RESNET34, RESNET50)
 
 @dataclass(frozen=True)
 class ProfiledNetwork:
-    """A network that was measured: forward passes of one sample, one thread."""
+    """A network and its measured profile: forward passes of one sample on one thread."""
 
     network: Network
     profile: DeviceProfile
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of one sample."""
+        """The seconds of one sample."""
         return sum(layer.ladder[0].forward_seconds for layer in self.profile.layers)
 
     def scaled(self, factor: float) -> ProfiledNetwork:
-        """The same on a machine that many times slower."""
+        """Return the same network on a machine that is `factor` times slower."""
         layers = tuple(
             LayerTiming(layer.layer, tuple(_slower(timing, factor) for timing in layer.ladder))
             for layer in self.profile.layers
@@ -74,7 +75,7 @@ class ProfiledNetwork:
         return ProfiledNetwork(self.network, msgspec.structs.replace(self.profile, layers=layers))
 
     def on(self, cluster: Cluster) -> Profile:
-        """Every device of a cluster as fast as this one."""
+        """Return a profile in which every device of a cluster is as fast as this one."""
         return Profile({name: msgspec.structs.replace(self.profile, device=name) for name in cluster.names})
 
 
@@ -83,7 +84,8 @@ def _slower(timing: Timing, factor: float) -> Timing:
 
 
 def network_graph(subject: DecnnNetwork, *, decoupled: bool) -> Graph:
-    """Captured, batch norms folded, with weights that were drawn: what is measured does not depend on them."""
+    """Return the captured network with batch norms folded and weights drawn at random: measurements do not depend on
+    them."""
     with torch.device("meta"):
         module: nn.Module = build(subject.model)
     if decoupled:
@@ -92,7 +94,7 @@ def network_graph(subject: DecnnNetwork, *, decoupled: bool) -> Graph:
 
 
 def half_graph(subject: DecnnNetwork) -> Graph:
-    """Half of the decoupled network's groups as a network of its own, which has nothing to exchange."""
+    """Return half of the decoupled network's groups as a network of its own, which has nothing to exchange."""
     with torch.device("meta"):
         module = decouple(build(subject.model), GROUPS // 2, 0, subject.widen / 2, inputs=subject.shape)
     return _drawn_graph(module, subject, f"{subject.model}_half")
@@ -118,11 +120,11 @@ def _draw(module: nn.Module) -> None:
 
 
 def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dict[bool, ProfiledNetwork]:
-    """One thread on one core, each network with the kernels that are fastest for one sample: chosen once, in about so
-    many seconds. Then all in turns, so that a machine whose speed drifts does so for all.
+    """Measure networks with one thread on one core, each with the kernels that are fastest for one sample: chosen once,
+    in about `seconds` seconds. Then all take turns, so that a drift of the machine's speed affects them alike.
 
-    What the thread computes counts, not what passes: networks are compared, and whatever else goes on while one of them
-    is measured must not favour the other."""
+    The thread's computing time counts, not the time that passes: networks are compared, and whatever else goes on while
+    one of them is measured must not favour the other."""
     profiles: dict[bool, list[DeviceProfile]] = {key: [] for key in graphs}
     with one_core():
         for number in range(TURNS):
@@ -139,7 +141,7 @@ def measured(graphs: Mapping[bool, Graph], seconds: float, say: Progress) -> dic
 
 
 def _fastest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Return the least median of each layer: other processes and a reduced clock only add to it."""
+    """Return the profile with each layer's least median: other processes and a reduced clock only add to it."""
     layers = []
     for same in zip(*(profile.layers for profile in profiles), strict=True):
         seconds = min(layer.ladder[0].forward_seconds for layer in same)
@@ -150,7 +152,7 @@ def _fastest(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """This process on one core only."""
+    """Confine this process to one core within the context."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -160,7 +162,7 @@ def one_core() -> Iterator[None]:
 
 
 class Library:
-    """Networks as they are asked for: each is captured and measured once. Large ones are not kept."""
+    """The networks, each captured and measured once, when it is first requested."""
 
     def __init__(self, seconds: float, say: Progress) -> None:
         self.seconds, self.say = seconds, say
@@ -168,7 +170,7 @@ class Library:
         self._graphs: dict[tuple[DecnnNetwork, bool], Graph] = {}
 
     def graph(self, subject: DecnnNetwork, *, decoupled: bool) -> Graph:
-        """Kept: what is run is run by several parts of the bench."""
+        """Return the captured network, which is kept: several parts of the bench run it."""
         key = (subject, decoupled)
         if key not in self._graphs:
             self.say(f"capturing {subject.model}{' decoupled' if decoupled else ''}")
@@ -187,5 +189,5 @@ class Library:
         return self._known[subject, decoupled]
 
     def forget(self) -> None:
-        """Weights take memory."""
+        """Drop the captured networks, whose weights take memory."""
         self._graphs.clear()

@@ -13,26 +13,26 @@ from manyhands_bench.axes import finish_axes
 _COLOURS = ("#BBBBBB", "#9ECAE9", "#4C78A8", "#FFBF79", "#F58518", "#888888", "#88D27A", "#2E7D32")
 _LINE_COLOURS = ("#9ECAE9", "#4C78A8", "#FFBF79", "#F58518", "#88D27A", "#2E7D32")
 _WIDTH = 0.84
-"""Width of all bars at one place."""
+"""The width of all bars at one place together."""
 _NARROWEST = 9.0
-"""Inches: room for a title."""
+"""The least width in inches: room for a title."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel: names of its places, and for each method its value at them."""
+    """A panel: the names of its places, and for each method the values there."""
 
     up: str
     places: Sequence[str]
     values: Mapping[str, Sequence[float]]
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What was expected of a bar."""
+    """The expected values, by method."""
     labels: str = ""
-    """How a bar's value is written above it."""
+    """The format of a bar's value above it; empty: none is written."""
 
 
 def draw_bars(panels: Sequence[Bars], methods: Sequence[str], path: Path, title: str) -> Path:
-    """Fig. 8 and 12: panels below each other, a bar for each method at each place, always of one colour."""
+    """Draw panels below each other (Fig. 8 and 12): a bar for each method at each place, always in the same colour."""
     colours = dict(zip(methods, _COLOURS * len(methods)))
     figure = new_figure(max(_NARROWEST, 1.5 * len(panels[0].places) + 2), 3.2 * len(panels) + 0.8)
     rows = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -55,7 +55,7 @@ def draw_bars(panels: Sequence[Bars], methods: Sequence[str], path: Path, title:
 
 
 def draw_scaling(speedups: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], path: Path, title: str) -> Path:
-    """Fig. 10: network -> method -> (devices, times as fast), and a dotted line where every device adds itself."""
+    """Draw Fig. 10: network -> method -> (devices, times as fast), and a dotted line for linear scaling."""
     figure = new_figure(max(_NARROWEST, 4.0 * len(speedups)), 4.2)
     panels = figure.subplots(1, len(speedups), sharey=True, squeeze=False)[0]
     for axes, (network, lines) in zip(panels, speedups.items()):
@@ -73,7 +73,8 @@ def draw_scaling(speedups: Mapping[str, Mapping[str, Sequence[tuple[int, float]]
 def draw_accuracy(
     lines: Mapping[str, Mapping[str, Sequence[float]]], original: Sequence[float], path: Path, title: str
 ) -> Path:
-    """Width -> shuffles -> accuracy of each seed: means as lines, seeds as points; the original's mean and range."""
+    """Draw width -> shuffles -> accuracy of each seed: means as lines, seeds as points; the original's mean and
+    range."""
     figure = new_figure(_NARROWEST, 5)
     axes = figure.subplots()
     places = list(dict.fromkeys(place for line in lines.values() for place in line))

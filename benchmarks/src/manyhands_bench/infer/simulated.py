@@ -1,6 +1,7 @@
-"""Latency and throughput over the paper's seven links (DECNN Fig. 8-10), simulated with computing that was measured.
+"""Latency and throughput over the paper's seven links (DECNN Fig. 8-10), simulated with measured computing times.
 
-One factor makes this machine's core as slow as the paper's device: that at which the original ResNet-50 takes as long.
+One factor makes this machine's core as slow as the paper's device: the one at which the original ResNet-50 takes as
+long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PAIRS = {
 """Mbit/s and milliseconds of a round trip -> preset."""
 FAST, WEAK, SCALING = "880_0.15", "240_40", "240_20"
 UNSCALED = (FAST, SCALING, WEAK)
-"""Looked at with this machine's own speed too."""
+"""Pairs that are simulated at this machine's own speed too."""
 ONE, ALONE = "one device", "scheme 1"
 MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED = "MoDNN", "Coates", "MoDNN + scheme 1", "Coates + scheme 1"
 TILED = (MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED)
@@ -40,21 +41,21 @@ TILED = (MODNN, COATES, MODNN_DECOUPLED, COATES_DECOUPLED)
 BOTH, ALL = "schemes 1+2", "schemes 1+2+3"
 METHODS = (ONE, *TILED, ALONE, BOTH, ALL)
 STREAM, SETTLED = 10, 4
-"""Samples of a simulated stream, and how many of them fill it."""
+"""The samples of a simulated stream, and the number of them that fill it."""
 
 
 @dataclass(frozen=True)
 class MethodSeconds:
-    """Seconds of a sample by a method."""
+    """The seconds of a sample by a method."""
 
     latency: float
-    """Alone; with schemes 1+2+3, in a stream: that is what they are for."""
+    """Seconds of a sample alone; with schemes 1+2+3, in a stream: that is what they are for."""
     interval: float
-    """From one answer to the next in a stream."""
+    """Seconds from one answer to the next in a stream."""
 
 
 def streamed(plan: Plan, profiled: ProfiledNetwork, cluster: Cluster, profile: Profile) -> MethodSeconds:
-    """A stream of samples: how long each is under way, and how long after the one before it ends."""
+    """Return the mean time that a sample of a stream is under way, and the mean time between the ends of two."""
     long = msgspec.structs.replace(plan, micro_batches=STREAM, batch_size=STREAM * plan.micro_batch_size)
     result = simulate(long, profiled.network, cluster, profile)
     starts: dict[int, float] = {}
@@ -77,13 +78,13 @@ class Case:
     original: ProfiledNetwork
     decoupled: ProfiledNetwork
     streams: int
-    """Plans of a strategy, the fastest of one sample first, that are looked at as streams."""
+    """The number of a strategy's plans, the fastest for one sample first, that are tried as streams."""
 
     def plans(self, profiled: ProfiledNetwork, strategy: str) -> list[PlanCandidate]:
         return plan_for(profiled.network, self.cluster, profiled.on(self.cluster), strategy=strategy).candidates
 
     def _timed(self, profiled: ProfiledNetwork, candidates: Sequence[PlanCandidate], order: str = "") -> MethodSeconds:
-        """The best latency of any plan, and the best throughput of any, as if both were asked for."""
+        """Return the best latency of any plan and the best throughput of any, as if each had been requested."""
         profile = profiled.on(self.cluster)
         plans = [candidate.plan for candidate in candidates[: self.streams] if candidate.plan is not None]
         if order:
@@ -111,7 +112,7 @@ Table = Mapping[str, Mapping[str, MethodSeconds]]
 
 
 def ahead_of(methods: Mapping[str, MethodSeconds], others: Sequence[str] = TILED) -> tuple[float, float]:
-    """How many times as fast as the best of others: latency with schemes 1+2, throughput with 1+2+3."""
+    """Return how many times as fast ours is as the best of others: latency with schemes 1+2, throughput with 1+2+3."""
     latency = min(methods[name].latency for name in others) / methods[BOTH].latency
     interval = min(methods[name].interval for name in others) / methods[ALL].interval
     return latency, interval
@@ -139,12 +140,12 @@ def pair_text(pair: str) -> str:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Everything that was simulated, for figures and pictures."""
+    """All simulated results, for figures and pictures."""
 
     tables: dict[str, Table]
-    """Model -> its table, four devices."""
+    """Model -> its table for four devices."""
     two: dict[str, Mapping[str, MethodSeconds]]
-    """Model -> two devices, at the pair for scaling."""
+    """Model -> its methods on two devices, at the pair for scaling."""
     unscaled: dict[str, Table]
     factor: float
 
@@ -157,7 +158,7 @@ def bench_simulated(
     streams: int,
     say: Progress,
 ) -> tuple[Figures, Simulated]:
-    """Networks over links, and what we are ahead of."""
+    """Simulate the networks over the links, and return the figures and all results."""
     measured = {
         subject: (library.profiled(subject, decoupled=False), library.profiled(subject, decoupled=True))
         for subject in subjects
@@ -233,7 +234,7 @@ def _gain(methods: Mapping[str, MethodSeconds]) -> float:
 
 
 def _speedups(name: str, methods: Mapping[str, MethodSeconds]) -> Figures:
-    """Over one device with the original network."""
+    """Return the speed-ups over one device with the original network."""
     alone = methods[ONE]
     return {
         f"speedup_latency_{name}": alone.latency / methods[BOTH].latency,

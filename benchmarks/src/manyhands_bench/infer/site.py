@@ -1,4 +1,4 @@
-"""Streams of samples over workers, timed: what the measured parts of `manyhands bench infer` share."""
+"""Timed streams of samples over workers, shared by the measured parts of `manyhands bench infer`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from manyhands.runtime.streaming import Streaming
 from manyhands.session.session import Session
 
 ANSWER_SECONDS = 120.0
-"""How long an answer may take before the bench gives up."""
+"""The limit for an answer, after which the bench gives up."""
 WARM_UPS = 2
 """Samples at the start of every stream that do not count."""
 
@@ -37,10 +37,10 @@ _AT_ONE_MOMENT_SECONDS = 0.002
 
 @dataclass
 class Ran:
-    """A stream that has ended: batches asked one by one, each when the one before was answered, then many at once."""
+    """A stream that has ended: batches sent one by one, each after the previous one's answer, then many at once."""
 
     turns: int
-    """How many batches were sent one by one; most hold one sample."""
+    """The number of batches that were sent one by one; most hold one sample."""
     asked: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
     logs: Mapping[str, DeviceLog] = field(default_factory=dict)
@@ -49,13 +49,14 @@ class Ran:
 
     @property
     def latency(self) -> float:
-        """From asking to the answer, of batches one by one."""
+        """The median seconds from the request to the answer, of batches sent one by one."""
         turns = zip(self.asked[WARM_UPS : self.turns], self.answered[WARM_UPS : self.turns], strict=True)
         return statistics.median(end - start for start, end in turns)
 
     @property
     def interval(self) -> float:
-        """From one answer to the next, of many at once; of batches (their answers come at one moment) of whole ones."""
+        """The seconds from one answer to the next, of many sent at once; if they are computed in batches, whose
+        answers come at one moment, only whole batches count."""
         moments, counts = _moments(self.answered[self.turns :])
         if len(moments) > 2 and counts[-1] < max(counts):
             del moments[-1], counts[-1]
@@ -66,7 +67,8 @@ class Ran:
 
     @property
     def inside(self) -> float:
-        """From the first computing of any device to the last, without the way of the picture and of the answer."""
+        """The median seconds from the first computing of any device to the last, without the transfers of the picture
+        and of the answer."""
         starts: dict[int, float] = {}
         ends: dict[int, float] = {}
         for log in self.logs.values():
@@ -78,7 +80,7 @@ class Ran:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak bytes of the device that holds most."""
+        """The peak bytes of the device that holds most."""
         return max(log.peak_bytes for log in self.logs.values())
 
 
@@ -99,8 +101,8 @@ class Stand:
         self, plan: Plan, turns: int, at_once: int = 0, *, memory: bool = False, traced: bool = True,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> Ran:  # fmt: skip
-        """Batches one by one, and then some samples at once. With `memory` the first of them counts tensor bytes;
-        `traced`: when each action began and ended is noted, which takes a little."""
+        """Send `turns` batches one by one, and then `at_once` samples at once. With `memory` the first batch counts
+        tensor bytes; `traced`: the beginning and end of each action are recorded, which takes a little time."""
         chosen = self.kernels if kernels is None else kernels
         spans = range(WARM_UPS, turns) if traced and plan.steps_per_round == 1 else range(0)
         order = Order(
@@ -134,7 +136,7 @@ class Stand:
 
 
 def _moments(answered: list[float]) -> tuple[list[float], list[int]]:
-    """When answers came, and how many at each moment."""
+    """Return the moments at which answers came, and how many at each."""
     moments: list[float] = []
     counts: list[int] = []
     for moment in answered:

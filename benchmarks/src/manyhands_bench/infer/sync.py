@@ -1,4 +1,5 @@
-"""How often devices wait for each other in one inference, and what travels then: DECNN Tables 1 and 3."""
+"""Synchronisation in one inference: how often devices wait for each other, and what they exchange then (DECNN Tables 1
+and 3)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ STRATEGIES = {"1d": "modnn", "2d": "coates", "channels": "channels"}
 
 
 def bench_sync(library: Library, subject: DecnnNetwork, say: Progress) -> Figures:
-    """Tiles in rows, tiles in rows and columns, channels: as the paper counts them, and as our plans do it."""
+    """Count for tiles in rows, tiles in rows and columns, and channels: as the paper counts, and in our plans."""
     say("synchronisation points")
     original = library.graph(subject, decoupled=False).network
     decoupled = library.graph(subject, decoupled=True).network
@@ -51,7 +52,7 @@ def _planned(name: str, network: Network) -> SyncCount:
 
 
 def without_sums(network: Network, everything: SyncCount) -> SyncCount:
-    """A plan by channels without the exchanges of linear layers: what the shuffles alone take."""
+    """Return the count of a plan by channels without the exchanges of linear layers: the shuffles alone."""
     shuffles = [op for op in network.ops if op.channels == "shuffle"]
     devices = len(preset(CLUSTER).devices)
     messages = len(shuffles) * devices * (devices - 1)

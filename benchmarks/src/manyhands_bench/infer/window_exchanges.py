@@ -1,4 +1,4 @@
-"""Exchanges of tiles counted as DECNN Table 1 counts them."""
+"""The exchanges of tiles, counted as in DECNN Table 1."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from manyhands.schedule.synchronisation import SyncCount
 
 
 def window_exchanges(network: Network, rows: int, columns: int) -> SyncCount:
-    """Exchanges of a grid of equal tiles as the paper counts them: one at every convolution whose window is larger than
-    one place, between all neighbours (corners included) and both ways, of half a window's rows and columns.
+    """Return the exchanges of a grid of equal tiles as the paper counts them: one at every convolution whose window is
+    larger than one place, between all neighbours (corners included) and both ways, of half a window's rows and columns.
 
-    A run does it a little differently: nobody sends the input's border, which is at hand; where a window moves by two
-    places one side has all it needs; max pooling exchanges too; and maps that do not divide evenly are moved a little.
+    A run differs a little: no device sends the input's border, which is at hand; if a window moves by two places, one
+    side has all it needs; max pooling exchanges too; and maps that do not divide evenly are moved a little.
     """
     places = list(product(range(rows), range(columns)))
     ways = [(b[0] - a[0], b[1] - a[1]) for a in places for b in places]
@@ -37,7 +37,8 @@ def window_exchanges(network: Network, rows: int, columns: int) -> SyncCount:
 
 
 def _reach(rules: tuple[object, ...]) -> tuple[int, int] | None:
-    """Half the window of a convolution on maps in rows and columns; None: it reads nothing beyond its own place."""
+    """Return half the window of a convolution on maps, in rows and columns; None: it reads nothing beyond its own
+    place."""
     if len(rules) != 4:
         return None
     windows = [rule for rule in rules[2:] if isinstance(rule, Window)]

@@ -1,4 +1,4 @@
-"""Figures of `manyhands bench lab`: what is asked for against what is measured, over the whole range that labs use."""
+"""Figures of `manyhands bench lab`: requested against measured values, over the whole range that labs use."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MEMORY_BYTES = 256 * 10**6
 _SHARE_SECONDS = 3.0
 _UP_DOWN_REPEATS = 5
 _RATE_REPEATS = 5
-"""The median counts: one of them may meet a moment in which this machine was busy elsewhere."""
+"""Repeats of which the median counts: one may fall into a moment in which this machine was busy elsewhere."""
 _QUICK_MBIT = 5
-"""Slower rates are measured once, for many seconds."""
+"""The rate below which rates are measured once, for many seconds."""
 _START_SECONDS = 20.0
 
 
 def _pair(delay_seconds: float, rate: float = math.inf) -> Played:
-    """Two devices on one core each."""
+    """Return two devices on one core each."""
     cores = sorted(os.sched_getaffinity(0))
     devices = tuple(
         Device(name=name, gflops=1.0, memory_bytes=_MEMORY_BYTES, up_bytes_per_second=rate, down_bytes_per_second=rate)
@@ -92,7 +92,7 @@ def _rates(rates: tuple[float, ...], say: Progress) -> Figures:
 
 
 def _delays(delays: tuple[float, ...], say: Progress) -> Figures:
-    """Half the round trip of small datagrams, idle and with every core busy."""
+    """Measure half the round trip of small datagrams, idle and with every core busy."""
     figures: Figures = {}
     worst = 0.0
     for delay in delays:
@@ -115,11 +115,11 @@ def _delays(delays: tuple[float, ...], say: Progress) -> Figures:
     return {"delay_error": worst, "delay_error_busy": busiest, **figures}
 
 
-def _shares(wanted: tuple[float, ...], say: Progress) -> Figures:
+def _shares(requested: tuple[float, ...], say: Progress) -> Figures:
     figures: Figures = {}
     worst = 0.0
     with Lab.up(_pair(0.0), _NAME, owned=True) as lab:
-        for share in wanted:
+        for share in requested:
             say(f"share of the processor, {share:.0%}")
             lab.groups.set_cpu(lab.name, "a", share)
             got = measure.shares(lab, ["a"], _SHARE_SECONDS)["a"]
@@ -136,7 +136,7 @@ def _memory(say: Progress) -> Figures:
 
 
 def _up_down(repeats: int, say: Progress) -> Figures:
-    """Six devices with delays and limits, from nothing to nothing."""
+    """Measure the seconds to bring six devices with delays and limits up and down again."""
     played = play(
         LabCluster(preset("pi3x6")), core_gflops=100.0, cores=sorted(os.sched_getaffinity(0))
     )  # the speed decides only their shares
@@ -163,7 +163,7 @@ time.sleep(600)
 def _leftovers(say: Progress) -> Figures:
     """Count what remains after `down`, after the owner was killed, and after a later `down` of a lab without owner."""
     say("leftovers")
-    left = len(_remains())
+    count = len(_remains())
     for owned in ("owned", "left"):
         process = subprocess.Popen([sys.executable, "-c", _OWNER, _NAME, owned], stdout=subprocess.PIPE, text=True)
         measure.wait_for_word(process, "up")
@@ -174,13 +174,13 @@ def _leftovers(say: Progress) -> Figures:
         end = time.monotonic() + _START_SECONDS
         while (remains := _remains()) and time.monotonic() < end:
             time.sleep(0.05)
-        left += len(remains)
+        count += len(remains)
         take_down(_NAME)
-    return {"leftovers": left}
+    return {"leftovers": count}
 
 
 def _remains() -> list[str]:
-    """Namespaces, groups, records and processes that bear the lab's name."""
+    """Return the namespaces, groups, records and processes that bear the lab's name."""
     remains = [f"namespace {name}" for name in Spaces.names_of(_NAME)]
     remains += [f"group {device}" for device in groups.find().devices(_NAME)]
     remains += [f"record {name}" for name in record.names() if name == _NAME]

@@ -65,7 +65,7 @@ def network_of(subject: Table4Network, granularity: str = "blocks") -> Network:
 
 
 def bench_planner(quick: bool, say: Progress) -> Figures:
-    """Seconds to plan: the largest network cut anywhere on six devices, and a wide cluster."""
+    """Measure the seconds to plan: the largest network cut anywhere on six devices, and a wide cluster."""
     repeats = 1 if quick else REPEATS
     say("planning times")
     fine = network_of(SUBJECTS[0], "operators")
@@ -91,12 +91,12 @@ def bench_planner(quick: bool, say: Progress) -> Figures:
 
 
 def _median_seconds(repeats: int, act: Callable[[], object]) -> float:
-    taken = []
+    durations = []
     for _ in range(repeats):
         start = time.perf_counter()
         act()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)
 
 
 def _wide_cluster() -> Cluster:
@@ -108,8 +108,8 @@ def _wide_cluster() -> Cluster:
 
 
 def bench_optimality(quick: bool, say: Progress) -> Figures:
-    """The search against every pipeline of drawn instances; how often one candidate a place, as in the paper, misses;
-    Algorithm 1 against exact shares."""
+    """Compare the search with every pipeline of drawn instances; count how often a single candidate for each place, as
+    in the paper, misses the optimum; compare Algorithm 1 with exact shares."""
     say("drawn instances against exhaustive search")
     gaps, missed, losses = [], 0, []
     algorithm_1: dict[int, list[float]] = {1: [], 2: [], 4: []}
@@ -167,7 +167,8 @@ def _drawn(network: Network, count: int) -> Iterator[tuple[Cluster, Profile, Bat
 def _algorithm_1_gaps(
     network: Network, cluster: Cluster, profile: Profile, batch: Batch, block: int
 ) -> Iterator[float]:
-    """Return how much slower Algorithm 1's shares are than the best, with all devices on the whole network."""
+    """Yield how much slower Algorithm 1's shares are than the best, with all devices on the whole network; nothing if
+    there are more devices than samples."""
     exhaustive, layers = Exhaustive(network, cluster, profile, batch), len(network.layers)
     names = exhaustive.names
     if len(names) > batch.samples:
@@ -189,7 +190,7 @@ def _algorithm_1_gaps(
 
 
 def bench_prediction(quick: bool, say: Progress) -> Figures:
-    """What the planner predicts (Eq. 4-6) for its plans against what the simulator finds."""
+    """Compare the planner's prediction for its plans (Eq. 4-6) with the simulator's."""
     errors: dict[str, float] = {}
     for subject in SUBJECTS[1:2] if quick else SUBJECTS:
         network = network_of(subject)
@@ -210,7 +211,7 @@ def bench_prediction(quick: bool, say: Progress) -> Figures:
 
 
 def bench_table_4(quick: bool, say: Progress) -> Figures:
-    """Speed-ups of our plans, simulated, beside the paper's Table 4; communication beside its Table 2."""
+    """Return the simulated speed-ups of our plans beside the paper's Table 4, and communication beside its Table 2."""
     figures: Figures = {}
     lines, least = [], float("inf")
     for subject in SUBJECTS[1:2] if quick else SUBJECTS:
@@ -256,7 +257,7 @@ def _over(table: Comparison, name: str) -> float | None:
 def bench_pipeline(
     quick: bool = False, full: bool = False, out: Path | None = None, on_progress: Progress | None = None
 ) -> Figures:
-    """Every figure of `manyhands bench pipeline`, flat; `full` draws the paper's studies into `out` too."""
+    """Return every figure of `manyhands bench pipeline`, flat; `full` draws the paper's studies into `out` too."""
     say = on_progress or (lambda text: None)
     figures: Figures = {"machine": identify(1).text, "quick": int(quick), PROFILE_MACHINE: ESTIMATED}
     figures |= executor_overhead(say, quick)

@@ -1,8 +1,8 @@
-"""What `manyhands bench pipeline` measures: our pipelines against PyTorch's own, over local workers and in the lab.
+"""The timed part of `manyhands bench pipeline`: our pipelines against PyTorch's own, on local workers and in the lab.
 
 Every ratio is taken inside one run: all sides stay alive on the same cores (in the lab: on the same devices) and take
 turns, block by block, and the median of the blocks' ratios counts. Our side runs what our planner chose from a profile
-measured in that run. PyTorch's sides run what the best of several hand-chosen settings was in trials before the blocks.
+measured in that run. PyTorch's sides run the best of several hand-chosen settings, by trials before the blocks.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ LAB_SHARES = (0.6, 0.4, 0.25)
 LAB_BYTES_PER_SECOND = 12.5e6
 LAB_DELAY_SECONDS = 0.002
 LAB_MEMORY_BYTES = 3 * 10**9
-"""Enough for our worker and PyTorch's side by side: neither is to run out of it."""
+"""Enough for our worker and PyTorch's process side by side: neither is to run out of memory."""
 
 
 @dataclass(frozen=True)
 class PipelineExtent:
-    """How much is measured."""
+    """The amount of measuring."""
 
     setting: TorchSetting
     blocks: int
     steps: int
     measures: int
-    """How often the profile is taken anew for a prediction: a machine's speed drifts."""
+    """The number of times that the profile is taken anew for a prediction: a machine's speed drifts."""
     measure_seconds: float
     splits: int
-    """Hand-chosen splits that PyTorch's pipeline is tried with."""
+    """The number of hand-chosen splits that PyTorch's pipeline is tried with."""
     kernel_samples: int = 1
     """Samples for which our kernels are chosen, within `kernel_seconds`; PyTorch's variants try channels_last."""
     kernel_seconds: float = 0.0
@@ -76,13 +76,13 @@ QUICK_EXTENT = PipelineExtent(QUICK, 1, 3, measures=1, measure_seconds=3.0, spli
 
 @dataclass
 class TorchComparison:
-    """Blocks of one comparison: seconds of a step, by side."""
+    """The blocks of one comparison: seconds of a step, by side."""
 
     plan: Plan
     trials: Trials
-    """Trials of our plans; `plan` is the fastest of them."""
+    """The trials of our plans; `plan` is the fastest of them."""
     pipeline: Plan
-    """Ours with two stages or more and the setting's micro-batches: what is like PyTorch's pipelines."""
+    """Our plan with two stages or more and the setting's micro-batches: the counterpart of PyTorch's pipelines."""
     tuned: Tuned
     choice: Choice
     ours: list[float] = field(default_factory=list)
@@ -93,11 +93,11 @@ class TorchComparison:
 
     @property
     def prediction_error(self) -> float:
-        """How far predictions are off, each from the blocks up to the next: a machine's speed drifts."""
+        """The median relative error of predictions, each over the blocks up to the next: a machine's speed drifts."""
         ends = [*list(self.predictions)[1:], len(self.ours)]
         measured = [statistics.median(self.ours[first:end]) for first, end in zip(self.predictions, ends, strict=True)]
         pairs = zip(self.predictions.values(), measured, strict=True)
-        return statistics.median(abs(predicted - taken) / taken for predicted, taken in pairs)
+        return statistics.median(abs(predicted - actual) / actual for predicted, actual in pairs)
 
     def best_of(self, kinds: Iterable[str]) -> str:
         return min(kinds, key=lambda kind: statistics.median(self.theirs[kind]))
@@ -128,7 +128,7 @@ class TorchComparison:
 
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast ours is."""
+    """Return how many times as fast ours is."""
     return statistics.median(their / our for their, our in zip(theirs, ours, strict=True))
 
 
@@ -144,7 +144,7 @@ def compare(
     bytes_per_second: float,
     say: Progress,
 ) -> TorchComparison:
-    """Plan, tune, and take turns."""
+    """Plan, tune both sides, let them take turns, and return the comparison."""
     if extent.kernel_seconds:
         say("choosing kernels")
         ours.choose_kernels(extent.kernel_samples, extent.kernel_seconds)
@@ -173,7 +173,7 @@ def compare(
 
 
 def _pipelined(ours: Ours, cluster: Cluster, profile: Profile, plan: Plan) -> Plan:
-    """Our planner's best with the setting's micro-batches; where that is one stage, the best cut into two."""
+    """Return our planner's best plan with the setting's micro-batches; if it has one stage, the best cut into two."""
     count = ours.setting.micro_batches
     best = plan if plan.micro_batches == count else ours.plans(cluster, profile, count)[0]
     if len(best.stages) > 1:
@@ -183,13 +183,13 @@ def _pipelined(ours: Ours, cluster: Cluster, profile: Profile, plan: Plan) -> Pl
 
 
 def usable() -> list[int]:
-    """The cores this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def two_cores(setting: TorchSetting) -> Iterator[tuple[Ours, TorchGroup]]:
-    """Two workers of ours and two processes of PyTorch, one of each on each of two cores."""
+    """Yield two workers of ours and two processes of PyTorch, one of each on each of two cores."""
     cores = [*usable(), *usable()][:2]
     with (
         open_session(Cluster.local(2), threads=1, pin=cores) as session,
@@ -199,7 +199,7 @@ def two_cores(setting: TorchSetting) -> Iterator[tuple[Ours, TorchGroup]]:
 
 
 def bench_local(say: Progress, quick: bool) -> Figures:
-    """Two workers of one thread on a core each."""
+    """Compare both sides on two workers of one thread, each on a core of its own."""
     extent = QUICK_EXTENT if quick else LOCAL
     with two_cores(extent.setting) as (ours, group):
         compared = compare(ours, group, extent, (1.0, 1.0), float("inf"), lambda text: say(f"local: {text}"))
@@ -231,7 +231,7 @@ def _lab_text() -> str:
 
 @contextlib.contextmanager
 def _in_lab(cluster: LabCluster, setting: TorchSetting) -> Iterator[tuple[Ours, TorchGroup]]:
-    """A worker of ours and a process of PyTorch on every device: within its share, in its network."""
+    """Yield a worker of ours and a process of PyTorch on every device, within its share and in its network."""
     with open_session(cluster) as session:
         lab = Lab.find(cluster.cluster.name)
         names = cluster.cluster.names
@@ -245,7 +245,7 @@ def _in_lab(cluster: LabCluster, setting: TorchSetting) -> Iterator[tuple[Ours, 
 
 
 def bench_lab(say: Progress, quick: bool) -> Figures:
-    """Three unequal devices behind slow links; where there can be no lab, why."""
+    """Compare both sides on three unequal devices behind slow links; return the reason if there can be no lab."""
     extent = QUICK_EXTENT if quick else LAB
     if why := missing():
         return {"lab_skipped": why}
@@ -260,7 +260,7 @@ def bench_lab(say: Progress, quick: bool) -> Figures:
 
 
 def summary(figures: Figures) -> Figures:
-    """The worse of what was found over local workers and in the lab."""
+    """Return the worse of the figures measured over local workers and in the lab."""
 
     def numbers(stem: str) -> list[float]:
         values = [figures.get(f"{stem}_{place}") for place in ("local", "lab")]

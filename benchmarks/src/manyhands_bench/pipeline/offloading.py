@@ -8,40 +8,42 @@ from collections.abc import Callable, Sequence
 def offloaded(
     seconds: Sequence[Callable[[int], float]], caps: Sequence[int], batch: int, block: int = 1
 ) -> list[int] | None:
-    """Algorithm 1: shares by capacity within memory, then blocks move off the slowest device. None: no room."""
+    """Return the shares of Algorithm 1: by capacity within memory, then blocks move off the slowest device. None: no
+    room."""
     if sum(caps) < batch or len(caps) > batch or min(caps) < 1:
         return None
     shares = _balanced([1.0 / second(batch) if second(batch) else 1.0 for second in seconds], list(caps), batch)
     while True:
-        taken = [device_seconds(share) for device_seconds, share in zip(seconds, shares)]
-        slowest = max(range(len(shares)), key=taken.__getitem__)
+        device_times = [device_seconds(share) for device_seconds, share in zip(seconds, shares)]
+        slowest = max(range(len(shares)), key=device_times.__getitem__)
         moved = min(block, shares[slowest] - 1)
         room = [d for d in range(len(shares)) if d != slowest and shares[d] + moved <= caps[d]]
         if not room or moved < 1:
             return shares
-        fastest = min(room, key=taken.__getitem__)
+        fastest = min(room, key=device_times.__getitem__)
         tried = list(shares)
         tried[slowest] -= moved
         tried[fastest] += moved
-        if max(device_seconds(share) for device_seconds, share in zip(seconds, tried)) >= taken[slowest]:
+        if max(device_seconds(share) for device_seconds, share in zip(seconds, tried)) >= device_times[slowest]:
             return shares
         shares = tried
 
 
 def _balanced(speeds: list[float], caps: list[int], batch: int) -> list[int]:
-    """Phase 1: in proportion to capacity, at least one each; what does not fit goes to those with room."""
+    """Return the shares of phase 1: in proportion to capacity, at least one each; what does not fit goes to devices
+    that have room."""
     shares = [1] * len(caps)
-    left = batch - len(caps)
-    while left:
+    remaining = batch - len(caps)
+    while remaining:
         room = [d for d in range(len(caps)) if shares[d] < caps[d]]
         total = sum(speeds[d] for d in room)
-        given = 0
+        assigned = 0
         for d in room:
-            part = min(int(left * speeds[d] / total), caps[d] - shares[d])
+            part = min(int(remaining * speeds[d] / total), caps[d] - shares[d])
             shares[d] += part
-            given += part
-        if not given:  # rounding: one at a time, to the fastest with room
+            assigned += part
+        if not assigned:  # rounding: one sample at a time, to the fastest with room
             shares[max(room, key=speeds.__getitem__)] += 1
-            given = 1
-        left -= given
+            assigned = 1
+        remaining -= assigned
     return shares

@@ -50,7 +50,7 @@ class Ours:
     choice: Choice = field(default_factory=Choice)
 
     laying: Preload = field(init=False)
-    """The batch, resident in our workers as it is in PyTorch's processes."""
+    """The batch, resident in our workers, as it is in PyTorch's processes."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ class Ours:
             torch.set_num_threads(threads)
 
     def measure(self, seconds: float) -> tuple[Cluster, Profile]:
-        """As things are now."""
+        """Return the cluster and its profile as they are now."""
         ladder = tuple(size for size in _LADDER if size <= self.setting.samples)
         return measure(
             self.session, self.graph, self.setting.samples, optimizer=OPTIMIZER, seconds=seconds, refresh=True,
@@ -78,7 +78,7 @@ class Ours:
         )  # fmt: skip
 
     def plans(self, cluster: Cluster, profile: Profile, micro_batches: int | None = None) -> list[Plan]:
-        """As our planner ranks them; each device normalises over its own samples, as PyTorch's ways do."""
+        """Return plans as our planner ranks them; each device normalises over its own samples, as PyTorch's ways do."""
         planned = public.plan(
             self.graph.network, cluster, batch_size=self.setting.samples, strategy="pipeline",
             micro_batches=micro_batches, batch_norm="local", optimizer_slots=1, profile=profile,
@@ -86,7 +86,7 @@ class Ours:
         return [planned.plan, *planned.runners_up]
 
     def tuned(self, plans: Sequence[Plan]) -> Trials:
-        """The fastest of some in a trial first, as `train(tune=...)` does."""
+        """Return the plans with their seconds in a trial, the fastest first, as `train(tune=...)` does."""
         return fastest_in_trial(
             self.session.coordinator, self.graph, plans, OPTIMIZER,
             dict.fromkeys(self.session.cluster.names, self.choice.kernels),
@@ -94,7 +94,7 @@ class Ours:
         )  # fmt: skip
 
     def two_stages(self, cut: int) -> Plan:
-        """By hand, one device each."""
+        """Return a plan by hand: two stages, one device each."""
         first, second = self.session.cluster.names[:2]
         stages = Stage((0, cut), (first,)), Stage((cut, len(self.graph.network.layers)), (second,))
         plan = Plan(
@@ -117,12 +117,12 @@ class Ours:
 
 
 def steady(seconds: Sequence[float]) -> float:
-    """The usual step, without those that warm up."""
+    """Return the median seconds of a step, without those that warm up."""
     return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
 
 
 def plan_text(plan: Plan) -> str:
-    """Stages, devices, shares, micro-batches and order, in one line."""
+    """Return stages, devices, shares, micro-batches and order in one line."""
     stages = []
     for stage in plan.stages:
         names = "+".join(stage.devices)

@@ -1,4 +1,4 @@
-"""What the executor adds to bare computing."""
+"""The seconds that the executor adds to bare computing."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def critical_path(plan: Plan, stages: Sequence[BareRound]) -> float:
         before = len(ended)
         for stage, order in enumerate(orders):
             while order:
-                what, micro_batch = order[0]
-                giver = stage - 1 if what == "forward" else stage + 1
-                given = ended.get((giver, what, micro_batch)) if 0 <= giver < len(stages) else 0.0
-                if given is None:
+                direction, micro_batch = order[0]
+                source = stage - 1 if direction == "forward" else stage + 1
+                ready = ended.get((source, direction, micro_batch)) if 0 <= source < len(stages) else 0.0
+                if ready is None:
                     break
-                begin = max(clocks[stage], given)
-                seconds = stages[stage].forward if what == "forward" else stages[stage].backward
-                clocks[stage] = ended[stage, what, micro_batch] = begin + seconds[micro_batch]
+                begin = max(clocks[stage], ready)
+                seconds = stages[stage].forward if direction == "forward" else stages[stage].backward
+                clocks[stage] = ended[stage, direction, micro_batch] = begin + seconds[micro_batch]
                 order.pop(0)
         assert len(ended) > before, "an order in which every stage waits"
     return max(clock + stage.step for clock, stage in zip(clocks, stages, strict=True))
 
 
 def executor_overhead(say: Progress, quick: bool) -> Figures:
-    """A round of two stages on two cores over the critical path of their bare computing, as found in the same run.
+    """Measure a round of two stages on two cores over the critical path of their bare computing, found in the same run.
 
-    Both are the usual of several rounds, each with whatever held it up.
+    Both are medians of several rounds, each with whatever held it up.
     """
     setting, blocks, steps, seconds = (QUICK, 1, 3, 0.3) if quick else (SETTING, 11, 5, 1.2)
     micro_batch = setting.samples // setting.micro_batches
@@ -56,7 +56,7 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
             say(f"executor overhead, block {block + 1} of {blocks}")
             rounds.append(ours.seconds(plan, steps))
             bare_rounds = group.bare(bounds, micro_batch, seconds)
-            paths.append(statistics.median(critical_path(plan, both) for both in zip(*bare_rounds)))
+            paths.append(statistics.median(critical_path(plan, by_stage) for by_stage in zip(*bare_rounds)))
             for rounds_of_stage, new in zip(bare, bare_rounds, strict=True):
                 rounds_of_stage += new
     stages = "; ".join(
@@ -77,5 +77,5 @@ def executor_overhead(say: Progress, quick: bool) -> Figures:
 
 
 def _usual(seconds: Iterable[float]) -> str:
-    """The median, in words."""
+    """Return the median as text, in milliseconds."""
     return f"{1e3 * statistics.median(seconds):.3g} ms"

@@ -14,7 +14,7 @@ _COLOURS = ("#E45756", "#F58518", "#54A24B", "#4C78A8", "#B279A2", "#9D755D", "#
 def draw_bars(
     groups: Sequence[str], values: Mapping[str, Sequence[float]], path: Path, *, up: str, title: str, across: str = ""
 ) -> Path:
-    """Bars side by side: for every group one of each name. A value of 0 is drawn as a cross: it cannot run."""
+    """Draw bars side by side: for every group one of each name. A value of 0 is drawn as a cross: it cannot run."""
     figure = new_figure(max(7.0, 1.1 * len(groups) * len(values) * 0.6), 4.5)
     axes = figure.subplots()
     width = 0.8 / len(values)
@@ -31,7 +31,7 @@ def draw_bars(
 def draw_policies(
     names: Sequence[str], memory: Sequence[float], speed: Sequence[float], path: Path, title: str
 ) -> Path:
-    """Fig. 15b, right: peak memory as bars and throughput as a line, by warm-up policy."""
+    """Draw Fig. 15b, right: peak memory as bars and throughput as a line, by warm-up policy."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     axes.bar(range(len(names)), [peak / 1e6 for peak in memory], 0.55, color="#4C78A8", label="peak memory")
@@ -48,7 +48,7 @@ def draw_policies(
 def draw_accuracies(
     accuracies: Sequence[float], seconds: Mapping[str, float], target: float, path: Path, title: str
 ) -> Path:
-    """Fig. 14: accuracy after each epoch over the time that an epoch takes each way of training."""
+    """Draw Fig. 14: accuracy after each epoch over the time that an epoch takes with each way of training."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for number, (name, each) in enumerate(seconds.items()):

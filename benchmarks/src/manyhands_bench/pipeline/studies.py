@@ -41,7 +41,7 @@ TARGET, MOST_EPOCHS, BATCH_OF_ACCURACY = 0.9, 14, 64
 
 
 def draw_pipeline_studies(out: Path, quick: bool, say: Progress) -> Figures:
-    """Every study as a picture in `out`, and the numbers that its claims rest on."""
+    """Draw every study as a picture in `out`, and return the numbers that its claims rest on."""
     out.mkdir(parents=True, exist_ok=True)
     figures = _ablation(out, MODELS[1:] if quick else MODELS, say)
     figures |= _policies(out, MODELS[1] if quick else MODELS[0], say)
@@ -56,14 +56,14 @@ def draw_pipeline_studies(out: Path, quick: bool, say: Progress) -> Figures:
 
 
 def _runs(plan: Plan, network: Network, cluster: Cluster) -> tuple[float, Simulation]:
-    """Samples per second, 0 where it runs out of memory."""
+    """Return samples per second, 0 if a device runs out of memory, and the simulation."""
     result = simulate(plan, network, cluster, keep_spans=False)
     fits = all(device.peak_bytes <= device.memory_bytes for device in result.devices.values())
     return (result.samples_per_second if fits else 0.0), result
 
 
 def _ablation(out: Path, models: Sequence[str], say: Progress) -> Figures:
-    """Fig. 15a: no planning for unequal devices, planning of stages, and of shares and memory too."""
+    """Draw Fig. 15a: no planning for unequal devices, planning of stages, and of shares and memory too."""
     cluster = preset("env-c")
     figures: Figures = {}
     speeds: dict[str, list[float]] = {"naive": [], "stages planned": [], "stages and shares planned": []}
@@ -117,7 +117,7 @@ def _evenly_shared(plan: Plan) -> Plan:
 
 
 def _policies(out: Path, model: str, say: Progress) -> Figures:
-    """Fig. 15b: three stages on three TX2: memory by order, memory and throughput by warm-up policy."""
+    """Draw Fig. 15b, three stages on three TX2: memory by order, memory and throughput by warm-up policy."""
     say("warm-up policies")
     document = {"devices": [{"kind": "jetson-tx2", "name": "tx2", "count": 3, "port": "100 Mbit/s"}]}
     cluster = Cluster.from_dict({"name": "tx2x3", **document, "link": {"rate": "100 Mbit/s", "delay": "0.3 ms"}})
@@ -151,7 +151,7 @@ def _policies(out: Path, model: str, say: Progress) -> Figures:
 
 
 def _scaling(out: Path, models: Sequence[str], most: int, say: Progress) -> Figures:
-    """Fig. 18: one to eight Nanos with 32 samples each: ours, data parallel, GPipe."""
+    """Draw Fig. 18, one to eight Nanos with 32 samples each: ours, data parallel, GPipe."""
     figures: Figures = {}
     for model in models:
         network = load_network(model, SMALL_INPUT)
@@ -181,7 +181,7 @@ def _scaling(out: Path, models: Sequence[str], most: int, say: Progress) -> Figu
 
 
 def _energy(model: str, say: Progress) -> Figures:
-    """§5.7: joules of a sample on environment D against data parallel."""
+    """Return the joules of a sample on environment D against data parallel (§5.7)."""
     say("energy")
     table = compare(load_network(model, SMALL_INPUT), preset("env-d"), batch_size=2048, batch_norm="local")
     ours, parallel = table.ours.joules_per_sample, table.row("data parallel").joules_per_sample
@@ -189,7 +189,7 @@ def _energy(model: str, say: Progress) -> Figures:
 
 
 def _time_to_accuracy(out: Path, epochs: int, say: Progress) -> Figures:
-    """Fig. 14: all of these compute the same, so one measured curve serves them; an epoch takes each its own time."""
+    """Draw Fig. 14: all ways compute the same, so one measured curve serves them; an epoch takes each its own time."""
     from manyhands.training.train import train
 
     data = load_digits(input_shape=SMALL_INPUT)

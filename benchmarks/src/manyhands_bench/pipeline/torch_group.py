@@ -1,4 +1,4 @@
-"""PyTorch's processes as the bench sees them: started, asked, and ended."""
+"""PyTorch's processes as the bench sees them: it starts them, sends them requests, and ends them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ _TAIL_BYTES = 600
 
 
 class TorchGroup:
-    """The processes, for as long as they are asked; whichever dies or is silent is named."""
+    """The processes, for as long as requests are sent; an error names the one that dies or does not answer."""
 
     def __init__(
         self, setting: TorchSetting, places: Sequence[Sequence[str]], *, host: str = "127.0.0.1", interface: str = "lo",
         cores: Sequence[int | None] = (),
     ) -> None:  # fmt: skip
-        """`places`: for each process the words before its command, such as those that bring it into a lab.
-        `host`: where the first of them is found. `cores`: the core that each is kept on."""
+        """Start the processes.
+
+        places  for each process the words before its command, such as those that bring it into a lab
+        host    the address at which the others reach the first process
+        cores   the core that each is pinned to; None or empty: any
+        """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.processes: list[subprocess.Popen[str]] = []
         self._logs = [tempfile.TemporaryFile() for _ in places]  # noqa: SIM115
@@ -69,22 +73,22 @@ class TorchGroup:
         return [float(seconds) for seconds in answers[way.ranks[0]]]
 
     def units(self, samples: int) -> list[tuple[float, int]]:
-        """For every unit that a pipeline can be cut before: its seconds for some samples on the first device, forward
-        and backward, and the bytes it hands on."""
+        """Return, for every unit that a pipeline can be cut before, its seconds for some samples on the first device,
+        forward and backward, and the bytes it hands on."""
         timed = self._ask({"do": "units", "samples": samples}, "time the network's parts", ranks=[0])[0]
         return [(seconds, size) for seconds, size in timed]
 
     def bare(self, bounds: Sequence[int], samples: int, seconds: float) -> list[list[BareRound]]:
-        """For every stage, one on each process at once: round after round of computing; nothing is exchanged."""
+        """Return the rounds of every stage, computed on all processes at once, one stage each; nothing is exchanged."""
         request = {"do": "bare", "bounds": list(bounds), "samples": samples, "seconds": seconds}
         answers = self._ask(request, "compute their stages alone")
         return [[BareRound(*round) for round in rounds] for rounds in answers.values()]
 
-    def _ask(self, request: dict[str, Any], what: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    def _ask(self, request: dict[str, Any], task: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
         receivers = range(len(self.processes)) if ranks is None else ranks
         for rank in receivers:
             self._tell(rank, request)
-        return self._answers(receivers, what, LIMIT_SECONDS)
+        return self._answers(receivers, task, LIMIT_SECONDS)
 
     def _tell(self, rank: int, message: object) -> None:
         pipe = self.processes[rank].stdin
@@ -95,7 +99,7 @@ class TorchGroup:
         except OSError as error:
             raise self._died(rank, "take a request") from error
 
-    def _answers(self, ranks: Sequence[int], what: str, limit_seconds: float) -> dict[int, Any]:
+    def _answers(self, ranks: Sequence[int], task: str, limit_seconds: float) -> dict[int, Any]:
         answers: dict[int, Any] = {}
         end = time.monotonic() + limit_seconds
         with selectors.DefaultSelector() as selector:
@@ -107,19 +111,19 @@ class TorchGroup:
                 ready = selector.select(max(0.0, end - time.monotonic()))
                 if not ready:
                     silent = ", ".join(str(rank) for rank in ranks if rank not in answers)
-                    raise TimedOut(f"Torch rank {silent} did not {what} within {limit_seconds:g} s.")
+                    raise TimedOut(f"Torch rank {silent} did not {task} within {limit_seconds:g} s.")
                 for key, _ in ready:
                     line = key.fileobj.readline()  # type: ignore[union-attr]
                     if not line:
-                        raise self._died(key.data, what)
+                        raise self._died(key.data, task)
                     answer = json.loads(line)
                     if "error" in answer:
-                        raise ManyhandsError(f"Torch rank {key.data} could not {what}: {answer['error']}")
+                        raise ManyhandsError(f"Torch rank {key.data} could not {task}: {answer['error']}")
                     answers[key.data] = answer["found"]
                     selector.unregister(key.fileobj)
         return {rank: answers[rank] for rank in ranks}
 
-    def _died(self, rank: int, what: str) -> ManyhandsError:
+    def _died(self, rank: int, task: str) -> ManyhandsError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[rank].wait(5)
         file = self._logs[rank]
@@ -127,7 +131,7 @@ class TorchGroup:
         file.seek(max(0, file.tell() - _TAIL_BYTES))
         words = file.read().decode(errors="replace").strip()
         return ManyhandsError(
-            f"Torch rank {rank} ended (exit code {self.processes[rank].poll()}) when it was to {what}: {words}"
+            f"Torch rank {rank} ended (exit code {self.processes[rank].poll()}) when it was to {task}: {words}"
         )
 
     def close(self) -> None:

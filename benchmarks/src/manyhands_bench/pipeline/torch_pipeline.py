@@ -1,4 +1,4 @@
-"""PyTorch's own ways of sharing training, which `manyhands bench pipeline` measures itself against.
+"""PyTorch's own ways of sharing training, the baselines of `manyhands bench pipeline`.
 
     python -m manyhands_bench.pipeline.torch_pipeline RANK WORLD HOST INTERFACE CORE SETTING
 
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """A convolutional classifier as a run of modules, cut wherever one tensor goes on: each convolution with what
-    follows it, each block that adds its input. The places are those that `granularity="blocks"` finds."""
+    """Return a convolutional classifier as a sequence of modules, cut wherever a single tensor goes on: each
+    convolution with what follows it, each block that adds its input. The places are those that `granularity="blocks"`
+    finds."""
     from torch import nn
 
     from manyhands.models.mobilenet import ConvClassifier, InvertedResidual
@@ -72,9 +73,9 @@ def _packed_for_sending(stage: nn.Module) -> nn.Module:
 
     class _Format(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, value: Tensor, there: torch.memory_format, back: torch.memory_format) -> Tensor:
+        def forward(ctx: Any, value: Tensor, ahead: torch.memory_format, back: torch.memory_format) -> Tensor:
             ctx.back = back
-            return value.contiguous(memory_format=there) if value.dim() == 4 else value
+            return value.contiguous(memory_format=ahead) if value.dim() == 4 else value
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -153,7 +154,8 @@ class Rank:
         return seconds
 
     def _distributed(self, way: TorchVariant, group: ProcessGroup) -> Callable[[], None]:
-        """Gradients are averaged over ranks, so that a rank's loss is weighted by its samples."""
+        """Return a step of DistributedDataParallel, which averages gradients over ranks: a rank's loss is weighted by
+        its samples."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -187,12 +189,12 @@ class Rank:
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[way.kind]
         schedule = kind(stage, way.micro_batches, loss_fn=self.loss)
         optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, fused=True)
-        given = (self.inputs(way),) if place == 0 else ()
+        arguments = (self.inputs(way),) if place == 0 else ()
         target = self.target if place == count - 1 else None
 
         def step() -> None:
             optimizer.zero_grad()
-            schedule.step(*given, target=target, return_outputs=False)
+            schedule.step(*arguments, target=target, return_outputs=False)
             optimizer.step()
 
         return step
@@ -269,7 +271,7 @@ def main() -> None:
     from manyhands.runtime.processes import keep_memory
 
     torch.set_num_threads(1)
-    keep_memory()  # what our workers do; the baseline is tuned alike
+    keep_memory()  # as our workers do: the baseline is tuned alike
     limit = timedelta(seconds=LIMIT_SECONDS)
     is_first = int(rank) == 0
     port = 0 if is_first else json.loads(sys.stdin.readline() or "0")
@@ -277,11 +279,11 @@ def main() -> None:
     if is_first:
         _say({"found": store.port})
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world), timeout=limit)
-    here = Rank(msgspec.convert(json.loads(setting), TorchSetting), int(rank))
+    process = Rank(msgspec.convert(json.loads(setting), TorchSetting), int(rank))
     _say({"found": None})
     for line in sys.stdin:
         try:
-            answer = here.answer(json.loads(line))
+            answer = process.answer(json.loads(line))
         except Exception as error:
             _say({"error": f"{type(error).__name__}: {error}"})
             os._exit(1)  # the others may be waiting for it

@@ -1,4 +1,4 @@
-"""What PyTorch's pipelines are asked to run: known to the bench and to each of the processes."""
+"""The settings that PyTorch's processes run, shared by the bench and each of the processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 LIMIT_SECONDS = 120.0
-"""For any answer, and for any message between the processes."""
+"""The limit for any answer, and for any message between the processes."""
 
 
 LEARNING_RATE, MOMENTUM = 1e-4, 0.9
@@ -32,7 +32,7 @@ class TorchSetting:
 
 @dataclass(frozen=True)
 class TorchVariant:
-    """One of PyTorch's ways, with all that a person would choose by hand."""
+    """One of PyTorch's ways, with everything that a person would choose by hand."""
 
     kind: str
     """'1f1b', 'gpipe' or 'ddp'."""
@@ -43,7 +43,7 @@ class TorchVariant:
     shares: tuple[int, ...] = ()
     """For 'ddp': samples of each rank."""
     channels_last: bool = False
-    """The memory format of weights and inputs, and so of all in between."""
+    """Whether weights and inputs, and so everything in between, have this memory format."""
 
     def __str__(self) -> str:
         form = ", channels_last" if self.channels_last else ""
@@ -55,8 +55,8 @@ class TorchVariant:
 
 
 class BareRound(NamedTuple):
-    """Seconds of a stage's computing in a round: each micro-batch's forward pass (on the last stage with the loss), its
-    backward pass, and the optimiser's step."""
+    """The seconds of a stage's computing in a round: each micro-batch's forward pass (on the last stage with the loss),
+    its backward pass, and the optimiser's step."""
 
     forward: list[float]
     backward: list[float]

@@ -17,7 +17,8 @@ TRIAL_STEPS = 3
 def splits(
     units: Sequence[tuple[float, int]], speeds: Sequence[float], bytes_per_second: float, count: int
 ) -> list[tuple[int, ...]]:
-    """The bounds of the most even pipelines over devices of these speeds, by their slowest stage or link."""
+    """Return the bounds of the `count` most even pipelines over devices of these speeds, by their slowest stage or
+    link."""
 
     def slowest(cuts: tuple[int, ...]) -> float:
         bounds = (0, *cuts, len(units))
@@ -32,7 +33,7 @@ def splits(
 
 
 def shared_out(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Samples in proportion to speeds, at least one each."""
+    """Return shares of the samples in proportion to speeds, at least one each."""
     shares = [max(1, int(samples * speed / sum(speeds))) for speed in speeds]
     while sum(shares) < samples:  # the device furthest below its due
         most = max(range(len(speeds)), key=lambda device: speeds[device] / sum(speeds) * samples - shares[device])
@@ -59,7 +60,7 @@ def tuned(
     ours: Plan, names: Sequence[str], say: Progress,
 ) -> Tuned:  # fmt: skip
     """Try what a careful person would: splits by capacity and an even one, fewer devices, shares by capacity; and our
-    plan's own cuts, where a device each has them."""
+    plan's own cuts, if each of its stages has a single device. Return the best of each kind and every trial."""
     all_ranks = tuple(range(len(speeds)))
     trials: dict[TorchVariant, float] = {}
 

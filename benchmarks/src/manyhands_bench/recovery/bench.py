@@ -1,8 +1,9 @@
-"""Figures of `manyhands bench recovery`: how long a loss stops training, what is lost by it, what being ready costs.
+"""Figures of `manyhands bench recovery`: the time for which a loss stops training, what is lost, the cost of backups.
 
 Environment D of ASTEROID as four local workers, in the shape of its Fig. 9: a first stage on A, a second shared by B
-and C, a last on D, so that A's copy lies on B, D's on A, and B and C have each other. Each is killed in turn, once with
-light and once with heavy re-planning, and stopped once without a word. Seconds count from the signal itself.
+and C, a last on D, so that A's copy lies on B, D's on A, and B and C have each other's. Each is killed in turn, once
+with incremental (light) and once with full (heavy) re-planning, and once stopped silently. Seconds count from the
+signal itself.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from manyhands_bench.recovery.torchrun import NODES, TUNED, seconds_after_kill
 SETTING = TorchSetting("mobilenetv2", (3, 32, 32), 32, 4)
 QUICK = TorchSetting("tiny", (1, 16, 16), 32, 2)
 OPTIMIZER = Optimizer("SGD", lr=1e-5, momentum=0.9)
-"""Small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and faster ones blow up the last bit a hundred-fold
-in every step, in whichever order sums are taken."""
+"""The optimizer, with small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and larger steps amplify the
+last bit a hundred-fold in every step, in whichever order sums are taken."""
 CLASSES = 10
 LAB = "env-d"
 STEPS_BEFORE = 6
-"""That are done when a worker is struck: copies have been taken."""
+"""The steps completed when a worker is struck: copies have been taken by then."""
 SAME_LOSS = 1e-6
-"""In float64: sums in another order differ by less."""
+"""The relative difference of losses in float64 that counts as none: sums in another order differ by less."""
 SEED = 7
 
 
 @dataclass(frozen=True)
 class RecoveryExtent:
-    """How much is measured."""
+    """The amount of measuring."""
 
     setting: TorchSetting
     workers: int
     struck: int | None
-    """How many of the workers are struck, from the first on; None: all."""
+    """The number of workers that are struck, from the first on; None: all."""
     steps_after: int
     """Steps that a run makes after the failure."""
     blocks: int
@@ -64,7 +65,7 @@ class RecoveryExtent:
     steps: int
     """Steps of a block."""
     measure_seconds: float
-    """0: estimated."""
+    """Seconds for which the devices are measured; 0: their times are estimated."""
 
 
 FULL = RecoveryExtent(SETTING, 4, None, 10, blocks=10, steps=6, measure_seconds=4.0)
@@ -73,7 +74,7 @@ QUICK_EXTENT = RecoveryExtent(QUICK, 3, 1, 6, blocks=2, steps=4, measure_seconds
 
 @dataclass
 class Recoveries:
-    """Trips by device, for each way."""
+    """The trips by device, for each way of failing and re-planning."""
 
     light: dict[str, Trip] = field(default_factory=dict)
     heavy: dict[str, Trip] = field(default_factory=dict)
@@ -85,7 +86,8 @@ class Recoveries:
 
 
 def shape_of(names: Sequence[str]) -> Groups:
-    """Fig. 9: one device, those that share, one device; of three, the last two share."""
+    """Return the stages' devices as in Fig. 9: one device, those that share, one device; with up to three devices, the
+    first alone, and the others share."""
     first, *others = names
     return ((first,), tuple(others[:-1]), (others[-1],)) if len(others) > 2 else ((first,), tuple(others))
 
@@ -107,7 +109,7 @@ def site_for(
 
 
 class Failures:
-    """Runs through failures of one site's workers."""
+    """The runs through failures of one site's workers."""
 
     def __init__(self, site: Site, extent: RecoveryExtent, say: Progress) -> None:
         self.site, self.extent, self.say = site, extent, say
@@ -119,18 +121,19 @@ class Failures:
         self.round_seconds = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
 
     def trip(self, name: str, how: str, number: signal.Signals = signal.SIGKILL) -> Trip:
-        """One failure, somewhere in a round."""
+        """Run through one failure, at a random moment of a round."""
         self.say(f"{name} {'killed' if number == signal.SIGKILL else 'stopped'}, {how}")
         strike = Strike(name, STEPS_BEFORE - 1, self.drawing.random() * self.round_seconds, number)
         return self.site.travel(self.steps, how=how, strike=strike)
 
     def rounds_lost(self, trips: Sequence[Trip]) -> int:
-        """Rounds that were not reported exactly once."""
+        """Return the number of rounds that were not reported exactly once."""
         return sum(trip.rounds_lost(self.steps) for trip in trips)
 
 
 def bench_exactness(session: Session, extent: RecoveryExtent, backup_every: int, say: Progress) -> Figures:
-    """In float64, where rounding does not hide anything: losses through a failure are those of a calm run."""
+    """Compare the losses of a run through a failure with those of a calm run, in float64, where rounding hides
+    nothing."""
     site = replace(site_for(session, extent.setting, 0.0, torch.float64), backup_every=backup_every)
     failures = Failures(site, extent, lambda text: say(f"float64: {text}"))
     name = session.cluster.names[0]
@@ -142,7 +145,8 @@ def bench_exactness(session: Session, extent: RecoveryExtent, backup_every: int,
 
 
 def bench_failures(site: Site, extent: RecoveryExtent, out: Path | None, say: Progress) -> Figures:
-    """Every device in turn: killed, with light and heavy re-planning; stopped; and how fast the rest is afterwards."""
+    """Strike every device in turn: kill it, with incremental and full re-planning, and stop it; also measure the speed
+    of the remaining devices afterwards."""
     failures = Failures(site, extent, say)
     recoveries, after = Recoveries(), {}
     names = site.session.cluster.names[: extent.struck]
@@ -163,14 +167,14 @@ def bench_failures(site: Site, extent: RecoveryExtent, out: Path | None, say: Pr
 
 @dataclass(frozen=True)
 class After:
-    """Light's throughput over heavy's with the workers that are left."""
+    """The throughput after incremental re-planning over that after full, with the remaining workers."""
 
     measured: float
     predicted: float
 
 
 def _speed_after(site: Site, light: Trip, heavy: Trip, extent: RecoveryExtent) -> After:
-    """In blocks by turns."""
+    """Measure the throughput of both plans in alternating blocks."""
     plans = [trip.outcome.plan for trip in (light, heavy)]
     ours, other = (plan for plan in plans if plan is not None)
     predicted = site.predicted_seconds(other) / site.predicted_seconds(ours)
@@ -184,8 +188,8 @@ def _speed_after(site: Site, light: Trip, heavy: Trip, extent: RecoveryExtent) -
     return After(statistics.median(ratios), predicted)
 
 
-def _median(trips: dict[str, Trip], what: Callable[[Trip], float]) -> float:
-    return float(statistics.median(what(trip) for trip in trips.values()))
+def _median(trips: dict[str, Trip], quantity: Callable[[Trip], float]) -> float:
+    return float(statistics.median(quantity(trip) for trip in trips.values()))
 
 
 def _failure_figures(
@@ -245,7 +249,7 @@ def _plan_after(trip: Trip) -> str:
 
 
 def _draw(recoveries: Recoveries, name: str, setting: TorchSetting, out: Path) -> None:
-    """Fig. 17: when B is gone."""
+    """Draw Fig. 17: the throughput when one device is killed."""
     passages = []
     for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
         trip = trips[name]
@@ -259,7 +263,7 @@ def _draw(recoveries: Recoveries, name: str, setting: TorchSetting, out: Path) -
 
 
 def bench_backups(site: Site, extent: RecoveryExtent, say: Progress) -> Figures:
-    """Rounds with copies travelling over rounds without, in blocks by turns."""
+    """Compare rounds in which copies are sent with rounds without, in alternating blocks."""
     ratios, pairs = [], []
     for block in range(extent.blocks):
         say(f"copies, block {block + 1} of {extent.blocks}")
@@ -278,7 +282,7 @@ def bench_backups(site: Site, extent: RecoveryExtent, say: Progress) -> Figures:
 
 
 def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
-    """As torchrun does out of the box, and with a rendezvous that waits as little as ours does."""
+    """Measure torchrun as it is out of the box, and with a rendezvous that waits as little as ours does."""
     figures: Figures = {}
     try:
         for key, rendezvous in (("torchrun_seconds", ""), ("torchrun_tuned_seconds", TUNED)):
@@ -297,7 +301,8 @@ def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
 
 
 def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
-    """The same kills at 100 Mbit/s, light and heavy; all seconds are the lab's own."""
+    """Measure the same kills at 100 Mbit/s, with incremental and full re-planning; all seconds are in the lab's
+    time."""
     if why := missing():
         return {"lab_skipped": why}
     recoveries = Recoveries()
@@ -344,8 +349,8 @@ def bench_recovery(
     quick: bool = False, kills: int | None = None, lab: bool = False, out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Every figure of `manyhands bench recovery`, flat. With `kills`, the soak alone with so many; with `lab`, the lab
-    alone."""
+    """Return every figure of `manyhands bench recovery`, flat. With `kills`, only the soak with that many kills; with
+    `lab`, only the lab."""
     say = on_progress or (lambda text: None)
     extent = QUICK_EXTENT if quick else FULL
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}

@@ -18,19 +18,20 @@ class Passage:
     """One run through a failure; all moments are seconds after it."""
 
     name: str
-    """How it was re-planned."""
+    """The way of re-planning."""
     rounds: tuple[float, ...]
-    """When each round ended that had not ended before: rounds that are run again bring nothing new."""
+    """The end of each round that had not ended before: rounds that are run again add nothing new."""
     began: float
-    """When the next round began that was completed."""
+    """The start of the next round that was completed."""
     samples: int
     """Samples of a round."""
 
 
 def throughput(passage: Passage) -> tuple[list[float], list[float]]:
-    """Moments, and the samples per second between each and the next: a round's, from the end of the one before.
+    """Return moments, and the samples per second between each and the next: those of a round, counted from the end of
+    the previous one.
 
-    From the last end before rounds began again until then it is nothing.
+    From the last end before rounds began again until then it is 0.
     """
     edges, rates = [passage.rounds[0]], []
     for before, after in pairwise(passage.rounds):
@@ -43,7 +44,8 @@ def throughput(passage: Passage) -> tuple[list[float], list[float]]:
 
 
 def draw_passages(passages: Sequence[Passage], path: Path, title: str) -> Path:
-    """Beside each other, on one scale: samples per second, the failure, and when rounds began again."""
+    """Draw runs beside each other, on one scale: samples per second, the failure, and the moment at which rounds began
+    again."""
     figure = new_figure(5.5 * len(passages), 4.0)
     panels = figure.subplots(1, len(passages), sharex=True, sharey=True, squeeze=False)[0]
     for axes, passage in zip(panels, passages):

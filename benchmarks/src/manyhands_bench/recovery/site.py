@@ -38,15 +38,15 @@ from manyhands.simulator.simulate import simulate
 
 WARM_UP_STEPS = 2
 STRATEGY = "pipeline"
-"""What heavy re-planning searches, as in the paper."""
+"""The strategy that full re-planning searches, as in the paper."""
 Groups = tuple[tuple[str, ...], ...]
 """The devices of every stage."""
 OnStep = Callable[[int, ElasticJob], None]
-"""Step, and the job that has done it."""
+"""Called with a step and the job that has completed it."""
 
 
 class DrawnPictures(Dataset[Any]):
-    """Pictures and classes drawn at random, each sample another: a batch that is run twice, or left out, shows."""
+    """Pictures and classes drawn at random; no two samples are alike, so a batch run twice or left out shows."""
 
     def __init__(self, shape: tuple[int, ...], samples: int, classes: int, dtype: torch.dtype) -> None:
         drawing = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class DrawnPictures(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Strike:
-    """What is done to a worker: a signal, so long after a step has ended, so that it falls into a round."""
+    """A signal to a worker, sent some time after a step has ended, so that it falls into a round."""
 
     name: str
     after_step: int
@@ -72,21 +72,21 @@ class Strike:
 
 @dataclass
 class Trip:
-    """A run through a failure, with the moments at which things happened, by this process' clock."""
+    """A run through a failure, with the moments of its events by this process's clock."""
 
     outcome: JobOutcome = field(default_factory=JobOutcome)
     struck_at: float = 0.0
     steps: list[tuple[float, int, float]] = field(default_factory=list)
-    """When it ended, step, loss."""
+    """(moment at which it ended, step, loss)."""
     events: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
 
     def when(self, event: str) -> float:
-        """Return when the event was first logged."""
+        """Return the moment at which the event was first logged."""
         return next(moment for moment, name, _ in self.events if name == event)
 
     @property
     def recovery_seconds(self) -> float:
-        """From the signal to the start of the next round that was completed."""
+        """Seconds from the signal to the start of the next round that was completed."""
         return self.outcome.began_at[0] - self.struck_at
 
     @property
@@ -95,22 +95,22 @@ class Trip:
 
     @property
     def replan_seconds(self) -> float:
-        """Return the seconds from the loss to the new plan, in which the remaining devices report what they hold."""
+        """Seconds from the loss to the new plan, in which the remaining devices report what they hold."""
         return self.when("replanned") - self.when("lost")
 
     @property
     def first_round_seconds(self) -> float:
-        """From the signal to the end of the first completed round, be it one that is run again."""
+        """Seconds from the signal to the end of the first completed round, even if it is run again."""
         return self.when("recovered") - self.struck_at
 
     @property
     def caught_up_seconds(self) -> float:
-        """From the signal to the end of the first round that had not been done before."""
+        """Seconds from the signal to the end of the first round that had not been completed before."""
         lost = self.when("lost")
         return next(moment for moment, _, _ in self.steps if moment >= lost) - self.struck_at
 
     def recoveries_after(self, event: str) -> list[float]:
-        """Return the seconds of recoveries whose last cause was a loss, or a join."""
+        """Return the seconds of each recovery whose last cause was `event`, such as a loss or a join."""
         seconds, cause = [], ""
         for _, name, facts in self.events:
             if name == "recovered" and cause == event:
@@ -127,7 +127,7 @@ class Trip:
         return [loss for _, _, loss in self.steps]
 
     def rounds_lost(self, steps: int) -> int:
-        """Rounds that were not reported exactly once, in order."""
+        """Return the number of rounds that were not reported exactly once; 0 only if they were also in order."""
         completed = [step for _, step, _ in self.steps]
         return (
             0
@@ -138,7 +138,7 @@ class Trip:
 
 @dataclass
 class Site:
-    """Workers, what they train, and how it is shared."""
+    """The workers, the network and data they train, and the plan by which they share it."""
 
     session: Session
     graph: Graph
@@ -225,7 +225,7 @@ class Site:
         os.kill(process, strike.signal)
 
     def round_seconds(self, plan: Plan, steps: int, backup_every: int = 0) -> float:
-        """The mean round of a block of steps, without those that warm up."""
+        """Return the mean seconds of a round in a block of steps, without those that warm up."""
         whole = steps + WARM_UP_STEPS
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=whole,
@@ -238,25 +238,25 @@ class Site:
             return statistics.mean(run.run(iter(batches)).step_seconds[WARM_UP_STEPS:])
 
     def bring_back(self, names: Sequence[str], *, wait: bool = True) -> None:
-        """Start workers anew that were struck, each where it was; with `wait`, until all have joined."""
+        """Restart workers that were struck, each in its old place; with `wait`, wait until all have joined."""
         local, session = self.session.coordinator.local, self.session
-        wanted = []
+        restarts = []
         for name in names:
             process = local.processes[name]
             end_process(process.pid)
             process.wait()
             before = local.started_as[name].before  # what brings it into a lab
-            wanted.append(WorkerProcess((name,), session.cluster.device(name).compute, before, name))
+            restarts.append(WorkerProcess((name,), session.cluster.device(name).compute, before, name))
         if wait:
-            session.coordinator.start_workers(wanted, session.threads, JOIN_SECONDS)
+            session.coordinator.start_workers(restarts, session.threads, JOIN_SECONDS)
         else:
             local.start(
-                wanted, session.coordinator.address, session.coordinator.security, threads=session.threads,
+                restarts, session.coordinator.address, session.coordinator.security, threads=session.threads,
                 joins_later=True,
             )  # fmt: skip
 
 
 def end_process(process: int) -> None:
-    """One of ours, which may be stopped, or gone already."""
+    """Kill a process of ours, which may be stopped or have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)

@@ -1,5 +1,5 @@
 """The soak of `manyhands bench recovery`: workers are killed at random, over and over, come back and join again, and
-the job must not notice: every round is done, and the weights are those of a run in which nothing happened."""
+the job must not suffer: every round is completed, and the weights are those of a run in which nothing happened."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_DELAY_SECONDS = 0.5
 STOPPED_PART = 0.15
 """The part of the kills that are stops (SIGSTOP): a loss without a closed connection."""
 LEFT_ALIVE = 2
-"""How many workers are spared at a time: weights are at two places."""
+"""The number of workers that are always spared: weights are at two places."""
 BACK_SECONDS = 120.0
 SEED = 20240707
 MOST_SECONDS = 500.0
@@ -52,8 +52,8 @@ def digits_in_float64() -> Dataset[Any]:
 
 
 def soak_site(session: Session) -> Site:
-    """A small CNN on digits in float64, batch norm synchronised, dropout drawn from counters; the first and the last
-    stage on one device each, the others share the one between."""
+    """Return a job of a small CNN on digits in float64, batch norm synchronised, dropout drawn from counters; the first
+    and the last stage are on one device each, the other devices share the one between."""
     torch.manual_seed(0)
     first, *others, last = session.cluster.names
     module, data = tiny(width=8).double(), digits_in_float64()
@@ -66,9 +66,9 @@ def soak_site(session: Session) -> Site:
 
 @dataclass
 class Reaper:
-    """Kills workers and starts them again, called at the end of every round; each kill by a thread of its own.
+    """A killer of workers that also starts them again, called at the end of every round; each kill has its own thread.
 
-    Rounds wait until the next kill is possible, but never while there is news of a loss or a join: the job gets to
+    Rounds wait until the next kill is possible, but never while there is news of a loss or a join: the job handles
     it at once, as it would without a reaper.
     """
 
@@ -80,7 +80,7 @@ class Reaper:
     done: list[tuple[float, str, signal.Signals]] = field(default_factory=list)
     """Moment, worker and kind of each kill."""
     struck: dict[str, signal.Signals] = field(default_factory=dict)
-    """Workers that were struck and have not been started again."""
+    """Workers that were struck and have not been started again, each with its signal."""
     armed: int = 0
     thread: threading.Thread | None = None
 
@@ -186,20 +186,20 @@ def soak(site: Site, kills: int, say: Progress) -> Figures:
 
 
 def loss_difference(trip: Trip, other: Trip) -> float:
-    """The worst relative difference between two runs' losses."""
+    """Return the worst relative difference between two runs' losses."""
     pairs = zip(trip.losses, other.losses, strict=True)
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
 
 def weight_difference(state: RunState | None, other: RunState | None) -> float:
-    """The worst difference over the largest number of the tensor that it is in."""
+    """Return the worst difference between two runs' weights, relative to the largest number in the same tensor."""
     assert state is not None
     assert other is not None
     worst = 0.0
-    for name, wanted in other.weights.items():
-        size = float(wanted.double().abs().max()) if wanted.numel() else 0.0
+    for name, expected in other.weights.items():
+        size = float(expected.double().abs().max()) if expected.numel() else 0.0
         if size:
-            worst = max(worst, float((state.weights[name].double() - wanted.double()).abs().max()) / size)
+            worst = max(worst, float((state.weights[name].double() - expected.double()).abs().max()) / size)
     return worst
 
 

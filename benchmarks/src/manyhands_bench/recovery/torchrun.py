@@ -1,9 +1,9 @@
-"""The same fault under torchrun and DistributedDataParallel: a node is killed, the others meet again and go on.
+"""The same fault under torchrun and DistributedDataParallel: a node is killed, the others rendezvous again and go on.
 
     python -m torch.distributed.run ... -m manyhands_bench.recovery.torchrun LOG MODEL SHAPE SAMPLES
 
 Every worker writes a line into LOG.RANK when it begins a step: the clock, which all processes of a machine share, the
-step, and how many there are. Rank 0 keeps a checkpoint, from which all go on.
+step, and the number of ranks. Rank 0 keeps a checkpoint, from which all go on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _POLL_SECONDS = 0.05
 
 
 def seconds_after_kill(model: str, shape: tuple[int, ...], samples: int, rendezvous: str = "") -> float:
-    """From the kill of one of three nodes, agent and worker, to the start of the next step of those left."""
+    """Return the seconds from the kill of one of three nodes, agent and worker, to the start of the next step of the
+    remaining nodes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="manyhands-torchrun-") as folder:
@@ -43,7 +44,7 @@ def seconds_after_kill(model: str, shape: tuple[int, ...], samples: int, rendezv
         try:
             _wait(lambda: all(len(_begun(log, rank)) >= STEPS_BEFORE for rank in range(NODES)), agents, "to begin")
             killed_at = time.monotonic()
-            _end_tree(agents[-1].pid)  # not the first: the meeting place is there
+            _end_tree(agents[-1].pid)  # not the first, which hosts the rendezvous
             _wait(lambda: bool(_after(log)), agents[:-1], "to go on")
             return min(_after(log)) - killed_at
         finally:
@@ -72,36 +73,36 @@ def _agent(
 
 
 def _begun(log: Path, rank: int) -> list[tuple[float, int, int]]:
-    """Return for each step that a rank has begun: when, which, and how many ranks there were."""
+    """Return (moment, step, number of ranks) for each step that a rank has begun."""
     try:
         lines = log.with_suffix(f".{rank}").read_text().splitlines()
     except OSError:
         return []
     moments = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # one that is being written
+        with contextlib.suppress(ValueError):  # a line that is being written
             moment, step, world = json.loads(line)
             moments.append((float(moment), int(step), int(world)))
     return moments
 
 
 def _after(log: Path) -> list[float]:
-    """When those left began their steps."""
+    """Return the moments at which the remaining nodes began their steps."""
     return [moment for rank in range(NODES) for moment, _, world in _begun(log, rank) if world < NODES]
 
 
-def _wait(is_so: Callable[[], bool], agents: list[subprocess.Popen[bytes]], what: str) -> None:
+def _wait(is_so: Callable[[], bool], agents: list[subprocess.Popen[bytes]], purpose: str) -> None:
     end = time.monotonic() + LIMIT_SECONDS
     while not is_so():
         ended = [agent.returncode for agent in agents if agent.poll() is not None]
         if ended or time.monotonic() > end:
             how = f"ended with exit code {ended[0]}" if ended else f"took longer than {LIMIT_SECONDS:g} s"
-            raise TimedOut(f"torchrun {how} {what}.")
+            raise TimedOut(f"torchrun {how} {purpose}.")
         time.sleep(_POLL_SECONDS)
 
 
 def _end_tree(process: int) -> None:
-    """A node: the agent and what it has started."""
+    """Kill a node: the agent and every process that it has started."""
     import psutil
 
     children: list[int] = []
@@ -127,14 +128,14 @@ def main() -> None:
     log, model, size, samples = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     shape = tuple(int(extent) for extent in size.split("x"))
     torch.set_num_threads(1)
-    keep_memory()  # what our workers do; the baseline is tuned alike
+    keep_memory()  # as our workers do: the baseline is tuned alike
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     module = build(model)
-    kept = log.with_suffix(".safetensors")
-    if kept.exists():
-        module.load_state_dict(load_file(kept))
+    checkpoint = log.with_suffix(".safetensors")
+    if checkpoint.exists():
+        module.load_state_dict(load_file(checkpoint))
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
     batch, target = example_batch(model, samples, input_shape=shape), example_target(model, samples, input_shape=shape)
@@ -146,8 +147,8 @@ def main() -> None:
             loss(wrapped(batch), target).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if rank == 0 and step % STEPS_BETWEEN_CHECKPOINTS == 0:
-                save_file(module.state_dict(), kept.with_suffix(".new"))
-                kept.with_suffix(".new").rename(kept)
+                save_file(module.state_dict(), checkpoint.with_suffix(".new"))
+                checkpoint.with_suffix(".new").rename(checkpoint)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What running ahead and packing do to accuracy on real pictures: three seeds, and the studies of SPLIT Fig. 4 and 6-8.
+"""The effect of running ahead and packing on accuracy, with real pictures: three seeds, and SPLIT Fig. 4 and 6-8.
 
 Trainings are rehearsed in one process (executor/rehearsal.py), which computes what edge and server would and is checked
-against them; a gradient is as late as K allows, always. All see the same batches of the same pictures.
+against them; a gradient is always as late as K allows. All trainings see the same batches of the same pictures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manyhands_bench.split.weight_changes import weight_change_rates
 BATCH = 32
 WIDTH = 16
 SHAPE = (3, 16, 16)
-"""Pictures are made smaller, so that trainings long enough to settle take seconds."""
+"""Pictures are scaled down, so that trainings long enough to settle take seconds."""
 LEARNING_RATE = 0.01
 CUT = 2
 SCORED_BATCH = 500
@@ -45,14 +45,14 @@ MODES: dict[str, ReplayMode] = {"window": "window", "grouped": "grouped"}
 
 @dataclass(frozen=True)
 class SplitAccuracyExtent:
-    """How much is trained."""
+    """The amount of training."""
 
     samples: int
     """Pictures to train on."""
     scored: int
     """Pictures to score on."""
     steps: int
-    """Steps of a training that counts."""
+    """Steps of a training that counts towards the accuracy figures."""
     seeds: int
     study_steps: int
     """Steps of a training of the studies; 0: no studies."""
@@ -62,7 +62,7 @@ class SplitAccuracyExtent:
 
 @dataclass(frozen=True)
 class SplitVariant:
-    """How a training is cut, how late, how packed."""
+    """A way of training: the cut, the lateness of gradients (K) and the packing of features."""
 
     k: int = 0
     bits: int = 32
@@ -93,7 +93,7 @@ class Trainings:
     cuts: tuple[int, ...]
     norms: list[float] = field(default_factory=list)
     last_loss: float = math.nan
-    """Training loss of the last training: the mean over its last tenth."""
+    """The training loss of the last training: the mean over its last tenth."""
 
     @classmethod
     def of(cls, path: Path, extent: SplitAccuracyExtent) -> Trainings:
@@ -107,7 +107,7 @@ class Trainings:
         return Optimizer("SGD", lr=LEARNING_RATE, momentum=0.9, schedule=("CosineAnnealingLR", {"T_max": steps}))
 
     def score(self, way: SplitVariant, seed: int, steps: int, *, keeps_norms: bool = False) -> float:
-        """Accuracy on pictures that were held out."""
+        """Train, and return the accuracy on held-out pictures; 0 if a loss was not finite."""
         order = BatchOrder(self.train.count, BATCH, shuffle=True, seed=seed)
         rehearsal = Rehearsal(
             self.graphs[seed], self.optimizer(steps), way.cut, codec=Codec(way.bits, way.feeds_back),
@@ -133,7 +133,7 @@ def _graph(seed: int, classes: int, shape: tuple[int, ...]) -> Graph:
 
 
 def bench_accuracy(path: Path, extent: SplitAccuracyExtent, out: Path | None, say: Progress) -> Figures:
-    """Normal training beside pipelines, packed and not; and the studies as pictures."""
+    """Compare normal training with pipelines, packed and not, and draw the studies."""
     try:
         trainings = Trainings.of(path, extent)
     except ManyhandsError as error:
@@ -173,7 +173,7 @@ def _accuracy_figures(scores: dict[str, list[float]], trainings: Trainings, exte
 
 
 def _draw_changes(norms: Sequence[float], out: Path) -> None:
-    """Eq. 6: how far weights move in K steps, early and late in training."""
+    """Draw how far weights move in K steps (Eq. 6), early and late in training."""
     third = max(1, len(norms) // 3)
     parts = {"first third": norms[:third], "second third": norms[third : 2 * third], "last third": norms[2 * third :]}
     lines = {
@@ -187,7 +187,7 @@ def _draw_changes(norms: Sequence[float], out: Path) -> None:
 
 
 def _studies(trainings: Trainings, extent: SplitAccuracyExtent, out: Path, say: Progress) -> Figures:
-    """Fig. 6-8: accuracy against K, the cut, and bits."""
+    """Draw Fig. 6-8: accuracy against K, the cut, and bits."""
     steps, seeds = extent.study_steps, extent.seeds if extent.study_steps >= extent.steps else 1
     figures: Figures = {}
 

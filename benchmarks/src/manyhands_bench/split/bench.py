@@ -1,6 +1,6 @@
 """Figures of `manyhands bench split`: split training over recorded links beside its baselines, and its accuracy.
 
-An edge that is slowed down and a server are two processes of this machine; the link between them follows recordings.
+The edge, which is slowed down, and the server are two processes of this machine; their link follows recordings.
 """
 
 from __future__ import annotations

@@ -22,19 +22,19 @@ class Course:
     """A run over a changing link; all moments are seconds after the link began to change."""
 
     up: Line
-    """From this moment on, Mbit/s from the edge."""
+    """(moment, Mbit/s from the edge from then on)."""
     down: Line
-    """From this moment on, Mbit/s to the edge."""
+    """(moment, Mbit/s to the edge from then on)."""
     cuts: Sequence[tuple[float, int]]
-    """From this moment on, the layers before this one were at the edge."""
+    """(moment, cut): from then on, the layers before the cut were at the edge."""
     speeds: Line
-    """From this moment on, samples per second."""
+    """(moment, samples per second from then on)."""
     end: float
     layers: int
 
 
 def _thinned(line: Line) -> Line:
-    """Means over half seconds, where there is more than can be told apart."""
+    """Return means over half seconds if the line has more points than a picture can show."""
     if len(line) <= MOST_POINTS:
         return line
     parts: dict[float, list[float]] = {}
@@ -44,12 +44,12 @@ def _thinned(line: Line) -> Line:
 
 
 def _held(line: Line, end: float) -> tuple[list[float], list[float]]:
-    """Moments and values of what holds until the next one."""
+    """Return moments and values for drawing in steps: each value holds until the next moment, the last until `end`."""
     return [*(moment for moment, _ in line), end], [*(value for _, value in line), line[-1][1]]
 
 
 def draw_course(course: Course, path: Path, title: str) -> Path:
-    """Fig. 18: what the link gave above where the network was cut, and how fast that was."""
+    """Draw Fig. 18: the link's rates above the cut of the network, and the speed below."""
     figure = new_figure(9, 6)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 1.4))
     cuts = [(moment, float(cut)) for moment, cut in course.cuts]
@@ -73,7 +73,7 @@ def draw_course(course: Course, path: Path, title: str) -> Path:
 def draw_lines(
     lines: Mapping[str, Line], path: Path, *, across: str, up: str, title: str, is_logarithmic: bool = False
 ) -> Path:
-    """One line for each name; logarithmic both ways or not at all."""
+    """Draw a line for each name; both axes are logarithmic, or neither."""
     figure = new_figure(9, 4.5)
     axes = figure.subplots()
     for place, (name, line) in enumerate(lines.items()):
@@ -87,7 +87,7 @@ def draw_lines(
 
 @dataclass(frozen=True)
 class Study:
-    """Accuracy against one thing: names of its places, and for each line its values at them."""
+    """Accuracy against one variable: the names of its values, and for each line the accuracies there."""
 
     across: str
     places: Sequence[str]
@@ -95,7 +95,7 @@ class Study:
 
 
 def draw_studies(studies: Sequence[Study], reference: float, path: Path, title: str) -> Path:
-    """Fig. 6-8 beside each other, on one scale, with plain training as a line."""
+    """Draw Fig. 6-8 beside each other, on one scale, with plain training as a line."""
     figure = new_figure(4.2 * len(studies), 4.2)
     panels = figure.subplots(1, len(studies), sharey=True, squeeze=False)[0]
     for axes, study in zip(panels, studies):

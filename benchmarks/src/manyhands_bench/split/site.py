@@ -1,4 +1,4 @@
-"""Where `manyhands bench split` trains: an edge that is slowed down and a server, one network, and timed runs of it.
+"""The site of `manyhands bench split`: an edge that is slowed down and a server, one network, and timed runs of it.
 
 Workers, capture and measurements are made once and serve all runs: ours and every baseline's.
 """
@@ -42,13 +42,12 @@ K = 5
 SLICE_SECONDS = 0.5
 LONGEST_PREDICTED_SECONDS = 600.0
 MODE = "grouped"
-"""The default of `split_train`."""
-"""What counts as ours; the other mode is measured beside it."""
+"""The default of `split_train`, which counts as ours; the other mode is measured beside it."""
 
 
 @dataclass(frozen=True)
 class SplitSetting:
-    """What is trained, and how much slower the edge is than the server."""
+    """The network and batch that are trained, and how many times slower the edge is than the server."""
 
     model: str
     shape: tuple[int, ...]
@@ -69,7 +68,7 @@ class SplitSetting:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds count from the moment at which the link began to follow its trace."""
+    """A round and its steps. Seconds count from the moment at which the link began to follow its trace."""
 
     begin: float
     end: float
@@ -79,7 +78,7 @@ class Round:
 
 @dataclass
 class TimedSplit:
-    """One run, and when each of its rounds ended."""
+    """One run, and the moments at which its rounds began and ended."""
 
     steps: int
     rounds: list[Round]
@@ -88,7 +87,8 @@ class TimedSplit:
 
     @property
     def seconds(self) -> float:
-        """From the first round's beginning to the last one's end: with every pause in which layers changed sides."""
+        """Seconds from the beginning of the first round to the end of the last, with every pause in which layers
+        changed sides."""
         return self.rounds[-1].end - self.rounds[0].begin
 
     @property
@@ -96,17 +96,17 @@ class TimedSplit:
         return 100 * self.seconds / self.steps
 
     def done_at(self, moment: float) -> float:
-        """Batches that were done by then; in a round they come evenly."""
-        done = 0.0
+        """Return the batches completed by then; in a round they are spread evenly."""
+        completed = 0.0
         for round in self.rounds:
             part = (moment - round.begin) / max(round.end - round.begin, 1e-9)
-            done += round.steps * min(max(part, 0.0), 1.0)
-        return done
+            completed += round.steps * min(max(part, 0.0), 1.0)
+        return completed
 
     def seconds_within(self, begin: float, end: float) -> float:
         """Return the seconds of 100 batches, at the speed between two moments."""
-        done = self.done_at(end) - self.done_at(begin)
-        return 100 * (end - begin) / done if done else math.inf
+        completed = self.done_at(end) - self.done_at(begin)
+        return 100 * (end - begin) / completed if completed else math.inf
 
     @property
     def profile(self) -> SplitProfile:
@@ -114,14 +114,14 @@ class TimedSplit:
         return self.result.split
 
     def deployments(self) -> list[tuple[int, Deployment]]:
-        """(step, what ran from there on)."""
+        """Return (step, the deployment from that step on) for every deployment."""
         assert self.result.deployment is not None
         changes = self.result.changes
         first = changes[0].before if changes else self.result.deployment
         return [(0, first), *((change.step, change.after) for change in changes)]
 
     def stretches(self) -> list[tuple[Deployment, list[Round]]]:
-        """Rounds without a change between them."""
+        """Return each deployment with its rounds, without a change between them."""
         stretches = []
         deployments = self.deployments()
         for (step, deployment), after in itertools.zip_longest(deployments, deployments[1:]):
@@ -132,7 +132,7 @@ class TimedSplit:
         return stretches
 
     def predictions(self, trace: LinkTrace) -> list[tuple[float, float]]:
-        """Return for each stretch the seconds predicted at the rates in force, and the seconds measured."""
+        """Return, for each stretch, the seconds predicted at the rates in force, and the seconds measured."""
         pairs = []
         for deployment, rounds in self.stretches():
             predicted = sum(self._predicted(deployment, round, trace) for round in rounds)
@@ -140,30 +140,31 @@ class TimedSplit:
         return pairs
 
     def _predicted(self, deployment: Deployment, round_: Round, trace: LinkTrace) -> float:
-        """How long its batches should take from its beginning on, as the rates were from moment to moment."""
-        left, now = 1.0, round_.begin
-        while left > 0 and now < round_.begin + LONGEST_PREDICTED_SECONDS:
+        """Return the seconds that a round's batches should take from its beginning on, at the rates from moment to
+        moment."""
+        remaining, now = 1.0, round_.begin
+        while remaining > 0 and now < round_.begin + LONGEST_PREDICTED_SECONDS:
             rates = mean_rates(trace, now, now + SLICE_SECONDS)
             whole = seconds_of(self.profile, rates, round_.steps, deployment, drains=self.mode == "grouped")
-            done = min(left, SLICE_SECONDS / whole)
-            now += done * whole if done == left else SLICE_SECONDS
-            left -= done
+            progress = min(remaining, SLICE_SECONDS / whole)
+            now += progress * whole if progress == remaining else SLICE_SECONDS
+            remaining -= progress
         return now - round_.begin
 
     def moments(self) -> list[tuple[float, int]]:
-        """(seconds, cut): when each deployment's first round began."""
+        """Return (seconds, cut) for the beginning of each deployment's first round."""
         return [(rounds[0].begin, deployment.cut) for deployment, rounds in self.stretches()]
 
 
 def mean_rates(trace: LinkTrace, begin: float, end: float) -> LinkRates:
-    """What the link gave on average between two moments."""
+    """Return the mean rates of the link between two moments."""
     seconds = max(end - begin, 1e-9)
     up, down = (way.integral(begin, begin + seconds) / seconds for way in (trace.up, trace.down))
     return LinkRates(up, down)
 
 
 class _Job(SplitJob):
-    """Without what is written for people to look at."""
+    """A job that does not write the pictures for people to look at."""
 
     def write_pictures(self, *_: Any) -> None:
         pass
@@ -171,7 +172,7 @@ class _Job(SplitJob):
 
 @dataclass
 class SplitSite:
-    """Two ends, and what they train."""
+    """The two ends, and the network and data they train."""
 
     two: Two
     setting: SplitSetting
@@ -182,7 +183,7 @@ class SplitSite:
 
     @classmethod
     def of(cls, two: Two, setting: SplitSetting, folder: Path, *, measure_seconds: float | None = None) -> SplitSite:
-        """Captured and measured as things are now; later runs find the measurements where these are kept."""
+        """Capture and measure the network as the machine is now; later runs find the stored measurements."""
         data = DrawnPictures(setting.shape, 32 * setting.batch_size, CLASSES, torch.float32)
         module = setting.module()
         graph = captured(module, data, nn.functional.cross_entropy, granularity="blocks", name=setting.model)
@@ -203,10 +204,10 @@ class SplitSite:
             backup_every=0,
         )  # fmt: skip
         workload = Workload(self.module, self.data, nn.functional.cross_entropy, OPTIMIZER, config)
-        seen: list[tuple[float, int, float]] = []
+        events: list[tuple[float, int, float]] = []
 
         def stepped(step: int, loss: float, seconds: float) -> None:
-            seen.append((time.monotonic() - began, step, seconds))
+            events.append((time.monotonic() - began, step, seconds))
 
         with tempfile.TemporaryDirectory(dir=self.folder) as name, closing(RunRecord(Path(name) / "run")) as record:
             opened = OpenedRun(self.graph, record, RunState(dict(self.graph.state)), record.folder, steps, False)
@@ -214,12 +215,13 @@ class SplitSite:
             planned = job.prepared()
             began = time.monotonic()
             result = job.train(planned, stepped)
-        return TimedSplit(steps, list(rounds_of(seen)), result, mode)
+        return TimedSplit(steps, list(rounds_of(events)), result, mode)
 
 
-def rounds_of(seen: list[tuple[float, int, float]]) -> Iterator[Round]:
-    """(moment, step, its part of its round's seconds) of every step: those of a round are logged one after another."""
-    for _, group in itertools.groupby(seen, key=lambda event: event[2]):
+def rounds_of(events: list[tuple[float, int, float]]) -> Iterator[Round]:
+    """Yield the rounds of logged steps, each (moment, step, its part of its round's seconds): the steps of a round are
+    logged one after another."""
+    for _, group in itertools.groupby(events, key=lambda event: event[2]):
         steps = list(group)
         end, first, each = steps[0]
         yield Round(end - each * len(steps), end, first, len(steps))

@@ -2,8 +2,8 @@
 
 Each trace is played from where it moves most. Every method begins with the mean rates of what is played:
 JointDNN stays with them; ours and K=0 learn the rest from their own transfers. Each runs as many batches as it should
-do in the same seconds of the trace, so that all see the same link, and their seconds are scaled up to 100 batches. What
-never uses the link is run once.
+do in the same seconds of the trace, so that all see the same link, and their seconds are scaled up to 100 batches. The
+baseline that never uses the link is run once.
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ MORE_TRACES: dict[str, str] = {
 }
 LONG_TRACE = "mahimahi-100ms/TMobile-UMTS-driving_up.txt,mahimahi-100ms/TMobile-UMTS-driving_down.txt"
 LONG_BEGIN = 440.0
-"""Where Fig. 18 begins: the link is fast at first, then slow for long enough that another deployment pays."""
+"""The second at which Fig. 18 begins: the link is fast at first, then slow for long enough that another deployment
+pays."""
 RATES = (0.5, 2.0, 8.0, 25.0, 80.0, 200.0)
 """Mbit/s, of Fig. 16."""
 OURS, BESIDE, GROUPED = "ours", "window", "grouped"
-"""Ours in its usual mode, in the other, and what the usual one is called."""
+"""Our method in its usual mode, in the other mode, and the name of the usual mode."""
 LINKED = ("k0", "jointdnn")
 """Baselines that use the link."""
 ALONE = "edge-only"
 SECTION_SECONDS = 120.0
 MOVING_SECONDS = 5.0
-"""Seconds of the means by which a trace's movement is judged."""
+"""The span of each of the means by which a trace's movement is judged."""
 LOOKED_AT_SECONDS = 30.0
-"""Seconds of trace within which these means differ most: a run begins there."""
+"""The length of trace whose means are compared: a run begins where they differ most."""
 LEAST_BATCHES = 3
 MBIT = 1e6 / 8
 EDGE_KIND = "jetson-tx2"
-"""The catalogue's device whose watts the edge is taken to draw."""
+"""The catalogue's device whose watts the edge is assumed to draw."""
 
 
 @dataclass(frozen=True)
 class TraceExtent:
-    """How much is measured."""
+    """The amount of measuring."""
 
     traces: Mapping[str, str]
     run_seconds: float
@@ -72,17 +73,17 @@ class TraceExtent:
     most_batches: int
     rates: Sequence[float]
     rate_seconds: float
-    """The same at each of the fixed rates."""
+    """Seconds that each method runs at each of the fixed rates."""
     alone_batches: int
     long_seconds: float
-    """The same for Fig. 18."""
+    """Seconds of the run for Fig. 18."""
 
 
 # ---- Where a trace moves most
 
 
 def section(trace: LinkTrace, seconds: float = SECTION_SECONDS) -> tuple[LinkTrace, float]:
-    """The part of a trace that begins where it moves most, and where that is."""
+    """Return the part of a trace that begins where it moves most, and the second at which it begins."""
     length = max(trace.up.length_seconds, trace.down.length_seconds)
     latest = max(0.0, length - LOOKED_AT_SECONDS)  # not where it begins again
     starts = [MOVING_SECONDS * place for place in range(math.floor(latest / MOVING_SECONDS) + 1)]
@@ -92,7 +93,7 @@ def section(trace: LinkTrace, seconds: float = SECTION_SECONDS) -> tuple[LinkTra
 
 
 def movement(trace: LinkTrace, begin: float) -> float:
-    """How much means over a few seconds differ from there on, both directions together."""
+    """Return how much means over a few seconds differ from `begin` on: their deviations, both directions together."""
     places = [begin + MOVING_SECONDS * place for place in range(round(LOOKED_AT_SECONDS / MOVING_SECONDS))]
     return sum(
         statistics.pstdev(way.integral(place, place + MOVING_SECONDS) / MOVING_SECONDS for place in places)
@@ -101,7 +102,7 @@ def movement(trace: LinkTrace, begin: float) -> float:
 
 
 def part(way: Trace, begin: float, seconds: float) -> Trace:
-    """One direction from a moment on."""
+    """Return one direction of a trace from a moment on."""
     moments, rates, now = [], [], 0.0
     while now < seconds:
         rate, holds = way.at(begin + now)
@@ -122,18 +123,18 @@ def read_traces(folder: Path, names: Mapping[str, str]) -> dict[str, LinkTrace]:
 
 @dataclass
 class Contest:
-    """All methods that ran on one trace, over the same stretch of it."""
+    """The runs of all methods on one trace, over the same stretch of it."""
 
     name: str
     trace: LinkTrace
     begin: float
     timed: dict[str, TimedSplit] = field(default_factory=dict)
     alone: float = 0.0
-    """Edge only, seconds of 100 batches."""
+    """Seconds of 100 batches at the edge alone."""
 
     @property
     def window(self) -> tuple[float, float]:
-        """The seconds of the trace in which all of them ran."""
+        """The beginning and end of the time, in seconds of the trace, in which all of them ran."""
         every = self.timed.values()
         return max(timed.rounds[0].begin for timed in every), min(timed.rounds[-1].end for timed in every)
 
@@ -171,24 +172,24 @@ def _deployed(timed: TimedSplit) -> str:
 
 
 def _way(method: str) -> tuple[str, str]:
-    """Baseline and mode."""
+    """Return the baseline, empty for ours, and the mode of a method."""
     return ("", MODE) if method == OURS else ("", BESIDE) if method == BESIDE else (method, MODE)
 
 
 def batches_in(profile: SplitProfile, method: str, trace: LinkTrace, seconds: float, most: int) -> int:
-    """How many batches should be done in the first seconds of a trace, as it is deployed first; of what runs ahead two
-    groups at least, for filling and draining to count for what they are."""
+    """Return how many batches should be completed in the first seconds of a trace with the first deployment; at least
+    two groups for a method that runs ahead, so that filling and draining count for what they are."""
     baseline, mode = _way(method)
     mean = LinkRates(trace.up.mean, trace.down.mean)
     chooser = BASELINES[baseline] if baseline else choose
     first = chooser(profile, mean, FIRST_TAU, None, K, drains=mode == GROUPED)
-    done, now = 0.0, 0.0
+    fit, now = 0.0, 0.0
     while now < seconds:
         rates = mean_rates(trace, now, now + 1)
-        done += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
+        fit += FIRST_TAU / seconds_of(profile, rates, FIRST_TAU, first, drains=mode == GROUPED) * min(1, seconds - now)
         now += 1
     group, least = (1, LEAST_BATCHES) if baseline else (K + 1, 2)
-    return max(least, round(min(done, most) / group)) * group
+    return max(least, round(min(fit, most) / group)) * group
 
 
 def run_contest(
@@ -209,7 +210,7 @@ def run_alone(site: SplitSite, batches: int, say: Progress) -> TimedSplit:
 
 
 def bench_traces(site: SplitSite, folder: Path, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
-    """Every trace, and what follows from the same runs."""
+    """Run all methods on every trace, and return the figures that follow from these runs."""
     alone = run_alone(site, extent.alone_batches, say)
     contests = []
     methods = [OURS, "k0", "jointdnn", BESIDE]
@@ -258,7 +259,7 @@ def trace_figures(contests: Sequence[Contest], alone: TimedSplit, setting: Split
 
 
 def sim_error(contests: Sequence[Contest], method: str) -> float:
-    """Median over stretches without a change: predicted at the rates that were in force, against measured."""
+    """Return the median error over stretches without a change: predicted at the rates in force, against measured."""
     pairs = [pair for contest in contests for pair in contest.timed[method].predictions(contest.trace)]
     return statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs)
 
@@ -306,7 +307,7 @@ def joules(timed: TimedSplit, trace: LinkTrace) -> float:
 
 
 def _busy(timed: TimedSplit, deployment: Deployment, rates: LinkRates) -> tuple[float, float]:
-    """Seconds of a batch that the edge computes, and that its link is busy."""
+    """Return the seconds of a batch for which the edge computes, and for which its link is busy."""
     profile = timed.profile
     if deployment.cut == profile.edge_only:
         return math.inf, 0.0
@@ -321,7 +322,7 @@ def _busy(timed: TimedSplit, deployment: Deployment, rates: LinkRates) -> tuple[
 def bench_course(
     site: SplitSite, folder: Path, extent: TraceExtent, profile: SplitProfile, out: Path, say: Progress
 ) -> Figures:  # fmt: skip
-    """Fig. 18: a longer run, its link and its cuts."""
+    """Run for longer and draw Fig. 18: the link and the cuts."""
     whole = read_traces(folder, {"long": LONG_TRACE})["long"]
     up, down = (part(way, LONG_BEGIN, SECTION_SECONDS) for way in (whole.up, whole.down))
     trace = LinkTrace(up, down, whole.is_one_way, whole.name)
@@ -355,7 +356,7 @@ def bench_course(
 
 
 def bench_rates(site: SplitSite, alone: TimedSplit, extent: TraceExtent, out: Path | None, say: Progress) -> Figures:
-    """Fig. 16: samples per second at fixed rates."""
+    """Measure samples per second at fixed rates, and draw Fig. 16."""
     figures: Figures = {}
     size = site.setting.batch_size
     lines: dict[str, list[tuple[float, float]]] = {method: [] for method in (OURS, "k0", "jointdnn", ALONE)}
@@ -380,7 +381,7 @@ def bench_rates(site: SplitSite, alone: TimedSplit, extent: TraceExtent, out: Pa
 
 
 def bench_bytes(site: SplitSite, say: Progress) -> Figures:
-    """Bytes of features on the wire, at 8 bits and as they are."""
+    """Return the bytes of features on the wire at 8 bits over those at 32."""
     cut = site.graph.network.layers[1].name
     sizes = {}
     for bits in (8, 32):
@@ -390,7 +391,7 @@ def bench_bytes(site: SplitSite, say: Progress) -> Figures:
 
 
 def skipped(folder: Path) -> str:
-    """Why traces cannot be played; empty: they can."""
+    """Return the reason that traces cannot be played; empty: they can."""
     if not folder.is_dir():
         return f"there is no folder {folder}; name one with --traces"
     try:

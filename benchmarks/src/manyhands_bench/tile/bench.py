@@ -5,7 +5,7 @@ parts         bare parts of the image, no exchange ┤ all alive during the whol
 tiles         the same image cut between workers   ┘ the median of the blocks' ratios counts
 
 limit         one device over parts: what cutting alone could give on this machine
-efficiency    of that, what tiles reach, with everything exchanged that makes them exact
+efficiency    the part of it that tiles reach, with everything exchanged that makes them exact
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ KERNEL_SECONDS, QUICK_KERNEL_SECONDS = 45.0, 8.0
 
 
 def bench_speed(subject: TiledNetwork, session: Session, blocks: int, steps: int, say: Progress) -> Figures:
-    """One device, bare parts and tiles in turns; PyTorch's default and the paper's other two plans beside them."""
+    """Time one device, bare parts and tiles in turns, and beside them PyTorch's default and the paper's other two
+    plans."""
     names = session.cluster.names
     count = len(names)
     ways = _ways(count)
@@ -114,7 +115,7 @@ def bench_speed(subject: TiledNetwork, session: Session, blocks: int, steps: int
 
 
 def _ways(count: int) -> list[TileVariant]:
-    """What is tried: grids as square as can be, either way round, and both places to exchange."""
+    """Return the variants to try: grids as square as possible, in both orientations, and both places to exchange."""
     rows, columns = square_grid(count)
     grids = dict.fromkeys([(rows, columns), (columns, rows)])
     return [TileVariant(grid, beside_sums) for grid in grids for beside_sums in (False, True)]
@@ -131,7 +132,7 @@ def bench_tile(
     out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Every figure of `manyhands bench tile`, flat; `full` draws the paper's studies into `out` too."""
+    """Return every figure of `manyhands bench tile`, flat; `full` draws the paper's studies into `out` too."""
     say = on_progress or (lambda text: None)
     cores = usable()
     if count > len(cores):

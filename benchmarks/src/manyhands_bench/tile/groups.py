@@ -1,4 +1,4 @@
-"""What tiles send, and what choosing where they exchange gains: `bytes_match` and `grouping_gain` of bench tile."""
+"""The bytes that tiles send, and the gain of choosing where they exchange: `bytes_match` and `grouping_gain`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.tile.setup import WARM_UP_STEPS, Grid, TiledNetwork, TileVariant, grid_text
 
 SLOW = Link(2e6 / 8, 0.3e-3)
-"""2 Mbit/s, and a delay as of a switch and two network stacks."""
+"""A link of 2 Mbit/s, with the delay of a switch and two network stacks."""
 PROFILE_SECONDS = 10.0
 BYTES_STEPS = 2
 
@@ -39,8 +39,8 @@ BYTES_STEPS = 2
 
 
 def bench_bytes(subject: TiledNetwork, session: Session, ways: Sequence[TileVariant], say: Progress) -> Figures:
-    """Bytes of every pair in a run's logs against those that the plan says, and what they carry (Fig. 5.2c); the first
-    way's, and whether those of all match."""
+    """Compare the bytes of every pair in a run's logs with the plan's, and count what they carry (Fig. 5.2c). Return
+    the first way's figures, and whether the bytes of all ways match."""
     say("bytes sent")
     by_way: list[Figures] = []
     for way in ways:
@@ -70,7 +70,7 @@ def bench_bytes(subject: TiledNetwork, session: Session, ways: Sequence[TileVari
 
 
 def step_bytes(subject: TiledNetwork, schedule: Schedule) -> dict[str, int]:
-    """Bytes of one step by what they are: samples and outputs, boundary data, sums of batch norm, weights."""
+    """Return the bytes of one step by content: samples and outputs, boundary data, sums of batch norm, weights."""
     network = subject.graph.network
     counts: Counter[str] = Counter(input_output=0, boundary=0, statistics=0, weights=0)
     for device, actions in schedule.actions.items():
@@ -102,7 +102,7 @@ def _travelling(reduce: Reduce, network: Network) -> int:
 
 ONE_GROUP = ("one group", "one group each way")
 EVERY_LAYER = ("every layer", "every layer, deltas")
-"""The extremes, by the planner's names: with backward as forward's adjoint, and by groups of deltas."""
+"""The extremes, by the planner's names: backward as forward's adjoint, or by groups of deltas."""
 
 
 def groups_text(groups: ExchangeGroups) -> str:
@@ -116,7 +116,7 @@ def _starts_text(starts: Sequence[LayerName]) -> str:
 
 
 def without_weights(plan: Plan, network: Network) -> dict[str, list[Action]]:
-    """Device -> the plan's actions but for adding up the weights' gradients."""
+    """Return each device's actions of the plan, without adding up the weights' gradients."""
     actions = Schedule(plan, network).actions
     return {device: [action for action in ordered if not _is_of_weights(action)] for device, ordered in actions.items()}
 
@@ -131,7 +131,7 @@ def _is_of_weights(action: Action) -> bool:
 
 @dataclass
 class Priced:
-    """Tiles on a cluster, by planner and simulator, without the sums of the weights' gradients."""
+    """Tiles on a cluster, priced by planner and simulator without the sums of the weights' gradients."""
 
     plan: Plan
     network: Network
@@ -140,7 +140,7 @@ class Priced:
 
     @cached_property
     def groupings(self) -> list[ExchangeGroups]:
-        """What the planner looks at: the extremes and the optima."""
+        """The groupings that the planner considers: the extremes and the optima."""
         return TilePrices(self.plan, 0, self.network, self.cluster, self.profile).groupings()
 
     def planned(self, groups: ExchangeGroups) -> Plan:
@@ -160,13 +160,14 @@ class Priced:
 
 
 def gains(seconds: Mapping[str, float], best: str) -> tuple[float, float]:
-    """How many times as long as a grouping one group takes, and every layer, each in its faster way."""
+    """Return how many times as long as the best grouping one group takes, and an exchange at every layer, each in its
+    faster way."""
     one_group, every = (min(seconds[name] for name in names) for names in (ONE_GROUP, EVERY_LAYER))
     return one_group / seconds[best], every / seconds[best]
 
 
 def measured_profile(subject: TiledNetwork, session: Session) -> Profile:
-    """Seconds of every layer by the chosen kernels, all workers at once."""
+    """Measure the seconds of every layer by the chosen kernels, on all workers at once."""
     measured = measure_on(
         session.coordinator, subject.graph, session.cluster.names, ladder=(1,), seconds=PROFILE_SECONDS,
         kernels=subject.kernels,
@@ -175,7 +176,7 @@ def measured_profile(subject: TiledNetwork, session: Session) -> Profile:
 
 
 def linked(cluster: Cluster, link: Link) -> Cluster:
-    """The cluster with the same link between any two, which is also all that a device's port carries."""
+    """Return the cluster with the same link between any two devices, whose rate is also that of every port."""
     rate = link.bytes_per_second
     devices = tuple(
         msgspec.structs.replace(device, up_bytes_per_second=rate, down_bytes_per_second=rate)
@@ -187,7 +188,7 @@ def linked(cluster: Cluster, link: Link) -> Cluster:
 def bench_groups(
     subject: TiledNetwork, session: Session, grid: Grid, trials: int, blocks: int, steps: int, say: Progress
 ) -> Figures:
-    """The best grouping against one group and against every layer: measured here, and simulated at 2 Mbit/s."""
+    """Compare the best grouping with one group and with every layer: measured here, and simulated at 2 Mbit/s."""
     say("measuring layers and links for groupings")
     network, plan = subject.graph.network, subject.tiles(session.cluster.names, TileVariant(grid))
     profile = measured_profile(subject, session)
@@ -202,7 +203,7 @@ def bench_groups(
     for block in range(1 - trials, blocks + 1):
         say(f"groupings, block {block} of {blocks}" if block > 0 else "groupings, trying all")
         rounds.append({g.name: bare_step_seconds(subject, session, fast.planned(g), steps) for g in fast.groupings})
-    counted = rounds[trials:]  # chosen by those before, which do not count
+    counted = rounds[trials:]  # the best was chosen by those before, which do not count
     tried = {g.name: statistics.median(round[g.name] for round in rounds[:trials]) for g in fast.groupings}
     figures: Figures = {}
     for link, priced, chosen, sides in (("fast", fast, tried, counted), ("slow", slow, slow.seconds, [slow.seconds])):
@@ -228,7 +229,8 @@ def bench_groups(
 
 
 def bare_step_seconds(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> float:
-    """A step from its first action to the end of its last backward: without waiting for the weights' sums."""
+    """Return the median seconds of a step from its first action to the end of its last backward, so without waiting
+    for the weights' sums."""
     logs = subject.run(session, plan, steps + WARM_UP_STEPS, trace=True).logs
     spans = [span for log in logs.values() for span in log.spans]
     return statistics.median(
@@ -237,5 +239,5 @@ def bare_step_seconds(subject: TiledNetwork, session: Session, plan: Plan, steps
 
 
 def _bare_seconds(spans: Iterable[MeasuredSpan]) -> float:
-    kept: Sequence[MeasuredSpan] = list(spans)
-    return max(span.end for span in kept if span.kind == "backward") - min(span.start for span in kept)
+    step_spans: Sequence[MeasuredSpan] = list(spans)
+    return max(span.end for span in step_spans if span.kind == "backward") - min(span.start for span in step_spans)

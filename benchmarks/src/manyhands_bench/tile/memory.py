@@ -1,4 +1,4 @@
-"""What a tile holds: peak tensor bytes by part (the paper's Fig. 6.2), and resident memory of the worker's process."""
+"""The memory of a tile: peak tensor bytes by part (the paper's Fig. 6.2), and resident bytes of a worker's process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MANY: Grid = (6, 4)
 QUICK_MANY: Grid = (2, 2)
 PARTS = ("features", "deltas", "weights", "buffers")
 _RESET_PEAK = "5"
-"""What /proc/PID/clear_refs takes to count the most resident bytes anew."""
+"""The value that resets the peak of resident bytes when written to /proc/PID/clear_refs."""
 
 
 def bench_memory(subject: TiledNetwork, quick: bool, say: Progress) -> Figures:
-    """Peak tensor bytes of one device over those of the largest tile, of two and of many."""
+    """Compare the peak tensor bytes of one device with those of the largest tile, of two and of many."""
     many = QUICK_MANY if quick else MANY
     count = many[0] * many[1]
     logs: dict[int, DeviceLog] = {}
@@ -58,12 +58,12 @@ def _fullest(logs: Mapping[str, DeviceLog]) -> DeviceLog:
 
 
 def _maps(log: DeviceLog) -> int:
-    """Without weights and their gradients."""
+    """Return the peak bytes without weights and their gradients."""
     return log.peak_bytes - log.peak_parts.get("weights", 0)
 
 
 def bench_resident(subject: TiledNetwork, repeats: int, steps: int, say: Progress) -> Figures:
-    """Resident memory of a worker at its most, above a bare import of torch: one device against a tile of two."""
+    """Compare the peak resident memory of a worker above a bare import of torch: one device against a tile of two."""
     bare = bare_import_bytes()
     peaks: dict[str, list[int]] = {"one": [], "tile": []}
     idle: list[int] = []
@@ -89,7 +89,7 @@ def bench_resident(subject: TiledNetwork, repeats: int, steps: int, say: Progres
 
 
 def resident_peaks(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> dict[str, int]:
-    """Worker -> the most bytes that its process had resident during a run."""
+    """Return for each worker the most bytes that its process had resident during a run."""
     for process in _processes(session).values():
         with contextlib.suppress(OSError):
             Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
@@ -115,7 +115,7 @@ def _status_bytes(text: str, key: str) -> int:
 
 
 def bare_import_bytes() -> int:
-    """Resident memory of a process that has imported torch and done nothing."""
+    """Return the resident memory of a process that has imported torch and done nothing."""
     code = "import torch; print(open('/proc/self/status').read())"
     status = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120

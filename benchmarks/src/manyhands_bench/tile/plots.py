@@ -18,12 +18,12 @@ _COLOURS = {"1 group": "#E45756", "every layer": "#4C78A8", "optimal": "#54A24B"
 _WAYS = {"tiles": "#54A24B", "data parallel": "#4C78A8", "layer partition": "#F58518"}
 _PARTS = {"computing": "#4C78A8", "boundary data": "#F58518", "weights": "#B279A2"}
 _BYTES = 4
-"""Bytes of an element."""
+"""The bytes of an element."""
 
 
 @dataclass(frozen=True)
 class StepSplit:
-    """Where the time of one step went, for a number of devices and of tiles on each."""
+    """The time of one step by what it was spent on, for a number of devices and of tiles on each."""
 
     devices: int
     tiles: int
@@ -33,7 +33,7 @@ class StepSplit:
 
     @property
     def bare_seconds(self) -> float:
-        """Without waiting for the weights' sums."""
+        """Seconds without waiting for the weights' sums."""
         return self.computing_seconds + self.boundary_seconds
 
     @property
@@ -43,16 +43,16 @@ class StepSplit:
 
 @dataclass(frozen=True)
 class ExtremeCosts:
-    """What the two extremes cost beside the optimum in one direction, for each ratio of prices."""
+    """The costs of the two extremes over the optimum's in one direction, for each ratio of prices."""
 
     one_group: Sequence[float]
     every_layer: Sequence[float]
     groups: Sequence[int]
-    """How many groups the optimum has."""
+    """The number of groups of the optimum."""
 
 
 def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]], path: Path) -> Path:
-    """Fig. 5.2c: what an interior tile communicates in a step, part by part, by batch size."""
+    """Draw Fig. 5.2c: the communication of an interior tile in a step, part by part, by batch size."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     below = [0.0] * len(batches)
@@ -68,7 +68,7 @@ def draw_components(batches: Sequence[int], elements: Mapping[str, Sequence[int]
 
 
 def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts], path: Path) -> Path:
-    """Fig. 5.2 d and e: what the extremes cost beside the optimum, by the ratio of the two prices."""
+    """Draw Fig. 5.2 d and e: the costs of the extremes over the optimum's, by the ratio of the two prices."""
     figure = new_figure(11, 4.5)
     for axes, letter, (way, lines) in zip(figure.subplots(1, len(costs)), "de", costs.items(), strict=True):
         for name, values in (("1 group", lines.one_group), ("every layer", lines.every_layer)):
@@ -85,7 +85,7 @@ def draw_cost_ratios(ratios: Sequence[float], costs: Mapping[str, ExtremeCosts],
 
 
 def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
-    """Fig. 6.1: where a step's time goes, and how many times as fast as split tile on split device it is."""
+    """Draw Fig. 6.1: where a step's time goes, and how many times as fast it is as the first split's."""
     figure = new_figure(12, 7)
     above, below = figure.subplots(2, 1, sharex=True)
     places = list(range(len(splits)))
@@ -111,7 +111,7 @@ def draw_speedups(splits: Sequence[StepSplit], path: Path) -> Path:
 
 
 def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
-    """Fig. 6.3: a step's time by batch size and grouping."""
+    """Draw Fig. 6.3: a step's time by batch size and grouping."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     _bars_by_batch(axes, batches, seconds, _COLOURS)
@@ -120,7 +120,8 @@ def draw_batches(batches: Sequence[int], seconds: Mapping[str, Sequence[float]],
 
 
 def draw_baselines(batches: Sequence[int], seconds: Mapping[str, Sequence[float]], path: Path) -> Path:
-    """Fig. 6.6: a step's time by batch size, of tiles and of the other ways; above those, how many times tiles'."""
+    """Draw Fig. 6.6: a step's time by batch size, of tiles and of the other ways; above those, how many times that of
+    tiles it is."""
     figure = new_figure(8, 4.5)
     axes = figure.subplots()
     for name, bars in _bars_by_batch(axes, batches, seconds, _WAYS).items():
@@ -135,7 +136,7 @@ def draw_baselines(batches: Sequence[int], seconds: Mapping[str, Sequence[float]
 def _bars_by_batch(
     axes: Axes, batches: Sequence[int], seconds: Mapping[str, Sequence[float]], colours: Mapping[str, str]
 ) -> dict[str, BarContainer]:
-    """Beside each other at every batch size, one bar for each name."""
+    """Draw one bar for each name, beside each other at every batch size, and return them by name."""
     width = 0.8 / len(seconds)
     bars = {}
     for number, (name, heights) in enumerate(seconds.items()):
@@ -146,7 +147,7 @@ def _bars_by_batch(
 
 
 def draw_rates(rates: Sequence[float], seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Path:
-    """Fig. 6.4: forward and backward apart, by the links' rate and the grouping."""
+    """Draw Fig. 6.4: forward and backward separately, by the links' rate and the grouping."""
     figure = new_figure(11, 4.5)
     for axes, (way, lines) in zip(figure.subplots(1, len(seconds)), seconds.items(), strict=True):
         for name, values in lines.items():

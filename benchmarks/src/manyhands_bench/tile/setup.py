@@ -1,4 +1,4 @@
-"""What the figures of `manyhands bench tile` share: the network, its kernels, pinned workers, and runs over them."""
+"""The common ground of `manyhands bench tile`'s figures: network, kernels, pinned workers, and runs over them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ Grid = tuple[int, int]
 
 
 class TileVariant(NamedTuple):
-    """How an image is cut, and where boundary data is exchanged."""
+    """A way to cut an image, and the place where boundary data is exchanged."""
 
     grid: Grid
     beside_sums: bool = False
-    """Together with the sums of the batch norm before an operator that reads beyond its tile; else right before it."""
+    """Whether the exchange is together with the sums of the batch norm before an operator that reads beyond its tile;
+    else it is right before the operator."""
 
     def __str__(self) -> str:
         return grid_text(self.grid) + ("_beside_sums" if self.beside_sums else "")
@@ -88,7 +89,7 @@ class TiledNetwork:
         return self.plan(Stage((0, len(self.graph.network.layers)), (device,)))
 
     def tiles(self, devices: Sequence[str], way: TileVariant) -> Plan:
-        """Even tiles."""
+        """Return a plan of even tiles."""
         grid = way.grid
         share = ByTiles((1,) * grid[0], (1,) * grid[1])
         plan = self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
@@ -100,14 +101,14 @@ class TiledNetwork:
         return self.plan(msgspec.structs.replace(plan.stages[0], share=share))
 
     def by_samples(self, devices: Sequence[str], batch_size: int) -> Plan:
-        """Data parallel: as even as can be; where there are fewer samples than devices, the last ones are idle."""
+        """Return a data-parallel plan, as even as possible; with fewer samples than devices the last ones are idle."""
         count = min(len(devices), batch_size)
         share = BySamples(tuple(batch_size // count + (place < batch_size % count) for place in range(count)))
         stage = Stage((0, len(self.graph.network.layers)), tuple(devices[:count]), share)
         return self.plan(stage, batch_size=batch_size)
 
     def in_turn(self, devices: Sequence[str]) -> Plan:
-        """Layer partitioning: as many multiply-accumulates for each device as can be, one after another."""
+        """Return a partition by layers: devices one after another, with multiply-accumulates as even as possible."""
         layers = self.graph.network.layers
         work = [sum(op.macs for op in self.graph.network.ops[layer.first : layer.last]) for layer in layers]
         bounds = [0, *(_at_part(work, number / len(devices)) for number in range(1, len(devices))), len(layers)]
@@ -118,8 +119,8 @@ class TiledNetwork:
     def run(
         self, session: Session, plan: Plan, steps: int, *, trace: bool = False, memory: bool = False, laid: bool = False
     ) -> Outcome:
-        """`steps` steps; with `memory` the last of them counts tensor bytes. `laid`: the sample is at hand before the
-        first."""
+        """Run `steps` steps; with `memory` the last of them counts tensor bytes. `laid`: the sample is resident in the
+        workers before the first."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
             kernels=dict.fromkeys(plan.devices, self.kernels),
@@ -131,12 +132,14 @@ class TiledNetwork:
         return run.run(same_batches(self.laying, steps, is_laid=laid))
 
     def step_seconds(self, session: Session, plan: Plan, steps: int) -> float:
-        """PyTorch's process has the sample at hand, so do our workers: whoever feeds them would take their cores."""
+        """Return the median seconds of a step. The sample is resident in our workers, as it is in PyTorch's process:
+        a process that fed them would take their cores."""
         return steady(self.run(session, plan, steps + WARM_UP_STEPS, laid=True).step_seconds)
 
 
 def _at_part(work: Sequence[int], part: float) -> int:
-    """The layer before which `part` of the work lies, as near as can be; at least one layer lies on either side."""
+    """Return the layer before which `part` of the work lies, as nearly as possible; at least one layer lies on either
+    side."""
     sums = [sum(work[:number]) for number in range(1, len(work))]
     return 1 + min(range(len(sums)), key=lambda number: abs(sums[number] - part * sum(work)))
 
@@ -156,12 +159,13 @@ def grid_text(grid: Grid) -> str:
 
 
 def usable() -> list[int]:
-    """The cores this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 def chosen_kernels(subject: TiledNetwork, core: int, seconds: float) -> Choice:
-    """The fastest kernels of one thread on one core, by whole steps, so that they never lose to PyTorch's default."""
+    """Return the fastest kernels of one thread on one core, by whole steps, so that they never lose to PyTorch's
+    default."""
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {core})
     try:
@@ -172,7 +176,7 @@ def chosen_kernels(subject: TiledNetwork, core: int, seconds: float) -> Choice:
 
 
 def kernels_text(choice: Choice) -> str:
-    """How many operators run by which kernel."""
+    """Return as text how many operators run by which kernel."""
     counts: dict[str, int] = {}
     for kernel in choice.kernels.values():
         counts[str(kernel)] = counts.get(str(kernel), 0) + 1
@@ -182,8 +186,8 @@ def kernels_text(choice: Choice) -> str:
 
 @contextlib.contextmanager
 def workers(count: int, *, apart: bool = False) -> Iterator[Session]:
-    """Local workers of one thread, each on a core of its own as far as they go. `apart`: no memory of PyTorch is
-    shared."""
+    """Yield a session of local workers of one thread, each on a core of its own as far as there are cores. `apart`:
+    they share no memory of PyTorch."""
     with open_session(Cluster.local(count), threads=1, pin=usable(), apart=apart) as session:
         yield session
 
@@ -209,7 +213,8 @@ class BareParts:
             yield cls(sessions, subject)
 
     def step_seconds(self, steps: int) -> float:
-        """Until the slowest part of a step is done: on a shared machine now one core is slow, now another."""
+        """Return the median seconds until the slowest part of a step is done: on a shared machine, now this core is
+        slow and now that."""
 
         def one(session: Session) -> Sequence[float]:
             plan = self.subject.single(session.cluster.names[0])

@@ -1,6 +1,6 @@
 """The paper's studies, for `manyhands bench tile --full`: Raspberry Pis by the catalogue, simulated, as plots.
 
-fig_5_2c    what an interior tile communicates, by batch size        the paper's cost model
+fig_5_2c    communication of an interior tile, by batch size         the paper's cost model
 fig_5_2de   groupings by the ratio of communication to computation   the paper's cost model
 fig_6_1     where a step's time goes, and the speed-up               simulated, 1-6 devices of 1-4 tiles
 fig_6_3     batches of 1-8 samples by three groupings                simulated, 6 devices of 4 tiles
@@ -47,19 +47,19 @@ CLUSTER = "pi3x6"
 CLUSTER_OF_BASELINES = "decnn-880"
 """Its Pi 4 stand for the CPUs of the paper's Jetson Nanos: four cores of about the same speed, and as much memory."""
 SLOTS = 4
-"""Tiles on a device at most: one for each core."""
+"""The most tiles on a device: one for each core."""
 GRID_OF_CHAPTER_5 = (3, 3)
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
 BATCHES = (1, 2, 4, 8)
 BATCHES_OF_BASELINES = (1, 2, 4, 8, 16)
 RATES_MBIT = (0.05, 0.1, 0.2, 0.5, 1.0)
 GROUPINGS = {"1 group": ONE_GROUP[1], "every layer": EVERY_LAYER[1], "optimal": "optimal, deltas"}
-"""As the paper has them: groups of deltas backward."""
+"""The paper's groupings: groups of deltas backward."""
 
 
 @dataclass
 class Pis:
-    """Some tiles on each of some Raspberry Pis."""
+    """A number of Raspberry Pis with a number of tiles on each."""
 
     subject: TiledNetwork
     devices: int
@@ -80,7 +80,7 @@ class Pis:
 
     @cached_property
     def plan(self) -> Plan:
-        """As square a grid as can be; on one worker, everything."""
+        """A plan by tiles on a grid as square as possible; with one worker, everything on it."""
         names = self.cluster.names
         return (
             self.subject.single(names[0])
@@ -94,7 +94,7 @@ class Pis:
         return Priced(plan, self.network, cluster, estimate_cluster(self.network, cluster))
 
     def ways(self, batch_size: int) -> dict[str, Plan]:
-        """A batch by tiles, by samples, and by layers with a sample as a micro-batch."""
+        """Return plans of a batch by tiles, by samples, and by layers with a sample as a micro-batch."""
         names = self.cluster.names
         in_turn = msgspec.structs.replace(
             self.subject.in_turn(names), batch_size=batch_size, micro_batches=batch_size, warm_up="P-p"
@@ -106,7 +106,7 @@ class Pis:
         }
 
     def split(self) -> StepSplit:
-        """Where the time of a step goes: computing, waiting for boundary data, waiting for the weights' sums."""
+        """Return the time of a step by part: computing, waiting for boundary data, waiting for the weights' sums."""
         priced = self.priced()
         bare = priced.simulated(self.plan, without_weights(self.plan, self.network))
         computing = max(device.busy_seconds for device in bare.devices.values())
@@ -115,7 +115,7 @@ class Pis:
 
 
 def draw_studies(subject: TiledNetwork, out: Path, quick: bool, say: Progress) -> Figures:
-    """Every study as a picture in `out`, and the numbers that its claims rest on."""
+    """Draw every study as a picture in `out`, and return the numbers that its claims rest on."""
     out.mkdir(parents=True, exist_ok=True)
     figures = _chapter_5(subject, out, say)
     figures |= _speedups(subject, out, quick, say)
@@ -235,7 +235,7 @@ def _baselines(pis: Pis, out: Path, say: Progress) -> Figures:
 
 
 def _ways(priced: Priced, plan: Plan) -> dict[str, float]:
-    """Seconds of the forward pass and of the backward pass, each alone, without the weights' sums."""
+    """Return the seconds of the forward pass and of the backward pass, each alone, without the weights' sums."""
     actions = without_weights(plan, priced.network)
     ahead = {device: [action for action in ordered if not _is_backward(action)] for device, ordered in actions.items()}
     back = {device: [action for action in ordered if _is_backward(action)] for device, ordered in actions.items()}

@@ -1,4 +1,4 @@
-"""What the tiles of one network cost and communicate, without a cluster: the studies of TILE chapter 5."""
+"""The costs and the communication of one network's tiles, without a cluster: the studies of TILE chapter 5."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from manyhands.planner.grouping import Costs, Direction, InteriorTile, Size, ker
 
 @dataclass(frozen=True)
 class RatioCosts:
-    """Fig. 5.2 d and e at one ratio of communication to computation cost: how many times the optimum each costs."""
+    """The costs over the optimum's at one ratio of communication to computation cost (Fig. 5.2 d and e)."""
 
     ratio: float
     forward_groups: int
-    """How many groups the optimum has."""
+    """The number of groups of the optimum."""
     forward_one_group: float
     forward_every_layer: float
     backward_groups: int
@@ -24,7 +24,7 @@ class RatioCosts:
 
 
 def cost_sweep(network: Network, grid: Size, ratios: Sequence[float]) -> list[RatioCosts]:
-    """One group and an exchange at every layer against the optimum, without fixed cost, at ratios c_c / c_p."""
+    """Compare one group and an exchange at every layer with the optimum, without fixed cost, at ratios c_c / c_p."""
     tile = InteriorTile(kernel_layers(network), grid)
     rows = []
     for ratio in ratios:
@@ -45,19 +45,19 @@ def cost_sweep(network: Network, grid: Size, ratios: Sequence[float]) -> list[Ra
 
 
 def _times(cost: float, best: float) -> float:
-    """A chain of poolings alone costs nothing any way."""
+    """Return a cost over the best; 1 if the best is 0, as for a chain of poolings, which costs nothing either way."""
     return cost / best if best else 1.0
 
 
 @dataclass(frozen=True)
 class Components:
-    """Fig. 5.2c: the elements that an interior tile sends and receives in one step, by what they are."""
+    """The elements that an interior tile sends and receives in one step, by content (Fig. 5.2c)."""
 
     batch_size: int
     samples: int
-    """Its part of the input and of the output's deltas, received, and of the output, sent."""
+    """The tile's part of the input and of the output's deltas, received, and of the output, sent."""
     boundary: int
-    """Forward and backward, at the groupings that exchange least."""
+    """Boundary elements, forward and backward, at the groupings that exchange least."""
     boundary_one_group: int
     boundary_every_layer: int
     weights: int
@@ -65,7 +65,7 @@ class Components:
 
 
 def communication_components(network: Network, grid: Size, batch_sizes: Sequence[int]) -> list[Components]:
-    """What an interior tile communicates in one step of each batch size."""
+    """Return what an interior tile communicates in one step of each batch size."""
     layers = kernel_layers(network)
     tile = InteriorTile(layers, grid)
     (rows, columns), (last_rows, last_columns) = tile.tiles[0], tile.tiles[-1]
