@@ -42,7 +42,7 @@ class _Inputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def looks_like_json(content: bytes) -> bool:
-    """Whether it begins as a list or an object does, which no picture and no array file do."""
+    """Return whether it begins as a list or an object does, which no picture and no array file do."""
     return _SNIFFED.match(content) is not None
 
 

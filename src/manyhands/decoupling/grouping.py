@@ -159,6 +159,6 @@ def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:
 
 
 def _adds(node: fx.Node, reading: Reading) -> bool:
-    """Whether maps are joined, rather than scaled by a gate or a number."""
+    """Return whether maps are joined, rather than scaled by a gate or a number."""
     maps = [arg for arg in node.all_input_nodes if arg in reading.forms and not reading.forms[arg].is_pooled]
     return len(maps) > 1

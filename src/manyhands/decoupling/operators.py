@@ -38,7 +38,7 @@ _LOCAL_HOMES = tuple(module.__name__ for module in (activation, dropout, padding
 
 
 def is_local(module: nn.Module) -> bool:
-    """Whether a layer is one of PyTorch's that works on each channel alone, without weights."""
+    """Return whether a layer is one of PyTorch's that works on each channel alone, without weights."""
     if isinstance(module, nn.Identity):
         return True
     if isinstance(module, (*_ALONG_CHANNELS, *_MIXING, nn.PReLU)) or getattr(module, "return_indices", False):

@@ -245,7 +245,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _works_on_each_channel(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a layer nobody knows leaves channels apart: tried on numbers, at rest, with another width."""
+    """Return whether a layer nobody knows leaves channels apart: tried on numbers, at rest, with another width."""
     resting = copy.deepcopy(module).eval()
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, 6, *shape[2:], generator=generator, device="cpu")

@@ -132,7 +132,7 @@ class Widths:
         return len(self.origin(width))
 
     def is_grouped(self, width: int) -> bool:
-        """Whether its channels are divided among the groups, evenly and in order."""
+        """Return whether its channels are divided among the groups, evenly and in order."""
         width_class = self._of(width)
         if width_class.parts or width_class.times:
             apart = all(
@@ -142,7 +142,7 @@ class Widths:
         return not width_class.is_picture and self.width(width) % self.groups == 0
 
     def can_shuffle(self, width: int) -> bool:
-        """Whether it is, or may be made, a multiple of groups²."""
+        """Return whether it is, or may be made, a multiple of groups²."""
         width_class = self._of(width)
         if width_class.pinned:
             return self.is_grouped(width) and width_class.old % self.groups**2 == 0

@@ -96,7 +96,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(self.intervals, other.intervals)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is here. Every box contains an empty one."""
+        """Return whether every element of `other` is here. Every box contains an empty one."""
         self._check_rank(other)
         return other.is_empty or all(a <= c and d <= b for (a, b), (c, d) in zip(self.intervals, other.intervals))
 

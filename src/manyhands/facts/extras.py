@@ -33,7 +33,7 @@ EXTRAS = (
 
 
 def is_here(name: str) -> bool:
-    """Whether an extra is installed; nothing of it is imported."""
+    """Return whether an extra is installed; nothing of it is imported."""
     try:
         return all(importlib.util.find_spec(module) is not None for module in _extra(name).modules)
     except (ImportError, ValueError):  # something else answers for that name, and has nothing

@@ -1,4 +1,4 @@
-"""The conversion of an exported program under way: what it is given, and what it has made so far."""
+"""The conversion of an exported program while it is under way: its input, and what it has made so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT_MARK = "weight "  # before a weight's name, where it is the memory that a
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported program and what is known of its module."""
+    """The exported program and the facts of its module that the conversion needs."""
 
     program: Any
     name: str
@@ -23,14 +23,14 @@ class Exported:
     output_tree: Any
     granularity: str
     wrappers: tuple[str, ...] = ("inner.",)
-    """What stands before the names of the module's own weights and children; the first that fits is taken off."""
+    """Prefixes before the names of the module's own weights and children; the first that fits is removed."""
     assigned: tuple[str, ...] = ()
     """Buffers that forward assigned anew; the program's last outputs are their new values."""
 
 
 @dataclass
 class Conversion:
-    """The conversion under way."""
+    """The state of a conversion under way."""
 
     nodes: list[Node] = field(default_factory=list)
     arguments: dict[str, Argument] = field(default_factory=dict)

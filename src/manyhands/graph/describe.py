@@ -132,7 +132,7 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
 
 
 def _writes(node: Node) -> tuple[str, ...]:
-    """Buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
+    """Return the buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
     if node.updates:
         return (node.updates,)
     keeps = node.target in ("aten.batch_norm.default", "aten.instance_norm.default") and node.arguments[5]
@@ -149,7 +149,7 @@ def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
 
 @dataclass
 class _Saved:
-    """Storages held for backward; each counts once, for the operator that held it first."""
+    """The storages held for backward; each counts once, for the operator that held it first."""
 
     known: dict[int, Any]
     bytes: int = 0

@@ -22,10 +22,10 @@ class Weights:
     @classmethod
     def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
         """Copy the graph's weights (all, or those named) to a device."""
-        wanted = set(names) if names is not None else None
+        requested = set(names) if names is not None else None
         tensors: dict[str, torch.Tensor] = {}
         for spec in graph.weights:
-            if wanted is None or spec.name in wanted:
+            if requested is None or spec.name in requested:
                 copy = graph.state[spec.name].detach().to(device, copy=True)
                 tensors[spec.name] = copy.requires_grad_(spec.trainable)
         return cls(tensors, device)

@@ -128,7 +128,7 @@ def from_file(name: str, place: str) -> str:
 
 
 def runs_code(name: str) -> bool:
-    """Whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
+    """Return whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
     library, colon, _ = original_name(name).partition(":")
     return bool(colon) and library not in ("torchvision", "timm")
 
