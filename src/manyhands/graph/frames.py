@@ -26,7 +26,7 @@ def is_torchs_or_ours(filename: str) -> bool:
 
 @contextlib.contextmanager
 def whole_stacks() -> Iterator[None]:
-    """Let torch.export also note the lines of functions that `forward` calls, and of losses, which have no `forward`.
+    """Make torch.export also note the lines of functions that `forward` calls, and of losses, which have no `forward`.
 
     A version of torch without this hook notes what it usually does.
     """
