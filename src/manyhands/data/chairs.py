@@ -5,7 +5,8 @@
 Source: Aubry et al., "Seeing 3D chairs", CVPR 2014. A sample is the 825 numbers by which Dosovitskiy et al. describe a
 picture (arXiv:1411.5928): which of 809 chairs, sine and cosine of azimuth and elevation, and 12 changes of colour and
 shape, zero here: the pictures are as they were rendered. The target is the picture, 3x128x128, from 0 to 1. Of more
-than 809 chairs the first by name are taken."""
+than 809 chairs the first by name are taken.
+"""
 
 from __future__ import annotations
 

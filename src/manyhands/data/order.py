@@ -56,7 +56,8 @@ def permutation(count: int, seed: int, stream: int) -> numpy.ndarray:
     """Return the numbers below `count` in an order that depends on seed and stream alone.
 
     numpy promises to keep the raw numbers of Philox for ever, but not its shuffles: every machine must get the same
-    order, whatever its version."""
+    order, whatever its version.
+    """
     import numpy
 
     drawn = numpy.random.Philox(key=numpy.array([seed, stream], dtype=numpy.uint64)).random_raw(count)

@@ -2,7 +2,8 @@
 
 Shapes, types and sizes are checked before memory is allocated. As in training, bytes become numbers by a mean and a
 deviation; unlike there, an array of another shape is refused, and resized only where the caller requested it
-(wanted.py)."""
+(wanted.py).
+"""
 
 from __future__ import annotations
 

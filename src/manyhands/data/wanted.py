@@ -2,7 +2,8 @@
 
 An array is one sample of exactly the network's shape, or several with one more axis in front. Nothing else is guessed:
 it is unknown whether an array of another shape is one sample or many, and a network answers to a resized picture as
-surely as to the right one."""
+surely as to the right one.
+"""
 
 from __future__ import annotations
 

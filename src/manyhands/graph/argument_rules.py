@@ -2,7 +2,8 @@
 
 Most operators check their arguments themselves and raise. The operators here do not, or not on every processor: kernels
 of recurrent layers and of attention read beyond the end of a tensor that is too small, and x86 ends a process that
-divides by zero. A rule refuses nothing that PyTorch's modules and functions make."""
+divides by zero. A rule refuses nothing that PyTorch's modules and functions make.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ def goes_by_groups(groups: int) -> bool:
     """Return whether a convolution at rest is given to oneDNN group by group.
 
     On Arm oneDNN computes dense convolutions by the Arm Compute Library, which has no grouped ones; oneDNN's own
-    kernels for those take up to seven times as long."""
+    kernels for those take up to seven times as long.
+    """
     return 1 < groups <= _MOST_GROUPS and _has_acl()
 
 

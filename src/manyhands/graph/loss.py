@@ -30,7 +30,8 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
 
     A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; code that shares a batch
     must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole". An
-    example target that names a class without an output is refused: the loss would fail on it, for another reason."""
+    example target that names a class without an output is refused: the loss would fail on it, for another reason.
+    """
     assert graph.loss is not None, "the graph was captured without a loss"
     check_labels(graph, target)
     proof = LossProof(graph.loss, _penalties(graph))

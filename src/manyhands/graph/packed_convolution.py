@@ -37,7 +37,8 @@ class PackedConvolution:
     """A convolution whose weight oneDNN lays out once, when it is at rest; until then a plain one in channels_last.
 
     The layout is the best for one shape of the input. For another shape oneDNN would change it in every call, which can
-    take a hundred times as long as convolving: then the original weight is used."""
+    take a hundred times as long as convolving: then the original weight is used.
+    """
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.weight = weight_name(node)
