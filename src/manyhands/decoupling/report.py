@@ -1,4 +1,4 @@
-"""What decoupling did to a network: totals before and after, where the shuffles are, what stays dense."""
+"""The report on a decoupled network: totals before and after, where the shuffles are, what stays dense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.decoupling.weights import TRANSPOSED
 
 @dataclass(frozen=True)
 class Totals:
-    """Sizes of a network, for one sample."""
+    """The sizes of a network, for one sample."""
 
     parameters: int
     weight_bytes: int
@@ -34,12 +34,12 @@ class ShuffleReport:
     shape: tuple[int, ...]
     bytes: int
     depth: int
-    """Convolutions before it."""
+    """The number of convolutions before it."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A layer, or an operator and where it is, and what there is to say about it."""
+    """A remark on a layer, or on an operator at its place."""
 
     name: str
     why: str
@@ -47,7 +47,8 @@ class Noted:
 
 @dataclass(frozen=True)
 class DecoupleReport:
-    """What `mh.decouple` did. `shuffles` may be fewer than were wanted, where a network has no room for more."""
+    """The report of what `mh.decouple` did. `shuffles` may be fewer than were requested, where a network has no room
+    for more."""
 
     network: str
     input: tuple[int, ...]
@@ -66,10 +67,10 @@ class DecoupleReport:
     kept: tuple[Noted, ...]
     """Convolutions whose outputs are as many as before."""
     concats: tuple[str, ...]
-    """Concatenations that are done in every group by itself."""
+    """Concatenations that are done in every group separately."""
 
     def moved_bytes(self, devices: int) -> int:
-        """What the shuffles of one sample send between equal devices: all but each one's own part."""
+        """The bytes that the shuffles of one sample send between equal devices: all but each one's own part."""
         return sum(shuffle.bytes for shuffle in self.shuffles) * (devices - 1) // devices
 
     def to_dict(self) -> dict[str, Any]:

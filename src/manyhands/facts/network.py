@@ -118,7 +118,8 @@ class Op(msgspec.Struct, frozen=True):
     where: str = ""
     tiling: str = ""
     """The way in which a tiled stage computes it on maps. "local": from boxes, by its read rules; "norm": the same,
-    after sums over all tiles; "pool": the sums of all tiles are its result, which every tile has whole; "": not at all."""
+    after sums over all tiles; "pool": the sums of all tiles are its result, which every tile has whole; "": not
+    at all."""
     derives_from: tuple[str, ...] = ()
     """Activations, of its inputs and outputs, whose values the gradients of its inputs read."""
     tile_sums: int = 0

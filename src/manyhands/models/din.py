@@ -29,8 +29,8 @@ class Dice(nn.Module):
 
 
 class ActivationUnit(nn.Module):
-    """The weight with which each film of the history matters for the candidate. Weights are not normalised, as in the
-    paper."""
+    """A network that computes how much each film of the history matters for the candidate. Weights are not normalised,
+    as in the paper."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
