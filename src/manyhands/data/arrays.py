@@ -28,7 +28,7 @@ _HOW = "Write it with numpy.savez(path, x=x, y=y), or x_train, y_train, x_test a
 
 
 class ArrayData(Dataset[tuple[Tensor, Tensor]]):
-    """Samples held in memory. Bytes become numbers, and pictures get their size, only when they are read."""
+    """A data set held in memory. Bytes become numbers, and pictures get their size, only when they are read."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, size: tuple[int, int] | None = None) -> None:
         self.inputs = inputs

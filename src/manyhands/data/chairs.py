@@ -47,7 +47,7 @@ View = tuple[int, float, float]
 
 
 class ChairData(Dataset[tuple[Tensor, Tensor]]):
-    """Descriptions of pictures, each with its picture."""
+    """A data set of descriptions, each with its picture."""
 
     def __init__(self, views: list[View], pictures: Any) -> None:
         self.views = views
@@ -161,7 +161,7 @@ _SHADES = (0.7, 0.7, 0.85, 0.85, 0.55, 1.0)
 
 
 class _Drawn:
-    """Views of chairs made of boxes, in the same scale as pictures that were read."""
+    """A data set of views of chairs made of boxes, in the same scale as pictures that were read."""
 
     def __init__(self, views: list[View]) -> None:
         self._views = views

@@ -50,7 +50,7 @@ _SEED = 2009
 
 
 class JpegData(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures held as JPEG bytes, decoded when they are read."""
+    """A data set of pictures held as JPEG bytes, decoded when they are read."""
 
     def __init__(
         self, content: numpy.ndarray, offsets: numpy.ndarray, labels: numpy.ndarray, shape: tuple[int, ...]

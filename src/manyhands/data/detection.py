@@ -39,14 +39,15 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Object:
-    """Something in a picture: its class, and its centre, width and height as fractions of the picture."""
+    """An object in a picture: its class, and its centre, width and height as fractions of the picture."""
 
     name: str
     box: Box
 
 
 class BoxData(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures from 0 to 1, each with its boxes: rows of class, centre x and y, width, height; zeros fill up."""
+    """A data set of pictures from 0 to 1, each with its boxes: rows of class, centre x and y, width, height; zeros fill
+    up."""
 
     def __init__(self, paths: list[Path], boxes: Tensor, input_shape: tuple[int, ...]) -> None:
         self.boxes = boxes

@@ -61,24 +61,24 @@ def batch_size_of(data: Given, batch_size: int | None) -> int:
 
 def _of_loader(loader: DataLoader[Any]) -> Given:
     """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
-    why = ""
+    reason = ""
     if loader.batch_size is None or loader.batch_sampler is None:
-        why = "it has a batch_sampler of its own, or none"
+        reason = "it has a batch_sampler of its own, or none"
     elif loader.collate_fn is not default_collate:
-        why = "it has a collate_fn of its own"
+        reason = "it has a collate_fn of its own"
     elif not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) not in (
         SequentialSampler,
         RandomSampler,
     ):
-        why = f"it takes samples by a {type(loader.sampler).__name__}"
+        reason = f"it takes samples by a {type(loader.sampler).__name__}"
     elif isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-        why = "it draws samples with replacement"
+        reason = "it draws samples with replacement"
     elif not isinstance(loader.dataset, IterableDataset) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
-        why = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
-    if why:
+        reason = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
+    if reason:
         raise BadData(
-            f"This DataLoader cannot be followed: {why}. manyhands makes batches itself, so that they can be shared, "
-            "prefetched and made again.",
+            f"This DataLoader cannot be followed: {reason}. manyhands makes batches itself, so that they can be "
+            "shared, prefetched and made again.",
             hint="Give the data set: mh.train(model, loader.dataset, batch_size=...), with what collate_fn did in "
             "__getitem__.",
         )
@@ -87,7 +87,7 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
 
 
 class Collected(Dataset[Any]):
-    """Samples of a stream, held in memory."""
+    """The samples of a stream, held in memory."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples

@@ -48,7 +48,7 @@ _SEED = 2011
 
 
 class TextData(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of word numbers, each with its class."""
+    """A data set of rows of word numbers, each with its class."""
 
     def __init__(self, tokens: numpy.ndarray, labels: Sequence[int]) -> None:
         self.tokens = tokens

@@ -98,7 +98,7 @@ class Prefetcher:
 
 
 def length(dataset: Dataset[Any] | Sequence[Any]) -> int:
-    """Return how many samples a data set has, or raise an error for one that cannot tell."""
+    """Return how many samples a data set has, or raise an error for one without a length."""
     return len(_map_style(dataset))
 
 

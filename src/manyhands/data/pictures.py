@@ -29,7 +29,7 @@ PIXEL_MEAN = 0.5
 PIXEL_STANDARD_DEVIATION = 0.5
 # A picture takes about a millisecond to decode: more than these, and starting would take too long.
 DECODED_IN_CHECK = 2000
-# Not every format Pillow knows: some of them start another program to be decoded.
+# Not every format of Pillow: some of them start another program to be decoded.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _TEST_FOLDERS = ("test", "val")
 _CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
@@ -41,7 +41,7 @@ _LAYOUT = "Make one sub-folder per class, with its pictures in it; or train/ and
 
 
 class PictureData(Dataset[tuple[Tensor, int]]):
-    """Pictures by path, decoded one at a time and squeezed into the input's height and width."""
+    """A data set of pictures by path, decoded one at a time and squeezed into the input's height and width."""
 
     def __init__(self, paths: list[Path], labels: list[int], input_shape: tuple[int, ...]) -> None:
         self.paths = paths

@@ -2,7 +2,7 @@
 
     .npz    id (whole numbers or text, each once), and arrays named as the network's inputs, or target: a row for each
 
-Digests of the ids tell which samples all silos have. They hide an id only from whoever cannot guess it.
+Digests of the ids show which samples all silos have. They hide an id only from those who cannot guess it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)
 
 @dataclass(frozen=True)
 class SiloContent:
-    """The content of a device's silo, as the coordinator knows it."""
+    """The content of a device's silo, as far as the coordinator has it."""
 
     names: frozenset[str]
     rows: torch.Tensor

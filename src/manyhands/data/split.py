@@ -9,7 +9,7 @@ from manyhands.data.order import permutation
 
 HELD_OUT_EVERY = 5
 LEAST_OF = 10
-"""Where classes are so small that fewer than one sample in this many would be held out, classes are ignored."""
+"""Classes are ignored where they are so small that fewer than one sample in this many would be held out by class."""
 _SEED = 1998
 
 

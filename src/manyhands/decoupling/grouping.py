@@ -78,16 +78,16 @@ def stays_dense(reading: Reading, grouped: dict[str, Grouped]) -> Iterator[Noted
             yield Noted(name, grouped[name].dense)
         elif isinstance(layer.module, nn.Linear):
             yield Noted(name, GATE if reading.gates.intersection(layer.calls) else "linear layer")
-    for name, why in reading.mixing.items():
-        yield Noted(name, why)
+    for name, reason in reading.mixing.items():
+        yield Noted(name, reason)
 
 
 def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -> Iterator[Noted]:
     """Yield convolutions that make as many channels as before, whatever `widen` says, and why."""
     for name in grouped:
-        why = widths.why_pinned(reading.layers[name].makes)
-        if why:
-            yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {why}")
+        reason = widths.why_pinned(reading.layers[name].makes)
+        if reason:
+            yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {reason}")
 
 
 def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[ShuffleCandidate]:

@@ -1,4 +1,4 @@
-"""The two layers that a decoupled network has beside those of PyTorch. Neither has weights."""
+"""The two layers that a decoupled network has besides those of PyTorch. Neither has weights."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Reading:
         self.weights: dict[str, tuple[int, int]] = {}
         """Weights that no layer has -> width, and the axis of channels."""
         self.mixing: dict[str, str] = {}
-        """Operators that read all channels, beside dense layers: their place -> what they do."""
+        """Operators that read all channels, besides dense layers: their place -> what they do."""
         self.joins: list[fx.Node] = []
         """Means over maps that are combined with maps."""
         self.gates: set[fx.Node] = set()

@@ -19,14 +19,15 @@ class Totals:
     parameters: int
     weight_bytes: int
     activation_bytes: int
-    """Its input and the outputs of convolutions, linear layers and poolings; the others can be written in place."""
+    """The bytes of its input and of the outputs of convolutions, linear layers and poolings; the others can be written in
+    place."""
     macs: int
     """Multiply-accumulates of convolutions and linear layers."""
 
 
 @dataclass(frozen=True)
 class ShuffleReport:
-    """One channel shuffle."""
+    """The report of one channel shuffle."""
 
     name: str
     before: str
@@ -70,7 +71,7 @@ class DecoupleReport:
     """Concatenations that are done in every group separately."""
 
     def moved_bytes(self, devices: int) -> int:
-        """The bytes that the shuffles of one sample send between equal devices: all but each one's own part."""
+        """Return the bytes that the shuffles of one sample send between equal devices: all but each one's own part."""
         return sum(shuffle.bytes for shuffle in self.shuffles) * (devices - 1) // devices
 
     def to_dict(self) -> dict[str, Any]:

@@ -111,14 +111,14 @@ class Rewriting:
 
     def _reshape(self, node: fx.Node) -> None:
         """Rewrite a view that may contain old widths."""
-        how, form = self._reading.reshapes[node], self._reading.forms[node]
+        view, form = self._reading.reshapes[node], self._reading.forms[node]
         made, graph = node.all_input_nodes[0], self._reading.graph
         with graph.inserting_before(node):
-            if how.unfolded:
-                sizes = (self._widths.width(form.width), *how.unfolded)
+            if view.unfolded:
+                sizes = (self._widths.width(form.width), *view.unfolded)
                 made = graph.call_function(torch.unflatten, (made, 1, sizes))
-            elif how.axis:
-                made = graph.call_function(torch.flatten, (made, how.axis))
+            elif view.axis:
+                made = graph.call_function(torch.flatten, (made, view.axis))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 

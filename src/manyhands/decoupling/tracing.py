@@ -108,24 +108,26 @@ def _where_stopped(tracer: fx.Tracer) -> str:
 
 def _compare(training: fx.Graph, resting: fx.Graph, name: str) -> None:
     """Refuse what differs between both graphs, but for dropouts, of which `training` gets layers."""
-    ours, theirs = list(training.nodes), list(resting.nodes)
-    for ours_node, theirs_node in zip(ours, theirs):
-        alike = (ours_node.op, ours_node.target) == (theirs_node.op, theirs_node.target)
-        if alike and str((ours_node.args, ours_node.kwargs)) == str((theirs_node.args, theirs_node.kwargs)):
+    training_nodes, resting_nodes = list(training.nodes), list(resting.nodes)
+    for training_node, resting_node in zip(training_nodes, resting_nodes):
+        alike = (training_node.op, training_node.target) == (resting_node.op, resting_node.target)
+        if alike and str((training_node.args, training_node.kwargs)) == str((resting_node.args, resting_node.kwargs)):
             continue
-        if not (alike and ours_node.op == "call_function" and getattr(ours_node.target, "__name__", "") in _DROPOUTS):
+        if not (
+            alike and training_node.op == "call_function" and getattr(training_node.target, "__name__", "") in _DROPOUTS
+        ):
             raise CaptureFailed(
-                f"{name} does something else in training than in evaluation, at {place(ours_node)}.",
+                f"{name} does something else in training than in evaluation, at {place(training_node)}.",
                 hint="Put what depends on self.training into a layer without weights of its own.",
             )
-    if len(ours) != len(theirs):
+    if len(training_nodes) != len(resting_nodes):
         raise CaptureFailed(
-            f"{name} has {len(ours)} operators in training and {len(theirs)} in evaluation.",
+            f"{name} has {len(training_nodes)} operators in training and {len(resting_nodes)} in evaluation.",
             hint="Put what depends on self.training into a layer without weights of its own.",
         )
-    for ours_node, theirs_node in zip(ours, theirs):
-        if str((ours_node.args, ours_node.kwargs)) != str((theirs_node.args, theirs_node.kwargs)):
-            ours_node.meta["dropout"] = _dropout(ours_node)
+    for training_node, resting_node in zip(training_nodes, resting_nodes):
+        if str((training_node.args, training_node.kwargs)) != str((resting_node.args, resting_node.kwargs)):
+            training_node.meta["dropout"] = _dropout(training_node)
 
 
 def _dropout(node: fx.Node) -> nn.Module:

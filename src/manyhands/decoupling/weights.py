@@ -58,11 +58,11 @@ def take_convolution(new: Any, old: Any, made: Sequence[int], read: Sequence[int
 def _connected(before: Tensor, groups: int, rows: Tensor, new_inputs: Tensor) -> Tensor:
     """Return old weights between some old outputs and the old inputs that a new group has, zero where there were
     none."""
-    size, own_rows = before.shape[1], before.shape[0] // groups
+    size, rows_per_group = before.shape[1], before.shape[0] // groups
     made = before.new_zeros(len(rows), len(new_inputs), *before.shape[2:])
     times = torch.bincount(new_inputs)[new_inputs].to(before.dtype).view(-1, *[1] * (before.dim() - 2))
-    for group in sorted(set((rows // own_rows).tolist())):
-        of_group = rows // own_rows == group
+    for group in sorted(set((rows // rows_per_group).tolist())):
+        of_group = rows // rows_per_group == group
         inside = (new_inputs >= group * size) & (new_inputs < (group + 1) * size)
         old_rows, places = before[rows[of_group]], new_inputs[inside] - group * size
         block = made.new_zeros(len(old_rows), *made.shape[1:])
@@ -112,9 +112,9 @@ def take_linear(new: nn.Linear, old: nn.Linear, made: Sequence[int], read: Seque
 def take_per_channel(new: nn.Module, old: nn.Module, made: Sequence[int], places: int) -> None:
     """Set every weight and buffer that has one number for each channel (or place of a flat one); others are copied."""
     numbers = (torch.tensor(made)[:, None] * places + torch.arange(places)).flatten()
-    theirs = dict(old.named_parameters()) | dict(old.named_buffers())
+    originals = dict(old.named_parameters()) | dict(old.named_buffers())
     for name, tensor in [*new.named_parameters(), *new.named_buffers()]:
-        original = theirs[name]
+        original = originals[name]
         tensor.copy_(original if original.dim() == 0 or original.shape[0] == 1 else original[numbers])
 
 

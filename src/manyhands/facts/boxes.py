@@ -262,7 +262,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def rank(self) -> int | None:
-        """The number of axes; None when no device holds a box to tell."""
+        """The number of axes; None when no device holds a box."""
         return next((box.rank for _, boxes in self.held for box in boxes), None)
 
     def boxes(self, device: str) -> tuple[Box, ...]:
@@ -287,7 +287,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def total_volume(self) -> int:
-        """Return the number of elements that all devices hold; replicas count each time."""
+        """The number of elements that all devices hold; replicas count each time."""
         return sum(box.volume for _, box in self.pieces())
 
     def covers(self, shape: Sequence[int]) -> bool:

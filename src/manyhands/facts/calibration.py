@@ -68,7 +68,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def least_bits(self) -> dict[int, int]:
-        """Return the calibration as `split_profile` takes it."""
+        """The calibration as `split_profile` takes it."""
         return {int(cut): width for cut, width in self.bits.items()}
 
     def phases(self, later_epoch: int) -> tuple[tuple[int, int], ...]:

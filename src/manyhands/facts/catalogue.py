@@ -13,7 +13,7 @@ from manyhands.facts.errors import UnknownName, did_you_mean
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One known device, in the units of `Device`, and where its numbers come from."""
+    """A known device, in the units of `Device`, and the source of its numbers."""
 
     title: str
     gflops: float

@@ -43,7 +43,7 @@ MOST_SLOTS = 16
 
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
-    """Devices in order, the link between any two, and the pairs where it differs."""
+    """The devices in order, the link between any two, and the pairs where it differs."""
 
     name: str
     devices: tuple[Device, ...]

@@ -67,7 +67,7 @@ def _flag(value: object, path: str) -> bool:
 
 
 def _amount(value: object, path: str, parse: Callable[[float | str, str], float], *, zero: bool = False) -> float:
-    """Return a quantity, read by one of units.py's parsers, within limits nobody will miss."""
+    """Return a quantity, read by one of units.py's parsers, within generous limits."""
     amount = math.nan
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
@@ -161,8 +161,8 @@ def read_devices(raw: object, path: str) -> Iterator[Device]:
         del facts["title"]
         port = facts.pop("port_bytes_per_second")
         facts.update(up_bytes_per_second=port, down_bytes_per_second=port)
-        own_fields = [field for field in entry if field in _DEVICE or field == "port"]
-        facts["source"] += f" Given by hand: {', '.join(own_fields)}." if own_fields else ""
+        fields_by_hand = [field for field in entry if field in _DEVICE or field == "port"]
+        facts["source"] += f" Given by hand: {', '.join(fields_by_hand)}." if fields_by_hand else ""
     if "port" in entry:
         port = _rate(entry["port"], f"{path}.port")
         facts.update(up_bytes_per_second=port, down_bytes_per_second=port)

@@ -27,7 +27,7 @@ _working_out = threading.Lock()
 
 
 class OpenUnion:
-    """A union of tagged structs to which packages of others may add theirs. A field of this type holds one of them."""
+    """A union of tagged structs to which other packages may add theirs. A field of this type holds one of them."""
 
     __slots__ = ()
     unknown_hint: ClassVar[str] = ""

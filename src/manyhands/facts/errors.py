@@ -18,8 +18,8 @@ class ManyhandsError(Exception):
 
     exit_code = 1
     is_before_proof = False
-    """It was met on connecting to a peer that had not proven yet that it knows the token: what it says may be of any
-    port of the network, and is for this device alone."""
+    """Whether it was met on connecting to a peer that had not proven yet that it has the token: what it says may be
+    of any port of the network, and is for this device alone."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         message, hint = _page(message), _page(hint)

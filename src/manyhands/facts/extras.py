@@ -13,7 +13,7 @@ from manyhands.facts.errors import NotInstalled
 
 @dataclass(frozen=True)
 class Extra:
-    """One extra of pyproject.toml that a user may want."""
+    """An extra of pyproject.toml that a user may want."""
 
     name: str
     modules: tuple[str, ...]

@@ -19,7 +19,7 @@ STAND_IN = "synthetic-"
 
 
 class Hyper(msgspec.Struct, frozen=True):
-    """One column of the table."""
+    """A column of the table."""
 
     model: str
     data: str

@@ -90,7 +90,7 @@ class ChannelWeight(msgspec.Struct, frozen=True):
 
 
 class Op(msgspec.Struct, frozen=True):
-    """One operator of the graph."""
+    """An operator of the graph."""
 
     name: str
     target: str

@@ -127,8 +127,8 @@ class Optimizer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Optimizer):
             return NotImplemented
-        mine, others = ((spec.name, spec.options, spec.schedule, spec.milestones) for spec in (self, other))
-        return mine == others
+        own_parts, other_parts = ((spec.name, spec.options, spec.schedule, spec.milestones) for spec in (self, other))
+        return own_parts == other_parts
 
     def __hash__(self) -> int:
         schedules = ((name, frozenset(options)) for name, options in self._schedule)

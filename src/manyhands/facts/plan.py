@@ -118,7 +118,7 @@ class ByChannels(msgspec.Struct, Share, frozen=True, tag="channels", tag_field="
     input_based: tuple[LayerName, ...] | None = None
     """Dense layers, or operators, that are input-based; None: those whose outputs are no more than their inputs."""
     everywhere: tuple[LayerName, ...] = ()
-    """Those of them whose sums every device gets whole, so that what reads them needs nothing more."""
+    """The input-based ones whose sums every device gets whole, so that what reads them needs nothing more."""
 
 
 class MissingShare(msgspec.Struct, Share, frozen=True, tag="missing", tag_field="by"):

@@ -101,7 +101,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     spread: float = 0.0
     """The difference between whole steps, as a part of the usual one (a standard deviation)."""
     corrected: Corrected | None = None
-    """None: as it was measured or estimated."""
+    """The correction of the profile; None if it is as measured or estimated."""
     version: int = 1
 
     def check_matches(self, network: Network) -> None:

@@ -139,7 +139,8 @@ class Shifted(AxisRule, frozen=True, tag="shifted"):
 
 
 class Adaptive(AxisRule, frozen=True, tag="adaptive"):
-    """Adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋, ⌈(i+1)·n/m⌉)."""
+    """A rule of adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋,
+    ⌈(i+1)·n/m⌉)."""
 
     axis: int
     inputs: int
@@ -159,8 +160,9 @@ class Adaptive(AxisRule, frozen=True, tag="adaptive"):
 
 
 class Resampled(AxisRule, frozen=True, tag="resampled"):
-    """Resampling by any factor: output i looks at the place p = scale·(i + half) - half, and reads ⌊p⌋ (nearest) or
-    ⌊p⌋ and the next (linear), inside the axis. A little slack covers what p loses in a device's own arithmetic."""
+    """A rule of resampling by any factor: output i looks at the place p = scale·(i + half) - half, and reads ⌊p⌋
+    (nearest) or ⌊p⌋ and the next (linear), inside the axis. A little slack covers what p loses in a device's own
+    arithmetic."""
 
     axis: int
     inputs: int

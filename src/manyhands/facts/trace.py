@@ -98,7 +98,7 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
 
 
 class LinkTrace(msgspec.Struct, frozen=True):
-    """Both directions of a link, from the edge's side."""
+    """The recorded rates of both directions of a link, from the edge's side."""
 
     up: Trace
     down: Trace

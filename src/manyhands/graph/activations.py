@@ -25,8 +25,8 @@ _LEAST_ELEMENTS = 2**18
 
 
 class _Bounded(torch.autograd.Function):
-    """aten.hardtanh, written over its input; its gradient is written over the result's where nothing else holds
-    that."""
+    """The function aten.hardtanh, written over its input; its gradient is written over the result's where nothing else
+    holds that."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, low: float, high: float, is_alone: bool) -> torch.Tensor:

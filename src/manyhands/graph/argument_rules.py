@@ -26,10 +26,10 @@ LARGEST_WINDOW = 2**24
 _POSITIVE = frozenset(
     {"groups", "num_groups", "stride", "dilation", "kernel_size", "upscale_factor", "downscale_factor", "chunks"}
 )
-"""Arguments that an operator divides by, or counts with from 1 on."""
+"""Arguments by which an operator divides, or with which it counts from 1 on."""
 _WINDOW = frozenset({"kernel_size", "stride", "padding", "dilation", "output_padding"})
 _REDUCTIONS = (0, 1, 2)
-"""None, mean, sum."""
+"""The valid reductions: none, mean, sum."""
 
 Rule = Callable[[Sequence[Any]], None]
 

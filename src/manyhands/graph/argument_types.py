@@ -21,7 +21,7 @@ _NESTED = re.compile(r"(Optional|List)\[(.*)\]")
 
 
 class Parameter(NamedTuple):
-    """One argument of an operator's schema."""
+    """An argument of an operator's schema."""
 
     name: str
     type: str

@@ -87,8 +87,8 @@ def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) ->
         if spec.batch_axis is None:
             return tensor.clone()
         rows = spec.rows_per_sample
-        rows_here = tensor.narrow(spec.batch_axis, place * rows, rows)
-        return (rows_here if rows > 1 else rows_here.squeeze(spec.batch_axis)).clone()
+        sample_rows = tensor.narrow(spec.batch_axis, place * rows, rows)
+        return (sample_rows if rows > 1 else sample_rows.squeeze(spec.batch_axis)).clone()
 
     return [outputs_of(graph, {name: cut(name, place) for name in graph.outputs}) for place in range(count)]
 

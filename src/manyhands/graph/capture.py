@@ -78,7 +78,7 @@ def _with_loss(
     met: list[str] = []
     try:
         loss_graph, value = _export_loss(loss, examples, met)
-        if met:  # a custom function asks whether its inputs need gradients; ordinary operators do not
+        if met:  # a custom function checks whether its inputs need gradients; ordinary operators do not
             for leaf in tree_flatten(examples[0])[0]:
                 leaf.requires_grad_(leaf.is_floating_point())
             loss_graph, value = _export_loss(loss, examples, met)

@@ -81,15 +81,15 @@ def check_loss(graph: Graph, loss: Graph) -> None:
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
     made.update({spec.name: spec for spec in graph.inputs})
     loss_inputs = {spec.name: spec for spec in loss.inputs}
-    for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
-        taken_spec, made_spec = loss_inputs[theirs], made[ours]
+    for loss_input, output in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
+        taken_spec, made_spec = loss_inputs[loss_input], made[output]
         if (taken_spec.shape, taken_spec.dtype, taken_spec.batch_axis) != (
             made_spec.shape,
             made_spec.dtype,
             made_spec.batch_axis,
         ):
             raise BadGraph(
-                f"The loss takes {_text(taken_spec)} as {theirs!r:.80}; the network returns {_text(made_spec)}."
+                f"The loss takes {_text(taken_spec)} as {loss_input!r:.80}; the network returns {_text(made_spec)}."
             )
     results = {spec.name: spec for node in loss.nodes for spec in node.outputs}
     spec = results.get(loss.output_tree) if isinstance(loss.output_tree, str) else None

@@ -38,7 +38,7 @@ class Conversion:
     root: dict[str, str] = field(default_factory=dict)
     """Value -> the value, or 'weight NAME', whose memory it may share."""
     prefix: str = ""
-    """Set inside a sub-graph, whose names are its own."""
+    """The prefix of names inside a sub-graph, which has its own."""
     buffers: set[str] = field(default_factory=set)
     weight_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class Conversion:
     """Values, and 'weight NAME', through which gradients may flow."""
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     outers: dict[str, int] = field(default_factory=dict)
-    """rows.py's outer factor of values whose samples are interleaved."""
+    """The outer factor (rows.py) of values whose samples are interleaved."""
 
     def add(self, node: Node) -> None:
         self.nodes.append(node)

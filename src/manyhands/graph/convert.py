@@ -174,7 +174,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
         raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).{at(where)}")
     arguments = tuple(_argument(a, state, node) for a in node.args)
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
-    if target == "aten.to.device":  # where a tensor lives is decided by whoever runs the graph
+    if target == "aten.to.device":  # where a tensor lives is decided where the graph is run
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
     if target in _VIEWS_AS and _is_as_before(arguments, state):
         target, arguments = "aten.alias.default", arguments[:1]

@@ -26,12 +26,12 @@ _MOST_GROUPS = 16
 
 
 def takes_format(graph: Graph, node: Node) -> bool:
-    """Return whether an operator can be told to run in channels_last: a convolution over pictures or volumes."""
+    """Return whether an operator can run in channels_last: a convolution over pictures or volumes."""
     return node.target in ops.CONVOLUTION and convolution_rank(graph, node) in CHANNELS_LAST
 
 
 class _Convolution(torch.autograd.Function):
-    """aten.convolution and its backward, both under a kernel's flags."""
+    """The function aten.convolution and its backward, both under a kernel's flags."""
 
     @staticmethod
     def forward(

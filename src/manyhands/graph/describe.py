@@ -166,7 +166,7 @@ def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
     """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are fake.
 
     Recurrent layers are counted as torch's own kernels hold them. oneDNN's, which run them in float32 on a CPU, hold a
-    workspace of their own that no fake tensor shows: two to five times as much. Only measuring tells.
+    workspace of their own that no fake tensor shows: two to five times as much. Only measuring shows it.
     """
     if not graph.nodes:
         return []

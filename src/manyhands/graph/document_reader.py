@@ -42,7 +42,7 @@ _RECORDS: dict[str, type[Value] | type[Weight] | type[SampleCount] | type[Enum] 
     "value": Value, "weight": Weight, "samples": SampleCount, "enum": Enum, "float": Special,
 }  # fmt: skip
 _ENUMS = frozenset(DTYPE_BYTES) | frozenset(ops.MEMORY_FORMATS)
-# Where a tensor lives is decided by whoever runs the graph; 'out' and 'generator' would reach around it.
+# Where a tensor lives is decided where the graph is run; 'out' and 'generator' would reach around it.
 _REFUSED_OPTIONS = frozenset({"device", "pin_memory", "layout", "out", "generator"})
 
 

@@ -125,7 +125,7 @@ def store_weights(graph: Graph, weights: Weights, choice: Mapping[str, Kernel]) 
 
 
 class _Linear(torch.autograd.Function):
-    """aten.linear and its backward, both under a kernel's flags."""
+    """The function aten.linear and its backward, both under a kernel's flags."""
 
     @staticmethod
     def forward(

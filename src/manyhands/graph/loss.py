@@ -4,8 +4,8 @@
     sum      loss(batch) = sum of loss(share_i)               reduction="sum"
     whole    neither: all samples must be in one place        class weights, a masked mean, RMSE, a contrastive loss
 
-Numbers alone cannot tell: weights of classes look like a mean where all example targets are alike. So a walk over the
-graph proves it from what each operator does, for any data (loss_proof.py), and a run on drawn data must agree
+Numbers alone cannot show it: weights of classes look like a mean where all example targets are alike. So a walk over
+the graph proves it from what each operator does, for any data (loss_proof.py), and a run on drawn data must agree
 (loss_trial.py). In doubt it is "whole".
 """
 

@@ -240,7 +240,7 @@ class LossProof:
             self.ignored.append((origin, number))
             return True
         maker = self.makers.get(origin)
-        # Elsewhere nobody could look for the ignored class before the loss is run; but places in a row are not below 0.
+        # Elsewhere the ignored class cannot be looked for before the loss is run; but places in a row are not below 0.
         return maker is not None and maker.target.split(".")[1] == "argmax" and number < 0
 
     def _origin(self, name: str) -> str:

@@ -33,7 +33,7 @@ class Entered:
 
 @contextlib.contextmanager
 def last_entered(module: nn.Module) -> Iterator[Entered]:
-    """Record, in what this yields, the layer that raised an exception, if it is a layer without children."""
+    """Record, in the object that this yields, the layer that raised an exception, if it is a layer without children."""
     names = {id(child): name for name, child in module.named_modules() if name}
     entered, under_way = Entered(), list[Entered]()
 
@@ -69,7 +69,7 @@ def _lacks_an_axis(tensor: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 class _Remedy(NamedTuple):
-    """Another way to give a target: the expression to type, when it is worth a try, and what it does."""
+    """An alternative way to give a target: the expression to type, when it is worth a try, and what it does."""
 
     typed: str
     fits: Callable[[torch.Tensor, torch.Tensor], bool]

@@ -50,7 +50,7 @@ Argument: TypeAlias = Any
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One operator call. `outputs` names what it makes; a node with several outputs returns a list."""
+    """A call of one operator. `outputs` names what it makes; a node with several outputs returns a list."""
 
     name: str
     target: str

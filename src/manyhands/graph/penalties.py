@@ -69,15 +69,15 @@ def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str,
         model_name = by_memory.get(tensor.untyped_storage().data_ptr()) if name in used and tensor.numel() else None
         if model_name is None:
             continue
-        theirs, where = tensors[model_name], at(used[name].where)
+        parameter, where = tensors[model_name], at(used[name].where)
         if model_name in written:
             raise CaptureFailed(
                 f"The loss reads the buffer '{model_name}', which the model writes as it trains.{where}",
                 hint="Return what the loss needs of it from forward.",
             )
-        if not theirs.requires_grad:
+        if not parameter.requires_grad:
             continue  # it stays as it is: a constant
-        if (tensor.shape, tensor.stride()) != (theirs.shape, theirs.stride()):
+        if (tensor.shape, tensor.stride()) != (parameter.shape, parameter.stride()):
             raise CaptureFailed(
                 f"The loss reads a view of the parameter '{model_name}' that was made before it was called.{where}",
                 hint="Make the view inside the loss.",

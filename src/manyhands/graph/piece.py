@@ -1,7 +1,7 @@
 """A runnable piece of a graph: nodes [first, last) as a short list of calls.
 
 A piece is what a stage computes. It takes the tensors that cross its upper cut, returns those that cross its lower
-one, and knows nothing of devices or messages. Autograd records inside a piece as usual.
+one, and does not depend on devices or messages. Autograd records inside a piece as usual.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Context:
 
 @dataclass(frozen=True)
 class CompiledNode:
-    """One compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
+    """A compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
 
     node: Node
     call: Call
@@ -86,7 +86,7 @@ class _Slots:
 
 
 class Piece:
-    """Nodes [first, last) of a graph, compiled."""
+    """The nodes [first, last) of a graph, compiled."""
 
     def __init__(
         self,

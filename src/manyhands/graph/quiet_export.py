@@ -1,6 +1,6 @@
 """Runs torch.export without its warnings and logs, and finds the user's line at which it fixed the batch size.
 
-Torch says in its log only that a symbol became a number; the line is found on the stack at that moment.
+Torch only logs that a symbol became a number; the line is found on the stack at that moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random operators of a graph, drawn by counter (random.py) in training and at rest in evaluation.
 
 At rest nothing is drawn: a random operator is its expectation. Dropouts do nothing, a coin of probability p is p,
-`rand_like` is 0.5 and `randn_like` is 0. So a captured graph, which knows only the training form of a module, evaluates
+`rand_like` is 0.5 and `randn_like` is 0. So a captured graph, which has only the training form of a module, evaluates
 noise that is scaled back (stochastic depth: `noise.bernoulli_(p).div_(p)`) as the module does.
 """
 

@@ -27,7 +27,7 @@ def _simple(inputs: Any, state: Any, weights: Any, has_biases: bool, layers: int
 
 
 def _with_gradient(made: tuple[Any, ...], *read: Any) -> tuple[Any, ...]:
-    """Mark results as autograd would: a custom function further on asks whether its inputs need gradients."""
+    """Mark results as autograd would: a later custom function checks whether its inputs need gradients."""
     needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
     return tuple(tensor.requires_grad_(needed) for tensor in made)
 

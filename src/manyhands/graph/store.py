@@ -107,10 +107,10 @@ def _read_json(path: Path) -> Any:
         _refuse(path, f"not JSON: {error}"[:300])
 
 
-def _read(path: Path, how: Any) -> bytes:
+def _read(path: Path, read: Any) -> bytes:
     try:
         with open(path, "rb") as file:
-            content: bytes = how(file)
+            content: bytes = read(file)
             return content
     except OSError as error:
         raise BadGraph(f"{path}: cannot be read: {error.strerror or error}.") from error

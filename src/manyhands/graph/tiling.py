@@ -25,8 +25,8 @@ _LOCAL = frozenset({
 })  # fmt: skip
 # They move channels, if they leave rows and columns as they are.
 _REGROUPING = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"})
-# Their result is a tensor of a shape of its own; the input only says where, and of which type.
-_SHAPED = frozenset(f"aten.new_{what}.default" for what in ("empty", "zeros", "ones", "full"))
+# Their result is a tensor of another shape; the input only gives its device and type.
+_SHAPED = frozenset(f"aten.new_{kind}.default" for kind in ("empty", "zeros", "ones", "full"))
 
 _FROM_NOTHING = frozenset({
     "conv2d", "conv_transpose2d", "add", "sub", "rsub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d",

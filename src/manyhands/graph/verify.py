@@ -89,7 +89,7 @@ def verify(
 
 
 class _OtherDraws(Exception):
-    """Raised where the module asked for random numbers which no node of the graph draws next."""
+    """The module drew random numbers which no node of the graph draws next."""
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(node: Node) -> bool:
-    """Return whether torch asks for random numbers at a node: not for a dropout of everything."""
+    """Return whether torch draws random numbers at a node: not for a dropout of everything."""
     random = RANDOM_CALLS.get(node.target)
     if random is None or not random.draws(node, training=True):
         return False
@@ -337,11 +337,11 @@ def _first_value_apart(check: _Given) -> str:
         node = made_last.get(path)
         if apart or node is None or calls[path] > 1:
             return
-        value_here = values.get(node.outputs[0].name)
+        graph_value = values.get(node.outputs[0].name)
         if (
-            value_here is not None
-            and value_here.shape == output.shape
-            and not _apart(output.detach(), value_here, 0.0) <= _ROUNDED
+            graph_value is not None
+            and graph_value.shape == output.shape
+            and not _apart(output.detach(), graph_value, 0.0) <= _ROUNDED
         ):
             apart.append(f"{path or type(check.module).__name__} ({node.where})" if node.where else path)
 

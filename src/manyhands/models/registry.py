@@ -140,8 +140,8 @@ def factory(name_or_path: str) -> Callable[..., Any]:
     library, colon, name = name_or_path.partition(":")
     if not colon or not library or not name:
         error = unknown("model", name_or_path, ZOO)
-        how = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
-        raise UnknownName(error.message, hint=f"{error.hint} {how}".strip())
+        other_forms = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
+        raise UnknownName(error.message, hint=f"{error.hint} {other_forms}".strip())
     if _is_decoupled(name_or_path):
         return _decoupled_factory(name, _decoupled_options(library))
     if library in ("torchvision", "timm"):
@@ -305,7 +305,7 @@ def example_batch(
     """Return random inputs: one tensor, or a dict by argument name where the model takes several. `dtype` is for
     floats.
 
-    A user's module that holds `example_batch(batch_size)` beside its factory says itself what its models take.
+    A user's module that holds `example_batch(batch_size)` beside its factory defines what its models take.
     """
     import torch
 

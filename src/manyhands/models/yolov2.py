@@ -149,7 +149,7 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
     extent = (chosen[..., 2:4] - log_scales).square().sum(dim=2)
     place_loss = (weight * (position + extent)).sum()
     class_loss = (real * F.cross_entropy(chosen[..., 5:].transpose(1, 2), classes, reduction="none")).sum()
-    # Halves, because darknet's deltas are the gradients of half squares.
+    # Halves, because darknet's gradients are those of half squares.
     total: Tensor = 0.5 * (empty_loss + object_loss + place_loss) + class_loss
     return total / output.shape[0]
 
