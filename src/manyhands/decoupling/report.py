@@ -19,8 +19,8 @@ class Totals:
     parameters: int
     weight_bytes: int
     activation_bytes: int
-    """The bytes of its input and of the outputs of convolutions, linear layers and poolings; the others can be written in
-    place."""
+    """The bytes of its input and of the outputs of convolutions, linear layers and poolings; the others can be written
+    in place."""
     macs: int
     """Multiply-accumulates of convolutions and linear layers."""
 
