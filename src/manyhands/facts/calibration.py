@@ -25,7 +25,7 @@ class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     k: int
     bits: int
     scores: tuple[float, ...]
-    """One for each training; empty where training broke off, because its numbers were none."""
+    """One for each training; empty where training broke off because its numbers were not finite."""
     is_enough: bool
     later: bool = False
     """Whether training starts from the weights that the reference ended with."""

@@ -102,13 +102,13 @@ class BadData(ManyhandsError):
 
 
 class NotFinite(ManyhandsError):
-    """A loss that is no number: at which step, and in which layer it began."""
+    """A loss that is not finite: at which step, and in which layer it began."""
 
     exit_code = 14
 
 
 class DataNotFinite(NotFinite):
-    """Data that holds a number that is none: at which step, and in which input."""
+    """Data that holds a number that is not finite: at which step, and in which input."""
 
 
 class TimedOut(ManyhandsError):

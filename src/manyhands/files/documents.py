@@ -129,7 +129,7 @@ def make_folder(folder: str | Path, *, is_private: bool = False) -> None:
 
 
 def _close(folder: Path) -> None:
-    """Take the world's rights to a folder; those of its group are its owner's choice."""
+    """Remove the world's rights to a folder; those of its group are its owner's choice."""
     with contextlib.suppress(OSError):  # another user's: the owner decides
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o007:

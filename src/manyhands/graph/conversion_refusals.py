@@ -41,8 +41,7 @@ def autocast_refusal(node: Any) -> CaptureFailed:
 
 
 def refuse_unfit_randomness(node: Node, state: Conversion) -> None:
-    """Refuse randomness for interleaved samples: a mask is drawn sample by sample, so each sample's rows must lie
-    together."""
+    """Refuse a random operator whose mask cannot be drawn sample by sample: each sample's rows must lie together."""
     random = RANDOM_CALLS.get(node.target)
     if random is None or not random.draws(node, training=True):
         return
