@@ -28,7 +28,7 @@ _HOW = "Write it with numpy.savez(path, x=x, y=y), or x_train, y_train, x_test a
 
 
 class ArrayData(Dataset[tuple[Tensor, Tensor]]):
-    """Samples held in memory. Bytes become numbers, and pictures their size, only when they are asked for."""
+    """A data set held in memory. Bytes become numbers, and pictures get their size, only when they are read."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, size: tuple[int, int] | None = None) -> None:
         self.inputs = inputs
@@ -48,7 +48,7 @@ class ArrayData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_arrays(path: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """Inputs under x, x_train or images; targets under y, y_train or labels; tests under x_test and y_test."""
+    """Load inputs under x, x_train or images; targets under y, y_train or labels; tests under x_test and y_test."""
     arrays = _read(path)
     train_keys = next(keys for keys in _KEYS if keys[0] in arrays)
     train = _samples(path, arrays, train_keys, input_shape)
@@ -61,9 +61,9 @@ def load_arrays(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
         test_set: Dataset[Any] | None = test
     else:
         num_classes = int(train.targets.max()) + 1 if labelled else 0
-        chosen, left = held_out(train.targets.tolist() if labelled else [0] * len(train))
+        chosen, held_out_indices = held_out(train.targets.tolist() if labelled else [0] * len(train))
         train_set = Subset(train, chosen)
-        test_set = Subset(train, left) if left else None
+        test_set = Subset(train, held_out_indices) if held_out_indices else None
     return DataSets(
         name=path.stem,
         train=train_set,
@@ -75,7 +75,7 @@ def load_arrays(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
 
 
 def _read(path: Path) -> dict[str, numpy.ndarray]:
-    """The arrays a data set is made of, and no others."""
+    """Return the arrays of which a data set is made, and no others."""
     with reading(path, hint=_HOW, memory_hint="A folder of pictures is read piece by piece."):
         if not path.is_file():
             raise BadFile(f"{path}: there is no such file.")
@@ -133,46 +133,50 @@ def _samples(
     return ArrayData(made, _targets(f"{path}: {target_key}", targets), size=size)
 
 
-def _inputs(what: str, array: numpy.ndarray, input_shape: tuple[int, ...] | None) -> Tensor:
-    """Samples of one shape: pictures with their channels first, or rows of numbers as they are."""
-    given = array.shape
+def _inputs(subject: str, array: numpy.ndarray, input_shape: tuple[int, ...] | None) -> Tensor:
+    """Return samples of one shape: pictures with their channels first, or rows of numbers as they are."""
+    full_shape = array.shape
     if array.dtype.kind not in "fiub":
-        raise BadData(f"{what} holds {array.dtype}; inputs are numbers.", hint="Use uint8 for pixels, else float32.")
+        raise BadData(f"{subject} holds {array.dtype}; inputs are numbers.", hint="Use uint8 for pixels, else float32.")
     if array.ndim == 1:
-        raise BadData(f"{what} has the shape {given}: one number is no sample.", hint="Give it the shape N x 1.")
-    as_it_is = given[1:] == input_shape
+        raise BadData(
+            f"{subject} has the shape {full_shape}: one number is no sample.", hint="Give it the shape N x 1."
+        )
+    as_it_is = full_shape[1:] == input_shape
     if array.ndim == 3 and not as_it_is:
         array = array[:, None]
-    elif array.ndim == 4 and array.dtype == numpy.uint8 and not as_it_is and _channels_last(given):
+    elif array.ndim == 4 and array.dtype == numpy.uint8 and not as_it_is and _channels_last(full_shape):
         array = array.transpose(0, 3, 1, 2)
     if array.dtype.kind in "iub" and array.dtype != numpy.uint8 and array.ndim > 2 and not as_it_is:
-        raise BadData(f"{what} holds {array.dtype} pictures.", hint="Use uint8 for pixels from 0 to 255, else float32.")
+        raise BadData(
+            f"{subject} holds {array.dtype} pictures.", hint="Use uint8 for pixels from 0 to 255, else float32."
+        )
     shape = array.shape[1:]
     resizable = input_shape is not None and len(shape) == len(input_shape) == 3 and shape[0] == input_shape[0]
     if min(shape) < 1 or (
         input_shape is not None and (min(input_shape) < 1 or (shape != input_shape and not resizable))
     ):
         raise BadData(
-            f"{what} has samples of shape {shape}; the model takes {input_shape}.", hint=_misfit(shape, input_shape)
+            f"{subject} has samples of shape {shape}; the model takes {input_shape}.", hint=_misfit(shape, input_shape)
         )
     if array.dtype.kind == "f":
-        return _finite(what, array)
-    kept = array if array.dtype == numpy.uint8 else array.astype(numpy.int64)
-    return torch.from_numpy(numpy.ascontiguousarray(kept))
+        return _finite(subject, array)
+    numbers = array if array.dtype == numpy.uint8 else array.astype(numpy.int64)
+    return torch.from_numpy(numpy.ascontiguousarray(numbers))
 
 
-def _misfit(shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> str:
-    """What to do about samples of another shape: pictures are resized, so that only their channels can be wrong."""
-    if wanted is None or len(shape) != 3 or len(wanted) != 3 or min(wanted) < 1:
+def _misfit(shape: tuple[int, ...], input_shape: tuple[int, ...] | None) -> str:
+    """Return a hint about samples of another shape: pictures are resized, so that only their channels can be wrong."""
+    if input_shape is None or len(shape) != 3 or len(input_shape) != 3 or min(input_shape) < 1:
         return "Give samples of the model's shape, or the shape they have with --input, to a model that takes it."
-    if shape[2] == wanted[0]:
+    if shape[2] == input_shape[0]:
         return "Channels come first: x.transpose(0, 3, 1, 2) moves them from last to first."
-    remedy = f"x.mean(axis=1, keepdims=True) makes {shape[0]} channels one" if wanted[0] == 1 else ""
-    remedy = f"x.repeat({wanted[0]}, axis=1) makes one channel {wanted[0]}" if shape[0] == 1 else remedy
-    size = "x".join(map(str, (shape[0], *wanted[1:])))
+    remedy = f"x.mean(axis=1, keepdims=True) makes {shape[0]} channels one" if input_shape[0] == 1 else ""
+    remedy = f"x.repeat({input_shape[0]}, axis=1) makes one channel {input_shape[0]}" if shape[0] == 1 else remedy
+    size = "x".join(map(str, (shape[0], *input_shape[1:])))
     return (
-        f"Pictures are resized, but channels must agree: {shape[0]} are given, {wanted[0]} taken. For a model that can "
-        f"be built for {shape[0]}: --input {size}. {remedy}"
+        f"Pictures are resized, but channels must agree: {shape[0]} are given, {input_shape[0]} taken. For a model "
+        f"that can be built for {shape[0]}: --input {size}. {remedy}"
     ).strip()
 
 
@@ -181,17 +185,17 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
     return shape[3] in (1, 3) and shape[1] not in (1, 3)
 
 
-def _targets(what: str, array: numpy.ndarray) -> Tensor:
+def _targets(subject: str, array: numpy.ndarray) -> Tensor:
     if array.dtype.kind == "f":
-        return _finite(what, array)
+        return _finite(subject, array)
     if array.dtype.kind not in "iub":
         raise BadData(
-            f"{what} holds {array.dtype}; targets are class numbers or floats.",
+            f"{subject} holds {array.dtype}; targets are class numbers or floats.",
             hint="Number the classes from 0: classes, y = numpy.unique(names, return_inverse=True).",
         )
     if array.ndim != 1:
         raise BadData(
-            f"{what} has the shape {array.shape}; class numbers have the shape ({len(array)},).",
+            f"{subject} has the shape {array.shape}; class numbers have the shape ({len(array)},).",
             hint="Use one whole number a sample, or floats for targets of other shapes.",
         )
     for bad, rule in (
@@ -201,33 +205,33 @@ def _targets(what: str, array: numpy.ndarray) -> Tensor:
         if bad.any():
             first = int(bad.argmax())
             raise BadData(
-                f"{what} is {array[first]} for sample {first}; {rule}.",
+                f"{subject} is {array[first]} for sample {first}; {rule}.",
                 hint="Number the classes from 0: classes, y = numpy.unique(y, return_inverse=True).",
             )
     return torch.from_numpy(array.astype(numpy.int64))
 
 
-def _finite(what: str, array: numpy.ndarray) -> Tensor:
-    """The floats in single precision, every one a number."""
+def _finite(subject: str, array: numpy.ndarray) -> Tensor:
+    """Return floats in single precision, or refuse an array in which one is no number."""
     with numpy.errstate(over="ignore"):
         floats = torch.from_numpy(numpy.ascontiguousarray(array, dtype=numpy.float32))
     values = floats[0].numel()
-    for start in range(0, len(floats), _SAMPLES_AT_ONCE):  # in parts: the answers take memory too
+    for start in range(0, len(floats), _SAMPLES_AT_ONCE):  # in parts: the results take memory too
         whole = torch.isfinite(floats[start : start + _SAMPLES_AT_ONCE]).reshape(-1, values).all(dim=1)
         if not whole.all():
             raise BadData(
-                f"{what} has a NaN or infinite value in sample {start + int(whole.int().argmin())}.",
+                f"{subject} has a NaN or infinite value in sample {start + int(whole.int().argmin())}.",
                 hint="Leave such samples out, or fill the gaps with numpy.nan_to_num.",
             )
     return floats
 
 
 def _check_alike(path: Path, train: ArrayData, test: ArrayData) -> None:
-    """Tests have the shape and the kind of what is trained on."""
+    """Refuse tests of another shape or kind than the training samples."""
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         shapes = tuple(train.inputs.shape[1:]), tuple(test.inputs.shape[1:])
         raise BadData(f"{path}: the samples of x_train have the shape {shapes[0]}; those of x_test {shapes[1]}.")
     kinds = [(part.inputs.dtype, part.targets.dtype, tuple(part.targets.shape[1:])) for part in (train, test)]
-    for what, first, second in zip(("x", "y", "y"), *kinds):
+    for array, first, second in zip(("x", "y", "y"), *kinds):
         if first != second:
-            raise BadData(f"{path}: {what}_train is {first}; {what}_test is {second}.", hint="Both must be alike.")
+            raise BadData(f"{path}: {array}_train is {first}; {array}_test is {second}.", hint="Both must be alike.")

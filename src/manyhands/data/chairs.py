@@ -1,11 +1,11 @@
-"""Pictures of chairs with what they show: the folder rendered_chairs, and a stand-in of drawn chairs.
+"""Pictures of chairs with their descriptions: the folder rendered_chairs, and a stand-in of drawn chairs.
 
     rendered_chairs/<chair>/renders/image_001_p020_t011_r096.png     62 views of each: p elevation, t azimuth, degrees
 
-Source: Aubry et al., "Seeing 3D chairs", CVPR 2014. A sample is the 825 numbers Dosovitskiy et al. describe a picture
-by (arXiv:1411.5928): which of 809 chairs, sine and cosine of azimuth and elevation, and 12 changes of colour and shape,
-zero here: the pictures are as they were rendered. The target is the picture, 3x128x128, from 0 to 1. Of more than 809
-chairs the first by name are taken.
+Source: Aubry et al., "Seeing 3D chairs", CVPR 2014. A sample is the 825 numbers by which Dosovitskiy et al. describe a
+picture (arXiv:1411.5928): which of 809 chairs, sine and cosine of azimuth and elevation, and 12 changes of colour and
+shape, zero here: the pictures are as they were rendered. The target is the picture, 3x128x128, from 0 to 1. Of more
+than 809 chairs the first by name are taken.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _DRAWN_CHAIRS, _DRAWN_AZIMUTHS, _DRAWN_ELEVATIONS = 60, 31, (20, 30)
 _SEED = 2014
 
 View = tuple[int, float, float]
-"""Which chair, and azimuth and elevation in degrees."""
+"""The number of a chair, and azimuth and elevation in degrees."""
 
 
 class ChairData(Dataset[tuple[Tensor, Tensor]]):
-    """What is described, and its picture."""
+    """A data set of descriptions, each with its picture."""
 
     def __init__(self, views: list[View], pictures: Any) -> None:
         self.views = views
@@ -63,7 +63,7 @@ class ChairData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def description(style: int, azimuth: float, elevation: float) -> Tensor:
-    """The 825 numbers that describe a picture."""
+    """Return the 825 numbers that describe a picture."""
     numbers = torch.zeros(INPUT_SHAPE)
     numbers[style] = 1.0
     angles = (math.radians(azimuth), math.radians(elevation))
@@ -72,7 +72,8 @@ def description(style: int, azimuth: float, elevation: float) -> Tensor:
 
 
 def chairs_root(path: Path) -> Path | None:
-    """The folder of chairs: `path` or rendered_chairs in it, where its first folder has renders of the known names."""
+    """Return the folder of chairs: `path` or rendered_chairs in it, where its first folder has renders of the expected
+    names."""
     for root in (path / place for place in SEARCHED):
         try:
             first = min((entry for entry in root.iterdir() if _is_chair(entry)), default=None)
@@ -84,7 +85,7 @@ def chairs_root(path: Path) -> Path | None:
 
 
 def load_chairs(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A fifth of each chair's views is held out. Every picture is checked first."""
+    """Load a folder of chairs, with a fifth of each chair's views held out. Every picture is checked first."""
     _check_shape(str(root), input_shape)
     chairs = [folder for folder in entries(root, most=LARGEST_FOLDER_COUNT) if _is_chair(folder)][:STYLES]
     if not chairs:
@@ -92,10 +93,10 @@ def load_chairs(root: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
     views: list[View] = []
     files: list[Path] = []
     for style, chair in enumerate(chairs):
-        found = entries(chair / _RENDERS, most=LARGEST_VIEW_COUNT)
-        if not found:
+        renders = entries(chair / _RENDERS, most=LARGEST_VIEW_COUNT)
+        if not renders:
             raise BadData(f"{chair / _RENDERS}: there is no picture in it.", hint="Add pictures, or delete the folder.")
-        for file in found:
+        for file in renders:
             views.append((style, *_view(file)))
             files.append(file)
     check_all(root, files)
@@ -103,7 +104,7 @@ def load_chairs(root: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
 
 
 def synthetic_chairs(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A stand-in: 60 chairs made of boxes, each from 62 sides, drawn when they are asked for."""
+    """Return a stand-in: 60 chairs made of boxes, each from 62 sides, drawn when they are read."""
     _check_shape("synthetic-3dchair", input_shape)
     views: list[View] = [
         (style, 360.0 * turn / _DRAWN_AZIMUTHS, float(elevation))
@@ -115,11 +116,11 @@ def synthetic_chairs(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
 
 
 def _sets(name: str, everything: ChairData) -> DataSets:
-    chosen, left = held_out(everything.styles)
+    chosen, held_out_indices = held_out(everything.styles)
     return DataSets(
         name=name,
         train=Subset(everything, chosen),
-        test=Subset(everything, left) if left else None,
+        test=Subset(everything, held_out_indices) if held_out_indices else None,
         num_classes=0,
         input_shape=INPUT_SHAPE,
         classes=(),
@@ -127,10 +128,10 @@ def _sets(name: str, everything: ChairData) -> DataSets:
     )
 
 
-def _check_shape(what: str, input_shape: tuple[int, ...] | None) -> None:
+def _check_shape(subject: str, input_shape: tuple[int, ...] | None) -> None:
     if input_shape not in (None, INPUT_SHAPE):
         raise BadData(
-            f"{what}: a picture is described by {INPUT_SHAPE[0]} numbers; the model takes {input_shape}.",
+            f"{subject}: a picture is described by {INPUT_SHAPE[0]} numbers; the model takes {input_shape}.",
             hint="Use a model that draws chairs, such as chair.",
         )
 
@@ -140,7 +141,7 @@ def _is_chair(folder: Path) -> bool:
 
 
 def _view(file: Path) -> tuple[float, float]:
-    """Azimuth and elevation, from the name."""
+    """Return azimuth and elevation, from the name."""
     match = _NAME.fullmatch(file.name)
     if match is None:
         raise BadData(f"{file}: its name does not tell the view.", hint=_LAYOUT)
@@ -160,7 +161,7 @@ _SHADES = (0.7, 0.7, 0.85, 0.85, 0.55, 1.0)
 
 
 class _Drawn:
-    """Views of chairs made of boxes, in the same scale as pictures that were read."""
+    """A data set of views of chairs made of boxes, in the same scale as pictures that were read."""
 
     def __init__(self, views: list[View]) -> None:
         self._views = views
@@ -183,7 +184,7 @@ class _Drawn:
 
 
 def _chair(form: numpy.ndarray) -> tuple[list[tuple[float, ...]], tuple[float, float, float]]:
-    """Seat, back and legs as boxes (low and high x, y, z), and a colour, from eight numbers between 0 and 1."""
+    """Return seat, back and legs as boxes (low and high x, y, z), and a colour, from eight numbers between 0 and 1."""
     width, depth, height, back, leg, *colour = (float(number) for number in form)
     half, deep = 0.14 + 0.08 * width, 0.14 + 0.08 * depth
     seat, top, thick = 0.14 + 0.16 * height, 0.12 + 0.2 * back, 0.015 + 0.025 * leg
@@ -197,12 +198,12 @@ def _chair(form: numpy.ndarray) -> tuple[list[tuple[float, ...]], tuple[float, f
 
 
 def _turned(boxes: list[tuple[float, ...]], azimuth: float, elevation: float) -> numpy.ndarray:
-    """Corners (box, corner, x to the right, y away, z up) as they are seen."""
+    """Return corners (box, corner, x to the right, y away, z up) in the viewer's coordinates."""
     limits = numpy.array(boxes).reshape(len(boxes), 1, 3, 2)
     corners = limits[..., 0] + (limits[..., 1] - limits[..., 0]) * _CORNERS
     turn, lift = math.radians(azimuth), math.radians(elevation)
     x = corners[..., 0] * math.cos(turn) - corners[..., 1] * math.sin(turn)
     y = corners[..., 0] * math.sin(turn) + corners[..., 1] * math.cos(turn)
     z = corners[..., 2]
-    seen = (x, y * math.cos(lift) - z * math.sin(lift), y * math.sin(lift) + z * math.cos(lift))
-    return numpy.stack(seen, axis=-1)
+    rotated = (x, y * math.cos(lift) - z * math.sin(lift), y * math.sin(lift) + z * math.cos(lift))
+    return numpy.stack(rotated, axis=-1)

@@ -50,7 +50,7 @@ _SEED = 2009
 
 
 class JpegData(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures held as JPEG bytes, decoded when they are asked for."""
+    """A data set of pictures held as JPEG bytes, decoded when they are read."""
 
     def __init__(
         self, content: numpy.ndarray, offsets: numpy.ndarray, labels: numpy.ndarray, shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class JpegData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def cifar_root(path: Path) -> Path | None:
-    """The folder of the binary files: `path` or cifar-10-batches-bin in it. Pickled ones are refused."""
+    """Return the folder of the binary files: `path` or cifar-10-batches-bin in it. Pickled ones are refused."""
     for root in (path / place for place in SEARCHED):
         if (root / _BATCHES[0]).is_file():
             return root
@@ -95,7 +95,7 @@ def cifar_root(path: Path) -> Path | None:
 
 
 def load_cifar(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """All data batches that are there; without a test batch a fifth is held out."""
+    """Load all data batches that exist; without a test batch a fifth is held out."""
     shape = _shape(str(root), input_shape)
     files = [root / name for name in _BATCHES if (root / name).exists()]
     if not files:
@@ -106,8 +106,8 @@ def load_cifar(root: Path, *, input_shape: tuple[int, ...] | None = None) -> Dat
     if (root / _TEST).exists():
         test_set: Dataset[Any] | None = _arrays([root / _TEST], len(classes), shape)
     else:
-        chosen, left = held_out(train.targets.tolist())
-        train_set, test_set = Subset(train, chosen), Subset(train, left) if left else None
+        chosen, held_out_indices = held_out(train.targets.tolist())
+        train_set, test_set = Subset(train, chosen), Subset(train, held_out_indices) if held_out_indices else None
     return _sets(root.resolve().name, train_set, test_set, shape, classes)
 
 
@@ -141,27 +141,28 @@ def _array_data(pixels: Tensor, labels: numpy.ndarray, shape: tuple[int, ...]) -
     return ArrayData(pixels, torch.from_numpy(labels.astype(numpy.int64)), size=(shape[1], shape[2]))
 
 
-def _check_labels(what: str, labels: numpy.ndarray, num_classes: int) -> None:
+def _check_labels(subject: str, labels: numpy.ndarray, num_classes: int) -> None:
     bad = labels >= num_classes
     if bad.any():
         first = int(bad.argmax())
-        raise BadData(f"{what}: the class of picture {first} is {labels[first]}; there are {num_classes}, from 0.")
+        raise BadData(f"{subject}: the class of picture {first} is {labels[first]}; there are {num_classes}, from 0.")
 
 
 # JPEG bytes
 
 
 def is_jpeg_copy(path: Path) -> bool:
-    """A .npz file that holds jpeg_train."""
+    """Return whether a path is a .npz file that holds jpeg_train."""
     try:
         with zipfile.ZipFile(path) as packed:
             return "jpeg_train.npy" in packed.namelist()
-    except Exception:  # zipfile raises nearly anything of what is no archive
+    except Exception:  # zipfile raises nearly anything for what is no archive
         return False
 
 
 def load_jpeg_copy(path: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """Each picture's first and last bytes are checked at once; what is inside, when it is taken."""
+    """Load a copy as JPEG bytes; each picture's first and last bytes are checked at once, what is inside when it is
+    read."""
     shape = _shape(str(path), input_shape, channels=(1, 3))
     arrays = _unpacked(path)
     classes = tuple(str(name) for name in arrays["classes"])
@@ -172,8 +173,8 @@ def load_jpeg_copy(path: Path, *, input_shape: tuple[int, ...] | None = None) ->
     if len(parts) == 2:
         test_set: Dataset[Any] | None = parts[1]
     else:
-        chosen, left = held_out(parts[0].labels)
-        train_set, test_set = Subset(parts[0], chosen), Subset(parts[0], left) if left else None
+        chosen, held_out_indices = held_out(parts[0].labels)
+        train_set, test_set = Subset(parts[0], chosen), Subset(parts[0], held_out_indices) if held_out_indices else None
     return _sets(path.stem, train_set, test_set, shape, classes)
 
 
@@ -191,9 +192,9 @@ def _unpacked(path: Path) -> dict[str, numpy.ndarray]:
     for key, array in arrays.items():
         if not isinstance(array, numpy.ndarray) or array.ndim != 1:
             raise BadData(f"{path}: {key} is not an array of one axis.")
-        kinds, what = ("U", "names") if key == "classes" else ("iu", "whole numbers")
+        kinds, content = ("U", "names") if key == "classes" else ("iu", "whole numbers")
         if array.dtype.kind not in kinds or array.dtype.itemsize > 4 * _LONGEST_NAME:
-            raise BadData(f"{path}: {key} holds {array.dtype}; it must hold {what}.")
+            raise BadData(f"{path}: {key} holds {array.dtype}; it must hold {content}.")
         if array.dtype.kind == "U":
             check_texts(path, key, array)
     return arrays
@@ -232,7 +233,7 @@ def _jpegs(
 
 
 def synthetic_cifar10(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A stand-in: stripes of five directions in warm or cold colours, under noise."""
+    """Return a stand-in: stripes of five directions in warm or cold colours, under noise."""
     shape = _shape("synthetic-cifar10", input_shape)
     parts = []
     for stream, count in enumerate(_DRAWN_PICTURES):
@@ -252,16 +253,16 @@ def synthetic_cifar10(*, input_shape: tuple[int, ...] | None = None) -> DataSets
 
 
 def _each(values: numpy.ndarray) -> numpy.ndarray:
-    """One number for each picture, to be taken times its pixels."""
+    """Return one number for each picture, shaped to be multiplied with its pixels."""
     return values.astype(numpy.float32)[:, None, None]
 
 
-def _shape(what: str, input_shape: tuple[int, ...] | None, channels: tuple[int, ...] = (3,)) -> tuple[int, ...]:
+def _shape(subject: str, input_shape: tuple[int, ...] | None, channels: tuple[int, ...] = (3,)) -> tuple[int, ...]:
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in channels or not 1 <= min(shape[1:]) <= max(shape[1:]) <= LARGEST_SIDE:
         counts = " or ".join(map(str, channels))
         raise BadData(
-            f"{what}: pictures have {counts} channels, a height and a width; the model takes {shape}.",
+            f"{subject}: pictures have {counts} channels, a height and a width; the model takes {shape}.",
             hint="Use a model for colour pictures.",
         )
     return shape

@@ -1,4 +1,4 @@
-"""Some classes of a data set: some to learn first, others to transfer to."""
+"""Selects some classes of a data set: some to learn first, others to transfer to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_CLASS = 100_000
 
 
 def parse_classes(text: str) -> tuple[int, ...]:
-    """'0-4' or '0,2,5-7'."""
+    """Return the classes in '0-4' or '0,2,5-7'."""
     numbers: list[int] = []
     for part in text.split(","):
         first, sign, last = part.partition("-")
@@ -28,7 +28,8 @@ def parse_classes(text: str) -> tuple[int, ...]:
 
 
 def only(sets: DataSets, classes: Sequence[int]) -> DataSets:
-    """The samples of some classes, numbered anew in the order given: some to learn first, others to transfer to."""
+    """Return the samples of some classes, numbered anew in the given order: some to learn first, others to transfer
+    to."""
     strange = [number for number in classes if not 0 <= number < sets.num_classes]
     if strange or len(set(classes)) < len(classes) or not classes:
         raise BadData(f"Classes {list(classes)} of {sets.name}: each must be from 0 to {sets.num_classes - 1}, once.")
@@ -60,7 +61,7 @@ class _Only(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _labels(samples: Any) -> list[int]:
-    """Without decoding a picture where the data set holds them."""
+    """Return the labels, without decoding a picture where the data set holds them."""
     if isinstance(samples, Subset):
         of_all = _labels(samples.dataset)
         return [of_all[index] for index in samples.indices]

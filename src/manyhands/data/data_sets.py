@@ -1,4 +1,4 @@
-"""A data set as it is loaded: what to train on, what to test on, and what one sample looks like."""
+"""A loaded data set: its training part, its test part, and the form of one sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataSets:
-    """What to train on and, where there is enough, what to test on. `num_classes` is 0 where targets are numbers."""
+    """The samples to train on and, where there are enough, those to test on. `num_classes` is 0 where targets are
+    numbers."""
 
     name: str
     train: Dataset[Any]
@@ -21,8 +22,8 @@ class DataSets:
     input_shape: tuple[int, ...]
     classes: tuple[str, ...]
     has_boxes: bool = False
-    """Targets are boxes, as the region loss takes them, in place of one class for each sample."""
+    """Whether targets are boxes, as the region loss takes them, in place of one class for each sample."""
     kind: str = ""
-    """Which of the papers' data sets this is, or stands in for: what `facts.hyper` knows it by."""
+    """The name in `facts.hyper` of the paper's data set that this is, or stands in for."""
     model_options: Mapping[str, int] = field(default_factory=dict)
     """Sizes that follow from the data, by the names under which a model's factory takes them."""

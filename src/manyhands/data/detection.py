@@ -39,14 +39,15 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Object:
-    """Something in a picture: its class, and its centre, width and height as fractions of the picture."""
+    """An object in a picture: its class, and its centre, width and height as fractions of the picture."""
 
     name: str
     box: Box
 
 
 class BoxData(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures from 0 to 1, each with its boxes: rows of class, centre x and y, width, height; zeros fill up."""
+    """A data set of pictures from 0 to 1, each with its boxes: rows of class, centre x and y, width, height; zeros fill
+    up."""
 
     def __init__(self, paths: list[Path], boxes: Tensor, input_shape: tuple[int, ...]) -> None:
         self.boxes = boxes
@@ -61,7 +62,7 @@ class BoxData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def detection_root(path: Path) -> Path | None:
-    """Where, at most two folders below `path`, pictures lie beside annotations."""
+    """Return the folder, at most two below `path`, in which pictures lie beside annotations."""
     roots = [folder for folder in _folders(path, SEARCHED_DEPTH) if _is_root(folder)]
     if len(roots) > 1:
         raise BadData(
@@ -72,10 +73,11 @@ def detection_root(path: Path) -> Path | None:
 
 
 def load_detection(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """The classes are those of all boxes, by name; a box is as wide as its corners say, cut off at the picture's edge.
+    """Load pictures with boxes; the classes are those of all boxes, by name. A box is as wide as its corners say, cut
+    off at the picture's edge.
 
-    Trained on is train.txt, else trainval.txt; tested on val.txt or test.txt, else a fifth is held out. Left out are
-    boxes marked as difficult, as darknet does, and those without an area.
+    The pictures in train.txt, else trainval.txt, are for training; those in val.txt or test.txt are for testing, else a
+    fifth is held out. Boxes marked as difficult are left out, as darknet does, and so are those without an area.
     """
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
@@ -85,8 +87,8 @@ def load_detection(root: Path, *, input_shape: tuple[int, ...] | None = None) ->
         )
     parts = _names(root)
     files = {file.stem: file for file in _listed(root / _PICTURES)}
-    paths = [[_picture(root, files, name, size_text) for name, size_text in part] for part in parts]
-    objects = [[_objects(root, name, size_text) for name, size_text in part] for part in parts]
+    paths = [[_picture(root, files, name, origin) for name, origin in part] for part in parts]
+    objects = [[_objects(root, name, origin) for name, origin in part] for part in parts]
     everything = [item for part in objects for of_picture in part for item in of_picture]
     if not everything:
         raise BadData(f"{root / _ANNOTATIONS}: there is no box in any of the annotations.", hint=_LAYOUT)
@@ -110,7 +112,7 @@ def _is_root(folder: Path) -> bool:
 
 
 def _folders(path: Path, depth: int) -> Iterator[Path]:
-    """The folder itself and those below it; what may not be read is passed over."""
+    """Yield the folder itself and those below it; what may not be read is passed over."""
     yield path
     if depth == 0 or _is_root(path):
         return
@@ -130,33 +132,33 @@ def _listed(folder: Path) -> list[Path]:
         raise BadFile(f"{folder}: cannot be read: {error.strerror or error}.") from error
 
 
-# Which pictures
+# Names of the pictures
 
 _Names = list[tuple[str, str]]
-"""Names of pictures, each with where it was read."""
+"""Names of pictures, each with the place where it was read."""
 
 
 def _names(root: Path) -> tuple[_Names, _Names]:
-    """What to train on and what to test on."""
+    """Return the names to train on and those to test on."""
     lists = {name: root / _LISTS / f"{name}.txt" for name in ("train", "trainval", "val", "test")}
     tests: tuple[str, ...] = ()
-    there = {name: _list(file) for name, file in lists.items() if file.exists()}
-    if "train" in there:
-        train, tests = there["train"], ("val", "test")
-    elif "trainval" in there:
-        train, tests = there["trainval"], ("test", "val")
-    elif there:
-        raise BadData(f"{root / _LISTS}: has no train.txt and no trainval.txt; it has {', '.join(there)}.txt.")
+    lists_by_name = {name: _list(file) for name, file in lists.items() if file.exists()}
+    if "train" in lists_by_name:
+        train, tests = lists_by_name["train"], ("val", "test")
+    elif "trainval" in lists_by_name:
+        train, tests = lists_by_name["trainval"], ("test", "val")
+    elif lists_by_name:
+        raise BadData(f"{root / _LISTS}: has no train.txt and no trainval.txt; it has {', '.join(lists_by_name)}.txt.")
     else:
         annotations = [file for file in _listed(root / _ANNOTATIONS) if file.suffix.lower() == ".xml"]
         train = [(file.stem, str(file)) for file in annotations]
-    test = next((there[name] for name in tests if there.get(name)), [])
-    if "train" not in there and test:
+    test = next((lists_by_name[name] for name in tests if lists_by_name.get(name)), [])
+    if "train" not in lists_by_name and test:
         tested = {name for name, _ in test}
         train = [pair for pair in train if pair[0] not in tested]
     if not test:
-        chosen, left = held_out([0] * len(train))
-        train, test = [train[index] for index in chosen], [train[index] for index in left]
+        chosen, test_indices = held_out([0] * len(train))
+        train, test = [train[index] for index in chosen], [train[index] for index in test_indices]
     if not train:
         raise BadData(f"{root}: there is no picture to train on.", hint=_LAYOUT)
     return train, test
@@ -167,23 +169,23 @@ def _list(file: Path) -> _Names:
     return [(line.strip(), f"{file}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _picture(root: Path, files: dict[str, Path], name: str, told: str) -> Path:
+def _picture(root: Path, files: dict[str, Path], name: str, place: str) -> Path:
     if name not in files:
         raise BadData(
-            f"{told}: there is no picture '{name[:_LONGEST_NAME]}' in {root / _PICTURES}.",
+            f"{place}: there is no picture '{name[:_LONGEST_NAME]}' in {root / _PICTURES}.",
             hint="A list holds one name a line, without a suffix.",
         )
     return files[name]
 
 
-# What is in them
+# The objects in them
 
 
-def _objects(root: Path, name: str, told: str) -> list[_Object]:
-    """What is in a picture. The name is that of a file that was found, so it leads to no other folder."""
+def _objects(root: Path, name: str, origin: str) -> list[_Object]:
+    """Return the objects in a picture. The name is that of an existing file, so it leads to no other folder."""
     file = root / _ANNOTATIONS / f"{name}.xml"
     if not file.is_file():
-        raise BadData(f"{told}: there is no annotation {file}.", hint="A picture of nothing has one without objects.")
+        raise BadData(f"{origin}: there is no annotation {file}.", hint="A picture of nothing has one without objects.")
     text = _text(file, LARGEST_XML_BYTES)
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
         raise BadFile(f"{file}: declares a document type, which annotations do not need and may do harm.")
@@ -199,18 +201,18 @@ def _objects(root: Path, name: str, told: str) -> list[_Object]:
     size = [_number(file, annotation, f"size/{side}") for side in ("width", "height")]
     if min(size) < 1:
         raise BadData(f"{file}: size is {size[0]:g} x {size[1]:g}; both must be 1 or more.")
-    kept = []
+    objects = []
     for place, thing in enumerate(elements, start=1):
         label = f"object {place}: "
         kind = _field(file, thing, "name", label)
         box = _box(file, thing, label, size[0], size[1])
         if box is not None and (thing.findtext("difficult") or "0").strip() != "1":
-            kept.append(_Object(kind, box))
-    return kept
+            objects.append(_Object(kind, box))
+    return objects
 
 
 def _box(file: Path, thing: ElementTree.Element, label: str, width: float, height: float) -> Box | None:
-    """Fractions of the picture; None where nothing of the box is in it."""
+    """Return fractions of the picture; None where nothing of the box is in it."""
     left, top, right, bottom = (_number(file, thing, f"bndbox/{corner}", label) for corner in _CORNERS)
     for low, high, axis in ((left, right, "x"), (top, bottom, "y")):
         if low > high:
@@ -243,7 +245,7 @@ def _field(file: Path, element: ElementTree.Element, path: str, label: str = "")
 
 
 def _text(file: Path, largest_bytes: int) -> str:
-    """A plain file in UTF-8; whatever else it says of its encoding is not believed."""
+    """Return the content of a plain file in UTF-8; another encoding that it declares is not believed."""
     try:
         if not file.is_file():
             raise BadFile(f"{file}: is not a plain file.")
@@ -259,7 +261,7 @@ def _text(file: Path, largest_bytes: int) -> str:
 
 
 def _table(part: list[list[_Object]], classes: tuple[str, ...], most: int) -> Tensor:
-    """All boxes of a part, as many rows for each picture as the fullest one has."""
+    """Return all boxes of a part, with as many rows for each picture as the fullest one has."""
     number = {name: float(place) for place, name in enumerate(classes)}
     table = torch.zeros(len(part), most, 5)
     for place, of_picture in enumerate(part):

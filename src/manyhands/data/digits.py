@@ -1,4 +1,4 @@
-"""1,797 handwritten digits, bundled, so that a first training needs no download.
+"""1,797 handwritten digits, bundled so that a first training needs no download.
 
 Source: Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, https://doi.org/10.24432/C50P49,
 its test set, as copied by scikit-learn. E. Alpaydin and C. Kaynak, "Cascading Classifiers", Kybernetika 34 (1998).
@@ -23,13 +23,14 @@ from manyhands.facts.errors import BadData
 FILE = Path(__file__).with_name("digits.npz")
 INPUT_SHAPE = (1, 16, 16)
 LARGEST_PIXEL = 16
-# Of the enlarged pictures that are trained on.
+# Of the enlarged pictures in the training part.
 PIXEL_MEAN = 0.3058
 PIXEL_STANDARD_DEVIATION = 0.3192
 
 
 def load_digits(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """The digits, a fifth of them held out. A model for colour pictures gets the grey in each of its channels."""
+    """Load the digits, a fifth of them held out. A model for colour pictures gets the grey value in each of its
+    channels."""
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
         raise BadData(

@@ -1,8 +1,9 @@
-"""Whatever torch.utils.data has, as a map-style data set of pairs: samples by number, so that a run can go on anywhere.
+"""Turns whatever torch.utils.data has into a map-style data set of pairs: samples by number, so that a run can resume
+anywhere.
 
     map-style        as it is: any Dataset, Subset, TensorDataset, ConcatDataset, a list
     DataLoader       its data set, batch size and order; manyhands makes the batches itself
-    IterableDataset  read once, into memory, within limits: its first pass is what every epoch has
+    IterableDataset  read once, into memory, within limits: every epoch has the samples of its first pass
 
 A run resumes exactly as long as the same samples come in the same order when it is started again.
 """
@@ -21,24 +22,24 @@ from manyhands.facts.units import format_bytes
 
 MOST_BYTES = 2 * 10**9
 MOST_SAMPLES = 1_000_000
-"""The most samples of a stream without a limit: an endless one is noticed before memory ends."""
+"""The most samples of a stream without a limit: an endless one is noticed before memory runs out."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A map-style data set, and what else was said with it; None: nothing."""
+    """A map-style data set, and what else the caller specified with it; None: nothing."""
 
     data: Any
     batch_size: int | None = None
     shuffle: bool | None = None
 
-    def shuffles(self, asked: bool | None) -> bool:
-        """What the caller says, else as the DataLoader does, else yes."""
-        return next((choice for choice in (asked, self.shuffle) if choice is not None), True)
+    def shuffles(self, shuffle: bool | None) -> bool:
+        """Return what the caller says, else what the DataLoader does, else True."""
+        return next((choice for choice in (shuffle, self.shuffle) if choice is not None), True)
 
 
 def given(data: Any) -> Given:
-    """What a caller gave as data."""
+    """Return what a caller gave as data."""
     if isinstance(data, DataLoader):
         return _of_loader(data)
     if isinstance(data, IterableDataset):
@@ -46,38 +47,38 @@ def given(data: Any) -> Given:
     return Given(data)
 
 
-def batch_size_of(found: Given, asked: int | None) -> int:
-    """The caller's, or the DataLoader's; not two different ones."""
-    if asked is None and found.batch_size is None:
+def batch_size_of(data: Given, batch_size: int | None) -> int:
+    """Return the caller's batch size or the DataLoader's; two different ones are refused."""
+    if batch_size is None and data.batch_size is None:
         raise BadValue("batch_size is not given.", hint="Write batch_size=64, or give a DataLoader, which has one.")
-    if asked is not None and found.batch_size is not None and asked != found.batch_size:
+    if batch_size is not None and data.batch_size is not None and batch_size != data.batch_size:
         raise BadValue(
-            f"batch_size is {asked!r}; the DataLoader's is {found.batch_size}.",
+            f"batch_size is {batch_size!r}; the DataLoader's is {data.batch_size}.",
             hint="Leave out batch_size=, or give the DataLoader's data set: data=loader.dataset.",
         )
-    return asked if asked is not None else found.batch_size or 1
+    return batch_size if batch_size is not None else data.batch_size or 1
 
 
 def _of_loader(loader: DataLoader[Any]) -> Given:
-    """Its data set, and how it takes samples, where that can be kept exactly."""
-    why = ""
+    """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
+    reason = ""
     if loader.batch_size is None or loader.batch_sampler is None:
-        why = "it has a batch_sampler of its own, or none"
+        reason = "it has a batch_sampler of its own, or none"
     elif loader.collate_fn is not default_collate:
-        why = "it has a collate_fn of its own"
+        reason = "it has a collate_fn of its own"
     elif not isinstance(loader.dataset, IterableDataset) and type(loader.sampler) not in (
         SequentialSampler,
         RandomSampler,
     ):
-        why = f"it takes samples by a {type(loader.sampler).__name__}"
+        reason = f"it takes samples by a {type(loader.sampler).__name__}"
     elif isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-        why = "it draws samples with replacement"
+        reason = "it draws samples with replacement"
     elif not isinstance(loader.dataset, IterableDataset) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
-        why = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
-    if why:
+        reason = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
+    if reason:
         raise BadData(
-            f"This DataLoader cannot be followed: {why}. manyhands makes batches itself, so that they can be shared, "
-            "prefetched and made again.",
+            f"This DataLoader cannot be followed: {reason}. manyhands makes batches itself, so that they can be "
+            "shared, prefetched and made again.",
             hint="Give the data set: mh.train(model, loader.dataset, batch_size=...), with what collate_fn did in "
             "__getitem__.",
         )
@@ -86,7 +87,7 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
 
 
 class Collected(Dataset[Any]):
-    """Samples of a stream, held in memory."""
+    """The samples of a stream, held in memory."""
 
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -99,46 +100,46 @@ class Collected(Dataset[Any]):
 
 
 def collect(stream: Iterable[Any], samples: int | None = None, *, most_bytes: int = MOST_BYTES) -> Collected:
-    """The first `samples` of a stream, or all of one that ends, as a data set in memory.
+    """Return the first `samples` of a stream, or all of one that ends, as a data set in memory.
 
-    Training takes samples by number: so every epoch can shuffle them, and a run can resume at any step. A stream has
-    none, so one pass of it is kept. It must fit: `most_bytes` of tensors.
+    Training takes samples by number: so every epoch can shuffle them, and a run can resume at any step. A stream has no
+    numbers, so one pass of it is kept. It must fit: `most_bytes` of tensors.
     """
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         raise BadValue(f"samples is {samples!r}; it must be a whole number of at least 1.")
-    kept: list[Any] = []
+    collected: list[Any] = []
     total, most = 0, samples if samples is not None else MOST_SAMPLES
     iterator = iter(stream)
-    while len(kept) < most:
+    while len(collected) < most:
         try:
             sample = next(iterator)
         except StopIteration:
             break
         except Exception as error:
             raise BadData(
-                f"Sample {len(kept)} of the {type(stream).__name__} cannot be read: "
+                f"Sample {len(collected)} of the {type(stream).__name__} cannot be read: "
                 f"{type(error).__name__}: {error!s:.300}"
             ) from error
         total += _bytes(sample)
         if total > most_bytes:
-            raise _too_much(stream, len(kept), f"more than {format_bytes(most_bytes)}", max(1, len(kept)))
-        kept.append(sample)
+            raise _too_much(stream, len(collected), f"more than {format_bytes(most_bytes)}", max(1, len(collected)))
+        collected.append(sample)
     else:
         if samples is None and next(iterator, None) is not None:
-            raise _too_much(stream, len(kept), f"more than {most:,} samples", most)
-    if not kept:
+            raise _too_much(stream, len(collected), f"more than {most:,} samples", most)
+    if not collected:
         raise BadData(f"The {type(stream).__name__} gave no samples.")
-    if samples is not None and len(kept) < samples:
+    if samples is not None and len(collected) < samples:
         raise BadData(
-            f"The {type(stream).__name__} ended after {len(kept)} samples; {samples} were asked for.",
-            hint=f"Write mh.collect(stream, {len(kept)}), or leave out the number.",
+            f"The {type(stream).__name__} ended after {len(collected)} samples; {samples} were asked for.",
+            hint=f"Write mh.collect(stream, {len(collected)}), or leave out the number.",
         )
-    return Collected(kept)
+    return Collected(collected)
 
 
-def _too_much(stream: Iterable[Any], count: int, what: str, fewer: int) -> BadData:
+def _too_much(stream: Iterable[Any], count: int, amount: str, fewer: int) -> BadData:
     return BadData(
-        f"The {type(stream).__name__} has {what} ({count:,} were read), or never ends. A stream is kept in memory: "
+        f"The {type(stream).__name__} has {amount} ({count:,} were read), or never ends. A stream is kept in memory: "
         "training takes samples by number.",
         hint=f"Take a part of it: mh.collect(stream, {fewer}); or make it map-style, with __len__ and __getitem__.",
     )

@@ -42,13 +42,13 @@ _LAYOUT = "Lay it out as aclImdb: train/pos/*.txt and train/neg/*.txt, and the s
 _DRAWN_REVIEWS = (4000, 1000)
 _DRAWN_WORDS = 800
 _TELLING_WORDS = 60
-"""How many words are used mostly by one side, and as many mostly by the other."""
+"""The number of words used mostly by one side; as many are used mostly by the other."""
 _TELLING_SHARE = 0.12
 _SEED = 2011
 
 
 class TextData(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of word numbers, each with its class."""
+    """A data set of rows of word numbers, each with its class."""
 
     def __init__(self, tokens: numpy.ndarray, labels: Sequence[int]) -> None:
         self.tokens = tokens
@@ -62,7 +62,7 @@ class TextData(Dataset[tuple[Tensor, Tensor]]):
 
 
 def imdb_root(path: Path) -> Path | None:
-    """The folder that holds train/pos and train/neg with texts in them: `path` or aclImdb in it."""
+    """Return the folder that holds train/pos and train/neg with texts in them: `path` or aclImdb in it."""
     for root in (path / place for place in SEARCHED):
         if all((root / "train" / name).is_dir() and has_any(root / "train" / name, ".txt") for name in CLASSES):
             return root
@@ -72,7 +72,7 @@ def imdb_root(path: Path) -> Path | None:
 def load_imdb(
     root: Path, *, input_shape: tuple[int, ...] | None = None, vocabulary: int = LARGEST_VOCABULARY
 ) -> DataSets:
-    """Reviews of train/, tested on those of test/; where there is no test/, a fifth is held out."""
+    """Load the reviews of train/, and those of test/ to test on; where there is no test/, a fifth is held out."""
     length = _length(str(root), input_shape)
     reviews = _Reviews(length)
     train_labels = reviews.read(root / "train")
@@ -82,19 +82,20 @@ def load_imdb(
     train_set: Dataset[object] = train
     test_set: Dataset[object] | None = TextData(table[len(train_labels) :], test_labels)
     if not test_labels:
-        chosen, left = held_out(train_labels)
-        train_set, test_set = Subset(train, chosen), Subset(train, left) if left else None
+        chosen, held_out_indices = held_out(train_labels)
+        train_set, test_set = Subset(train, chosen), Subset(train, held_out_indices) if held_out_indices else None
     return _sets(root.resolve().name, train_set, test_set, length, words + FIRST_WORD)
 
 
 def synthetic_imdb(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A stand-in: words drawn like those of a language, some of them rather by those for than by those against."""
+    """Return a stand-in: words drawn like those of a language, some of them used more by those for than by those
+    against."""
     length = _length("synthetic-imdb", input_shape)
     parts = []
     for stream, count in enumerate(_DRAWN_REVIEWS):
         draws = Draws(_SEED, stream)
         labels = numpy.arange(count) % len(CLASSES)
-        # Common words are far more common than rare ones: the logarithm of a rank is about uniform.
+        # Common words are far more common than rare ones: the logarithm of a rank is roughly uniform.
         common = numpy.floor((_DRAWN_WORDS + 1.0) ** draws.uniform(count, length)).astype(numpy.int64) - 1
         telling = _DRAWN_WORDS + draws.below(_TELLING_WORDS, count, length) + _TELLING_WORDS * labels[:, None]
         words = numpy.where(draws.uniform(count, length) < _TELLING_SHARE, telling, common) + FIRST_WORD
@@ -110,7 +111,7 @@ def words_of(text: str) -> list[str]:
 
 
 class _Reviews:
-    """Word numbers in the order in which words were met; renumbered when all have been counted."""
+    """Word numbers in the order in which words first appeared; renumbered when all have been counted."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -121,7 +122,7 @@ class _Reviews:
         self._text_bytes = 0
 
     def read(self, part: Path) -> list[int]:
-        """The labels of the part's reviews, which are appended to those read before."""
+        """Return the labels of the part's reviews, which are appended to those read before."""
         labels: list[int] = []
         counted = part.name == "train"
         for label, name in enumerate(CLASSES):
@@ -159,7 +160,7 @@ class _Reviews:
         return number
 
     def table(self, train: int, vocabulary: int) -> tuple[numpy.ndarray, int]:
-        """One row for each review, and how many words have a number."""
+        """Return one row for each review, and how many words have a number."""
         if not self._numbers:
             raise BadData("There is no word in any of the reviews.", hint=_LAYOUT)
         names = sorted(self._numbers, key=lambda word: (-self._counts[self._numbers[word]], word))[:vocabulary]
@@ -172,11 +173,11 @@ class _Reviews:
         return table, len(names)
 
 
-def _length(what: str, input_shape: tuple[int, ...] | None) -> int:
+def _length(subject: str, input_shape: tuple[int, ...] | None) -> int:
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 1 or not 1 <= shape[0] <= LARGEST_LENGTH:
         raise BadData(
-            f"{what}: a review is a row of 1 to {LARGEST_LENGTH:,} words; the model takes {shape}.",
+            f"{subject}: a review is a row of 1 to {LARGEST_LENGTH:,} words; the model takes {shape}.",
             hint="Use a model for texts, such as bilstm.",
         )
     return shape[0]

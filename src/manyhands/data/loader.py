@@ -23,7 +23,7 @@ _PAIR = "__getitem__ must return a pair: (input, target)."
 
 
 class _MapStyle(Protocol):
-    """Samples that can be counted and taken by number."""
+    """A data set whose samples can be counted and taken by number."""
 
     def __len__(self) -> int: ...
 
@@ -31,9 +31,10 @@ class _MapStyle(Protocol):
 
 
 class Prefetcher:
-    """Yields (step, inputs, targets) once for each step from `first_step` up to, without, `last_step`.
+    """An iterator that yields (step, inputs, targets) for each step from `first_step` up to, but not including,
+    `last_step`.
 
-    Loading begins at once; at most `ahead` batches wait. Closing ends the iteration. An error comes where its batch
+    Loading begins at once; at most `ahead` batches wait. Closing ends the iteration. An error is raised where its batch
     would have come, after the batches before it.
     """
 
@@ -57,7 +58,7 @@ class Prefetcher:
         self._limit_seconds = limit_seconds
         self._next_step = first_step
         self._ready = _ReadyBatches(ahead)
-        # The thread knows the ready batches, not this object: so a loader that is dropped unclosed is still freed.
+        # The thread refers to the ready batches, not to this object, so that a loader dropped unclosed is freed.
         self._thread = threading.Thread(
             target=_fill,
             args=(self._ready, samples, order, range(first_step, last_step)),
@@ -92,17 +93,17 @@ class Prefetcher:
         self.close()
 
     def close(self) -> None:
-        """End the thread, whatever it is doing. Only a sample that is being read is waited for, and not for long."""
+        """End the thread, whatever it is doing. Only a sample being read is waited for, and not for long."""
         self._end()
 
 
 def length(dataset: Dataset[Any] | Sequence[Any]) -> int:
-    """How many samples a data set has, or an error for one that cannot tell."""
+    """Return how many samples a data set has, or raise an error for one without a length."""
     return len(_map_style(dataset))
 
 
 def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, Any]:
-    """The first samples as one batch: fewer where the data set is shorter."""
+    """Return the first samples as one batch: fewer where the data set is shorter."""
     if samples < 1:
         raise BadValue(f"An example of {samples} samples; it must have 1 or more.")
     held = _map_style(dataset)
@@ -138,7 +139,7 @@ class _ReadyBatches:
             self._changed.notify_all()
 
     def take(self, limit_seconds: float) -> Batch | None:
-        """The next batch; none when there will be no more."""
+        """Return the next batch, or None when there will be no more."""
         deadline = time.monotonic() + limit_seconds
         with self._changed:
             while not self._batches:
@@ -164,7 +165,7 @@ class _ReadyBatches:
 
 
 def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
-    """Load batches in the background; whatever happens, whoever takes them learns that no more will come."""
+    """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
     try:
         for step in steps:
             indices = order.indices(step)
@@ -232,10 +233,10 @@ def _collate(samples: list[tuple[Any, Any]], indices: list[int]) -> tuple[Any, A
     return _stack("input", list(inputs), indices), _stack("target", list(targets), indices)
 
 
-def _stack(what: str, values: list[Any], indices: list[int]) -> Any:
+def _stack(part: str, values: list[Any], indices: list[int]) -> Any:
     if any(base.__module__.startswith("PIL.") for base in type(values[0]).__mro__):
         raise BadData(
-            f"The {what} of sample {indices[0]} is a picture ({type(values[0]).__name__}), not a tensor.",
+            f"The {part} of sample {indices[0]} is a picture ({type(values[0]).__name__}), not a tensor.",
             hint="Give the data set a transform: transform=torchvision.transforms.ToTensor(); without torchvision: "
             "torch.from_numpy(numpy.array(picture)).permute(2, 0, 1) / 255.",
         )
@@ -243,14 +244,14 @@ def _stack(what: str, values: list[Any], indices: list[int]) -> Any:
     for index, value in zip(indices, values):
         if _form(value) != first:
             raise BadData(
-                f"The {what} of sample {index} has the shape {_form(value)}; that of sample {indices[0]} has {first}.",
+                f"The {part} of sample {index} has the shape {_form(value)}; that of sample {indices[0]} has {first}.",
                 hint="All samples of a data set must have one shape: crop, resize or pad them in __getitem__.",
             )
     try:
         stacked = default_collate(values)
     except Exception as error:
         raise BadData(
-            f"The {what}s of samples {indices[0]} to {indices[-1]} do not make a batch: {_told(error)}",
+            f"The {part}s of samples {indices[0]} to {indices[-1]} do not make a batch: {_told(error)}",
             hint="Samples are tensors, numbers, arrays, or tuples and dicts of them.",
         ) from error
     # torch makes a list of the parts; a model's arguments are a tuple again.
@@ -258,7 +259,7 @@ def _stack(what: str, values: list[Any], indices: list[int]) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """The shape of a tensor or array, or of each part of a tuple or dict."""
+    """Return the shape of a tensor or array, or of each part of a tuple or dict."""
     if isinstance(value, dict):
         return {key: _form(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):

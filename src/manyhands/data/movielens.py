@@ -1,10 +1,11 @@
-"""Films people rated, as clicks: folders of MovieLens (ml-20m, ml-1m and their like), and a stand-in of drawn people.
+"""Films that people rated, as clicks: folders of MovieLens (ml-20m, ml-1m and their like), and a stand-in of drawn
+people.
 
     ml-20m/ratings.csv  userId,movieId,rating,timestamp     ml-20m/movies.csv  movieId,title,genres
     ml-1m/ratings.dat   UserID::MovieID::Rating::Timestamp  ml-1m/movies.dat   MovieID::Title::Genres
 
-As Zhou et al., KDD 2018, section 6.1: a click is a rating of 4 or more, and is foretold from the films the same person
-rated before; people are either trained or tested on. A film's genre is the first it lists. Films have the numbers
+As Zhou et al., KDD 2018, section 6.1: a click is a rating of 4 or more, and is predicted from the films the same person
+rated before; a person belongs to training or to testing. A film's genre is the first it lists. Films have the numbers
 from 1 in the order of their file, genres from 1 in the order of their names; 0 is padding.
 """
 
@@ -50,20 +51,20 @@ _SEED = 2018
 
 @dataclass(frozen=True)
 class Ratings:
-    """A person's films lie together, in the order in which they were rated."""
+    """The films that people rated: a person's lie together, in the order in which they were rated."""
 
     people: numpy.ndarray
-    """Counted from 0."""
+    """Numbers of the people, counted from 0."""
     films: numpy.ndarray
     clicks: numpy.ndarray
     genres: numpy.ndarray
-    """Indexed by a film's number."""
+    """The genre of each film, indexed by the film's number."""
     starts: numpy.ndarray
-    """Where each person's films begin, and where the last one's end."""
+    """The places where each person's films begin, and where the last one's end."""
 
 
 class ClickData(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """For each place among the ratings: what was rated before, the film itself, and whether it was a click."""
+    """A sample for each place among the ratings: what was rated before, the film itself, and whether it was a click."""
 
     def __init__(self, ratings: Ratings, places: numpy.ndarray, length: int) -> None:
         self.ratings = ratings
@@ -91,7 +92,7 @@ class ClickData(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
 
 def movielens_root(path: Path) -> Path | None:
-    """The folder with ratings and movies: `path`, or one of MovieLens' names in it."""
+    """Return the folder with ratings and movies: `path`, or one of MovieLens' names in it."""
     for root in (path / place for place in SEARCHED):
         if any((root / ratings).is_file() and (root / movies).is_file() for ratings, movies in _NAMES):
             return root
@@ -99,7 +100,7 @@ def movielens_root(path: Path) -> Path | None:
 
 
 def load_movielens(root: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """One sample for every rating but each person's first; a fifth of the people is held out."""
+    """Load one sample for every rating but each person's first; a fifth of the people is held out."""
     length = _length(str(root), input_shape)
     files = [(root / ratings, root / movies) for ratings, movies in _NAMES if (root / ratings).is_file()]
     if not files:
@@ -113,7 +114,7 @@ def load_movielens(root: Path, *, input_shape: tuple[int, ...] | None = None) ->
 
 
 def synthetic_movielens(*, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A stand-in: everybody likes three genres, sees films of them rather than others, and rates those well."""
+    """Return a stand-in in which everybody likes three genres, watches mostly films of those, and rates them well."""
     length = _length("synthetic-movielens", input_shape)
     draws = Draws(_SEED)
     shape = (_DRAWN_PEOPLE, _DRAWN_RATINGS)
@@ -129,11 +130,11 @@ def synthetic_movielens(*, input_shape: tuple[int, ...] | None = None) -> DataSe
     return _sets("synthetic-movielens", ratings, length, "synthetic-movielens")
 
 
-def _length(what: str, input_shape: tuple[int, ...] | None) -> int:
+def _length(subject: str, input_shape: tuple[int, ...] | None) -> int:
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 1 or not 1 <= shape[0] <= LARGEST_LENGTH:
         raise BadData(
-            f"{what}: a history is a row of 1 to {LARGEST_LENGTH:,} films; the model takes {shape}.",
+            f"{subject}: a history is a row of 1 to {LARGEST_LENGTH:,} films; the model takes {shape}.",
             hint="Use a model for histories of films, such as din.",
         )
     return shape[0]
@@ -142,7 +143,7 @@ def _length(what: str, input_shape: tuple[int, ...] | None) -> int:
 def _in_order(
     people: numpy.ndarray, films: numpy.ndarray, stars: numpy.ndarray, times: numpy.ndarray, genres: numpy.ndarray
 ) -> Ratings:
-    """Sorted by person, then time; what was rated in the same second stays as the file has it."""
+    """Return ratings sorted by person, then time; those of the same second stay in the order of the file."""
     order = numpy.lexsort((times, people))
     _, numbers, counts = numpy.unique(people[order], return_inverse=True, return_counts=True)
     return Ratings(
@@ -154,10 +155,10 @@ def _in_order(
     )
 
 
-def _sets(name: str, ratings: Ratings, length: int, told: str) -> DataSets:
+def _sets(name: str, ratings: Ratings, length: int, place: str) -> DataSets:
     places = numpy.delete(numpy.arange(len(ratings.films)), ratings.starts[:-1])  # before the first there is nothing
     if not len(places):
-        raise BadData(f"{told}: nobody rated two films; from one, nothing can be foretold.", hint=_LAYOUT)
+        raise BadData(f"{place}: nobody rated two films; from one, nothing can be foretold.", hint=_LAYOUT)
     _, tested = held_out([0] * (len(ratings.starts) - 1))
     is_tested = numpy.isin(ratings.people[places], numpy.array(tested, dtype=numpy.int32))
     test = ClickData(ratings, places[is_tested], length)
@@ -177,7 +178,7 @@ def _sets(name: str, ratings: Ratings, length: int, told: str) -> DataSets:
 
 
 def _movies(file: Path) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The ids of films in the order of the file, and the genre of each number; number 0 is no film."""
+    """Return the ids of films in the order of the file, and the genre of each number; number 0 is no film."""
     rows = _movie_rows(file)
     if not rows:
         raise BadData(f"{file}: there is no film in it.", hint=_LAYOUT)
@@ -216,7 +217,7 @@ def _movie_rows(file: Path) -> list[tuple[int, list[str]]]:
 
 
 def _ratings(file: Path) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Person, film, stars and time of each line, read in blocks: twenty million lines are usual."""
+    """Return person, film, stars and time of each line, read in blocks: twenty million lines are usual."""
     blocks = []
     line = 1
     try:
@@ -230,14 +231,14 @@ def _ratings(file: Path) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, n
                 if header != ",".join(_RATINGS_HEADER):
                     raise BadData(f"{file}: begins with '{header[:80]}', not '{','.join(_RATINGS_HEADER)}'.")
                 line += 1
-            left = b""
+            unfinished = b""
             while content := opened.read(_BLOCK_BYTES):
-                whole, newline, left = (left + content).rpartition(b"\n")
+                whole, newline, unfinished = (unfinished + content).rpartition(b"\n")
                 blocks.append(_block(file, whole, line))
                 line += whole.count(b"\n") + 1 if newline else 0
-                if len(left) > _BLOCK_BYTES // 2:
+                if len(unfinished) > _BLOCK_BYTES // 2:
                     raise BadFile(f"{file}: line {line} is too long to be a rating.")
-            blocks.append(_block(file, left, line))
+            blocks.append(_block(file, unfinished, line))
     except OSError as error:
         raise BadFile(f"{file}: cannot be read: {error.strerror or error}.") from error
     people, films, stars, times = (numpy.concatenate(part) for part in zip(*blocks))
@@ -250,7 +251,7 @@ _Block = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
 def _block(file: Path, content: bytes, first_line: int) -> _Block:
-    """The numbers of some lines, each within its limits."""
+    """Return the numbers of some lines, each within its limits."""
     if not content.strip():
         nothing = numpy.zeros(0)
         return nothing.astype(numpy.int32), nothing.astype(numpy.int32), nothing.astype(numpy.float32), nothing
@@ -288,11 +289,11 @@ def _line(file: Path) -> str:
     return ("::" if file.suffix == ".dat" else ",").join(_RATINGS_HEADER)
 
 
-def _numbered(ratings_file: Path, movies_file: Path, ids: numpy.ndarray, known: numpy.ndarray) -> numpy.ndarray:
-    """Film ids -> film numbers from 1."""
-    order = numpy.argsort(known)
-    places = numpy.searchsorted(known[order], ids).clip(max=len(known) - 1)
-    strange = known[order][places] != ids
+def _numbered(ratings_file: Path, movies_file: Path, ids: numpy.ndarray, listed_ids: numpy.ndarray) -> numpy.ndarray:
+    """Return film numbers, from 1, for film ids."""
+    order = numpy.argsort(listed_ids)
+    places = numpy.searchsorted(listed_ids[order], ids).clip(max=len(listed_ids) - 1)
+    strange = listed_ids[order][places] != ids
     if strange.any():
         first = int(ids[int(strange.argmax())])
         raise BadData(

@@ -1,4 +1,4 @@
-"""Which samples make which batch: a pure function of seed and step, so that a run resumes where it was."""
+"""The samples of each batch: a pure function of seed and step, so that a run resumes where it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Each epoch takes every sample at most once; the samples that do not fill a last batch are left out of it."""
+    """An order in which each epoch takes every sample at most once, and leaves out those that do not fill a last
+    batch."""
 
     samples: int
     batch_size: int
@@ -39,7 +40,7 @@ class BatchOrder:
         return self.samples // self.batch_size
 
     def indices(self, step: int) -> list[int]:
-        """The samples of a step, counted from 0 over all epochs."""
+        """Return the samples of a step, counted from 0 over all epochs."""
         if step < 0:
             raise BadValue(f"The step is {step}; steps count from 0.")
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -52,14 +53,14 @@ class BatchOrder:
 
 @functools.lru_cache(maxsize=4)
 def permutation(count: int, seed: int, stream: int) -> numpy.ndarray:
-    """The numbers below `count` in an order that depends on seed and stream alone.
+    """Return the numbers below `count` in an order that depends on seed and stream alone.
 
-    numpy promises the raw numbers of Philox for ever, but not its shuffles: every machine must get the same order,
-    whatever its version.
+    numpy promises to keep the raw numbers of Philox for ever, but not its shuffles: every machine must get the same
+    order, whatever its version.
     """
     import numpy
 
     drawn = numpy.random.Philox(key=numpy.array([seed, stream], dtype=numpy.uint64)).random_raw(count)
     order = numpy.argsort(drawn, kind="stable")
-    order.setflags(write=False)  # it is shared by all who ask
+    order.setflags(write=False)  # it is shared by all callers
     return order

@@ -1,4 +1,5 @@
-"""Arrays packed in one file (.npz): sizes before memory is taken, and one word for all that can be wrong with it."""
+"""Arrays packed in one file (.npz): sizes are known before memory is allocated, and all its faults are one kind of
+error."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from manyhands.facts.units import format_bytes
 
 @contextmanager
 def reading(path: Path, *, hint: str = "", memory_hint: str = "") -> Iterator[None]:
-    """What numpy and zipfile raise of a file that is none of theirs, or too large, is its fault, said so."""
+    """Raise BadFile, which names the file, for what numpy and zipfile raise of a file that is not theirs, or too
+    large."""
     try:
         yield
     except ManyhandsError:
@@ -28,7 +30,8 @@ def reading(path: Path, *, hint: str = "", memory_hint: str = "") -> Iterator[No
 
 
 def check_room(path: Path, needed_bytes: int, largest_bytes: int, *, hint: str = "") -> None:
-    """Before anything is unpacked: a small file may unpack to all of a machine's memory."""
+    """Refuse arrays that are too large, before anything is unpacked: a small file may unpack to all of a machine's
+    memory."""
     if needed_bytes > largest_bytes:
         raise BadData(
             f"{path}: {format_bytes(needed_bytes)} unpacked; at most {format_bytes(largest_bytes)} are read.", hint=hint
@@ -42,14 +45,15 @@ def check_room(path: Path, needed_bytes: int, largest_bytes: int, *, hint: str =
 
 
 def check_texts(path: Path, name: str, texts: numpy.ndarray) -> None:
-    """Every letter of an array of text is one: Python breaks, or cannot print it, where one is not."""
+    """Refuse an array of text with invalid letters: Python breaks on them, or cannot print them."""
     codes = numpy.ascontiguousarray(texts).view(numpy.dtype(numpy.uint32).newbyteorder(texts.dtype.byteorder))
     if ((codes > 0x10FFFF) | ((codes >= 0xD800) & (codes < 0xE000))).any():
         raise BadData(f"{path}: {name} holds text with letters that there are not.")
 
 
 def sizes_of(path: Path) -> dict[str, int]:
-    """Array -> its bytes, unpacked. Two entries of one name are refused: numpy would read the one, and we the other."""
+    """Return array -> its bytes, unpacked. Two entries of one name are refused: numpy would read one, and manyhands the
+    other."""
     sizes: dict[str, int] = {}
     with zipfile.ZipFile(path) as packed:
         for entry in packed.infolist():

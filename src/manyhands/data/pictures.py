@@ -1,4 +1,4 @@
-"""A folder of pictures as a data set: one sub-folder per class. Pillow decodes them, when they are asked for."""
+"""A folder of pictures as a data set: one sub-folder per class. Pillow decodes them when they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIXEL_MEAN = 0.5
 PIXEL_STANDARD_DEVIATION = 0.5
 # A picture takes about a millisecond to decode: more than these, and starting would take too long.
 DECODED_IN_CHECK = 2000
-# Not every format Pillow knows: some of them start another program to be decoded.
+# Not every format of Pillow: some of them start another program to be decoded.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _TEST_FOLDERS = ("test", "val")
 _CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
@@ -41,7 +41,7 @@ _LAYOUT = "Make one sub-folder per class, with its pictures in it; or train/ and
 
 
 class PictureData(Dataset[tuple[Tensor, int]]):
-    """Pictures by path, decoded one at a time and squeezed into the input's height and width."""
+    """A data set of pictures by path, decoded one at a time and squeezed into the input's height and width."""
 
     def __init__(self, paths: list[Path], labels: list[int], input_shape: tuple[int, ...]) -> None:
         self.paths = paths
@@ -58,7 +58,7 @@ class PictureData(Dataset[tuple[Tensor, int]]):
             with _open(path) as image:
                 image.draft(mode, (2 * self._width, 2 * self._height))  # a large JPEG need not be decoded in full
                 pixels = eight_bits(image).convert(mode).resize((self._width, self._height), bilinear)
-        except Exception as error:  # Pillow's decoders raise nearly anything, and the file may have gone since
+        except Exception as error:  # Pillow's decoders raise nearly anything, and the file may have been deleted since
             raise BadData(
                 f"{path}: the picture cannot be read: {reason(error)}.", hint="Delete or repair it."
             ) from error
@@ -68,12 +68,13 @@ class PictureData(Dataset[tuple[Tensor, int]]):
 
 
 def pillow() -> Any:
-    """Pillow's module of pictures; it is an extra, and loaded by whoever decodes one."""
+    """Return Pillow's module of pictures; it is an extra, and is loaded where a picture is decoded."""
     return load("PIL.Image", "Reading pictures")
 
 
 def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """Every file is checked first: a run of days must not end at one broken picture."""
+    """Load a folder of pictures; every file is checked first, since a run of days must not end at one broken
+    picture."""
     shape = input_shape or INPUT_SHAPE
     if len(shape) != 3 or shape[0] not in (1, 3) or min(shape) < 1:
         raise BadData(
@@ -100,8 +101,8 @@ def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
     train_set: Dataset[Any] = train
     test_set: Dataset[Any] | None = _pictures(test_classes, names, shape) if test_folder else None
     if test_folder is None:
-        chosen, left = held_out(train.labels)
-        train_set, test_set = Subset(train, chosen), Subset(train, left) if left else None
+        chosen, held_out_indices = held_out(train.labels)
+        train_set, test_set = Subset(train, chosen), Subset(train, held_out_indices) if held_out_indices else None
     return DataSets(
         name=path.resolve().name,
         train=train_set,
@@ -113,7 +114,7 @@ def load_folder(path: Path, *, input_shape: tuple[int, ...] | None = None) -> Da
 
 
 def _parts(path: Path) -> tuple[Path, Path | None]:
-    """The folder to train on and the one to test on. A `train` with no sub-folders is a class of that name."""
+    """Return the folder to train on and the one to test on. A `train` with no sub-folders is a class of that name."""
     folders = {folder.name: folder for folder in _entries(path) if folder.is_dir()}
     train = folders.get("train")
     if train is None or not any(entry.is_dir() for entry in _entries(train)):
@@ -126,7 +127,7 @@ def _parts(path: Path) -> tuple[Path, Path | None]:
 
 
 def _classes(folder: Path) -> dict[str, list[Path]]:
-    """The pictures of each class, both in the order of their names."""
+    """Return the pictures of each class, both in the order of their names."""
     classes = {entry.name: _files(entry) for entry in _entries(folder) if entry.is_dir()}
     if not classes:
         loose = sum(1 for entry in _entries(folder) if entry.is_file())
@@ -144,7 +145,7 @@ def _classes(folder: Path) -> dict[str, list[Path]]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder, by name, without what systems leave there."""
+    """Return what lies in a folder, by name, without what systems leave there."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except OSError as error:
@@ -153,7 +154,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files below a class folder. Links to folders are not followed: they may lead in a circle."""
+    """Return all files below a class folder. Links to folders are not followed: they may lead in a circle."""
     files: list[Path] = []
     for entry in _entries(folder):
         if not entry.is_dir():
@@ -177,14 +178,14 @@ def check_all(root: Path, files: list[Path]) -> None:
 
 
 def _fault(path: Path, *, decode: bool = True) -> str:
-    """Why a file is no picture, or nothing."""
+    """Return why a file is no picture, or '' if it is one."""
     try:
         with _open(path) as image:
             kind = image.format
-            image.verify()  # the sums in a PNG; of others, the header only
+            image.verify()  # the checksums in a PNG; only the header of others
         if decode or not (kind == "PNG" or (kind in ("JPEG", "MPO") and _ends_well(path))):
             with _open(path) as image:
-                image.draft("L", (1, 1))  # a JPEG is read to its end all the same
+                image.draft("L", (1, 1))  # a JPEG is read to its end anyway
                 image.load()
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
         return reason(error)
@@ -192,7 +193,8 @@ def _fault(path: Path, *, decode: bool = True) -> str:
 
 
 def _quick_fault(path: Path) -> str:
-    """Without decoding what ends as it should: a byte changed inside a JPEG is found only when it is taken."""
+    """Return why a file is no picture, without decoding what ends as it should: a byte changed inside a JPEG is noticed
+    only when the picture is read."""
     return _fault(path, decode=False)
 
 
@@ -203,7 +205,7 @@ def _ends_well(path: Path) -> bool:
 
 
 def _open(path: Path) -> Image.Image:
-    """The picture's header is read, not its pixels yet."""
+    """Open a picture and read its header, not its pixels yet."""
     if not path.is_file():  # opening a pipe would wait for ever
         raise OSError("no such file" if not path.exists() else "not a plain file")
     image: Image.Image = pillow().open(path, formats=FORMATS)
@@ -219,7 +221,7 @@ def _open(path: Path) -> Image.Image:
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Pillow cuts brighter pixels of 16 bits off at 255; this scales them."""
+    """Return a picture of 8 bits: Pillow cuts brighter pixels of 16 bits off at 255; this scales them."""
     if image.mode not in _SIXTEEN_BITS:
         return image
     scaled: Image.Image = pillow().fromarray((numpy.asarray(image).clip(0, 65535) >> 8).astype(numpy.uint8))
@@ -242,7 +244,7 @@ def _pictures(classes: dict[str, list[Path]], names: tuple[str, ...], shape: tup
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first few, and how many more."""
+    """Return the first few, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -1,4 +1,5 @@
-"""Files of data sets may come from anywhere: only plain ones are opened, and no more is read than may be."""
+"""Safe reading of files of data sets, which may come from anywhere: only plain ones are opened, and no more is read
+than allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _CLUTTER = ("thumbs.db", "desktop.ini", "__macosx")
 
 
 def read_bytes(file: Path, largest_bytes: int) -> bytes:
-    """All of a plain file, or an error for one that is longer than it may be."""
+    """Return all of a plain file, or raise an error for one that is longer than allowed."""
     try:
         with open_plain(file) as opened:
             content = opened.read(largest_bytes + 1)
@@ -34,22 +35,23 @@ def read_text(file: Path, largest_bytes: int, encoding: str = "utf-8-sig") -> st
 
 
 def entries(folder: Path, *, most: int) -> list[Path]:
-    """What lies in a folder, by name, without what systems leave there; an error where it is more than `most`."""
-    kept: list[str] = []
+    """Return what lies in a folder, by name, without what systems leave there; more than `most` entries are an
+    error."""
+    names: list[str] = []
     try:
         with os.scandir(folder) as scanned:
             for entry in scanned:
                 if not entry.name.startswith(".") and entry.name.lower() not in _CLUTTER:
-                    kept.append(entry.name)
-                if len(kept) > most:
+                    names.append(entry.name)
+                if len(names) > most:
                     raise BadData(f"{folder}: holds more than {most:,} files; at most so many are read.")
     except OSError as error:
         raise BadFile(f"{folder}: cannot be read: {error.strerror or error}.") from error
-    return [folder / name for name in sorted(kept)]
+    return [folder / name for name in sorted(names)]
 
 
 def has_any(folder: Path, suffix: str) -> bool:
-    """A file of that suffix is in the folder; what may not be read has none."""
+    """Return whether a file of that suffix is in the folder; a folder that may not be read has none."""
     try:
         with os.scandir(folder) as scanned:
             return any(entry.name.lower().endswith(suffix) for entry in scanned)

@@ -1,7 +1,7 @@
 """Preload: every sample is sent to the devices before the first step, and from then on only sample numbers travel.
 
-It fits where every pass over the data set gives the same samples: what is drawn anew each time (a random crop) would be
-drawn once.
+It suits data sets of which every pass gives the same samples: what is drawn anew each time (a random crop) would be
+drawn only once.
 """
 
 from __future__ import annotations

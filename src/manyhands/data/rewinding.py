@@ -1,4 +1,4 @@
-"""Batches that can be asked for again: a run that goes back a few steps takes the same ones."""
+"""Batches that can be taken again: a run that goes back a few steps gets the same ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from manyhands.data.loader import Batch, Prefetcher
 
 MOST_BYTES = 512 * 2**20
-"""The most bytes of batches that are kept; those of earlier steps are loaded again."""
+"""The most bytes of batches that are kept; batches of earlier steps are loaded again."""
 
 
 class Rewindable:
-    """Yields batches from any step on. Those since `forget_before` are kept, as far as there is room."""
+    """An iterable of batches from any step on. Batches since `forget_before` are kept, as far as there is room."""
 
     def __init__(self, open_at: Callable[[int], Prefetcher], first: int, most_bytes: int = MOST_BYTES) -> None:
         self._open_at, self._most_bytes = open_at, most_bytes
@@ -32,7 +32,7 @@ class Rewindable:
         self._source.close()
 
     def from_step(self, step: int) -> Iterator[Batch]:
-        """Go on from there, forwards or backwards."""
+        """Yield batches from a step on, be it forwards or backwards."""
         if step > self._loaded or any(earlier not in self._kept for earlier in range(step, self._loaded)):
             self._source.close()
             self._kept.clear()
@@ -57,7 +57,7 @@ class Rewindable:
         return batch
 
     def forget_before(self, step: int) -> None:
-        """Nobody will ask for earlier ones."""
+        """Drop batches of earlier steps, which will not be needed again."""
         for old in [kept_step for kept_step in self._kept if kept_step < min(step, self._next)]:
             del self._kept[old]
 

@@ -23,9 +23,9 @@ from manyhands.files.json_memory import structure_bytes
 LARGEST_FILE_BYTES = 64 * 10**6
 LARGEST_DECODED_BYTES = 256 * 10**6
 DEEPEST = 8
-"""Lists within lists."""
+"""The most lists within lists."""
 _NUMBER_BYTES = 32
-"""What Python keeps for one of them."""
+"""The memory that Python takes for one number."""
 _KEY = b'"inputs"'
 _MARK = b"\xef\xbb\xbf"
 _OBJECT = re.compile(rb"\s*\{")
@@ -36,17 +36,17 @@ LARGER = "Give fewer samples at a time, or a .npy file, which takes less: numpy.
 
 
 class _Inputs(msgspec.Struct, forbid_unknown_fields=True):
-    """{"inputs": ...}, whatever it holds."""
+    """A document {"inputs": ...}, whatever it holds."""
 
     inputs: msgspec.Raw
 
 
 def looks_like_json(content: bytes) -> bool:
-    """Whether it begins as a list or an object does, which no picture and no array file do."""
+    """Return whether bytes begin as a list or an object does, which no picture and no array file do."""
     return _SNIFFED.match(content) is not None
 
 
-def read_json_file(path: Path, wanted: SampleForm) -> SampleSource:
+def read_json_file(path: Path, form: SampleForm) -> SampleSource:
     try:
         if not path.is_file():  # opening a pipe would wait for ever
             raise BadFile(f"{path}: is not a plain file.")
@@ -63,28 +63,28 @@ def read_json_file(path: Path, wanted: SampleForm) -> SampleSource:
             f"{format_bytes(LARGEST_DECODED_BYTES)} are read.",
             hint=LARGER,
         )
-    return read_json(content, str(path), wanted)
+    return read_json(content, str(path), form)
 
 
 def decoded_bytes(content: bytes) -> int:
-    """About what the numbers and lists of a JSON text take in memory once it is decoded."""
+    """Return about how much memory the numbers and lists of a JSON text take once it is decoded."""
     return structure_bytes(content, _NUMBER_BYTES)
 
 
-def read_json(content: bytes, name: str, wanted: SampleForm) -> SampleSource:
-    """The samples of a JSON text whose `decoded_bytes` are few enough, if they are what the network takes. Numbers are
-    taken as they are: 0 to 255 are no pixels here."""
+def read_json(content: bytes, name: str, form: SampleForm) -> SampleSource:
+    """Return the samples of a JSON text whose `decoded_bytes` are few enough, if they are what the network takes.
+    Numbers are taken as they are: 0 to 255 are no pixels here."""
     try:
-        array = _array(_inputs_in(content.removeprefix(_MARK)), wanted)
+        array = _array(_inputs_in(content.removeprefix(_MARK)), form)
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
         raise BadData(f"{name}: {_plain(error)}.", hint=_HOW) from error
     except RecursionError as error:
         raise BadData(f"{name}: its lists are nested too deeply.", hint=_HOW) from error
-    return of_array(name, array, wanted)
+    return of_array(name, array, form)
 
 
 def _inputs_in(text: bytes) -> bytes | memoryview:
-    """The lists alone: of {"inputs": ...} what comes after the key."""
+    """Return the lists alone: of {"inputs": ...} what comes after the key."""
     if _OBJECT.match(text) is None:
         return text
     if text.count(_KEY) > 1:
@@ -92,20 +92,20 @@ def _inputs_in(text: bytes) -> bytes | memoryview:
     return memoryview(msgspec.json.decode(text, type=_Inputs).inputs)
 
 
-def _array(text: bytes | memoryview, wanted: SampleForm) -> numpy.ndarray:
-    """An array of as many axes as the first number is in lists; another depth elsewhere is no array."""
+def _array(text: bytes | memoryview, form: SampleForm) -> numpy.ndarray:
+    """Return an array of as many axes as the first number is in lists; another depth elsewhere is no array."""
     opening = _OPENING.match(text)
     depth = opening.group().count(b"[") if opening is not None else 0
     if depth > DEEPEST:
         raise ValueError(f"its lists are nested more than {DEEPEST} deep")
-    is_float = wanted.dtype.is_floating_point
+    is_float = form.dtype.is_floating_point
     kind: Any = float if is_float else int
     for _ in range(depth):
         kind = list[kind]
     numbers = msgspec.json.decode(text, type=kind)
     stored: Any = numpy.int64
     if is_float:
-        stored = numpy.float64 if wanted.dtype == torch.float64 else numpy.float32
+        stored = numpy.float64 if form.dtype == torch.float64 else numpy.float32
     with numpy.errstate(over="ignore"):  # what becomes infinite is refused with the sample's number
         return numpy.asarray(numbers, stored)
 

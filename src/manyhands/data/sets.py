@@ -1,6 +1,6 @@
 """Data sets to train on: by name, from a folder, or a .npz file. Listing names does not import torch.
 
-A folder is known by what lies in it: reviews (aclImdb), film ratings (MovieLens), rendered chairs, CIFAR-10's binary
+A folder is recognised by its content: reviews (aclImdb), film ratings (MovieLens), rendered chairs, CIFAR-10's binary
 files, pictures with boxes (Pascal VOC); else it is one with a sub-folder of pictures per class.
 """
 
@@ -15,7 +15,8 @@ from manyhands.facts.errors import BadFile, UnknownName, unknown
 
 NAMES: tuple[str, ...] = ("digits",)
 STAND_INS: tuple[str, ...] = ("synthetic-cifar10", "synthetic-imdb", "synthetic-movielens", "synthetic-3dchair")
-"""Drawn, for where the real data is not at hand: a model can learn from them, but its accuracy says nothing."""
+"""Drawn data sets, for where the real ones are not available: a model can learn from them, but its accuracy means
+nothing."""
 _ABSENT = {
     "cifar10": "the folder cifar-10-batches-bin",
     "imdb": "the folder aclImdb",
@@ -36,12 +37,12 @@ _CHOSEN = re.compile(r"(.+):(\d[\d,-]*)")
 
 
 def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None) -> DataSets:
-    """A data set by its name, a folder in one of the layouts above, or a .npz file.
+    """Load a data set by its name, a folder in one of the layouts above, or a .npz file.
 
-    digits:0-4, or PATH:0,2,5-7, has these classes only, numbered anew in that order.
+    digits:0-4, or PATH:0,2,5-7, has only these classes, numbered anew in that order.
 
-    `input_shape` is what the model takes for one sample, without the batch: pictures are resized to it. A name goes
-    before a folder of that name; ./digits is the folder.
+    `input_shape` is what the model takes for one sample, without the batch: pictures are resized to it. A name takes
+    precedence over a folder of that name; ./digits is the folder.
     """
     name = str(name_or_path)
     chosen = _CHOSEN.fullmatch(name)
@@ -78,7 +79,7 @@ def load(name_or_path: str | Path, *, input_shape: tuple[int, ...] | None = None
 
 
 def _not_data(path: Path) -> BadFile:
-    """What to say of a file that is no .npz file."""
+    """Return the error for a file that is no .npz file."""
     suffix = next((ending for ending in _UNPACKING if path.name.lower().endswith(ending)), "")
     if not suffix:
         return BadFile(

@@ -1,8 +1,8 @@
-"""A silo: what one device has of the samples, and nobody else sees. Samples are the same by their ids.
+"""A silo: the samples that one device has, and that no other device sees. Samples with equal ids are the same.
 
     .npz    id (whole numbers or text, each once), and arrays named as the network's inputs, or target: a row for each
 
-Digests of the ids tell which samples all silos have. They hide an id only from whoever cannot guess it.
+Digests of the ids show which samples all silos have. They hide an id only from those who cannot guess it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _HOW = "Write it with numpy.savez(path, id=ids, left=..., right=..., target=...)
 
 @dataclass(frozen=True)
 class SiloContent:
-    """What a device has in its silo, as the coordinator knows it."""
+    """The content of a device's silo, as far as the coordinator has it."""
 
     names: frozenset[str]
     rows: torch.Tensor
-    """Sample, in the order that was agreed -> its row in that silo."""
+    """Sample, in the agreed order -> its row in that silo."""
 
 
 class Silo:
@@ -51,7 +51,7 @@ class Silo:
 
     @classmethod
     def read(cls, path: str | Path) -> Silo:
-        """A file, checked: numbers only, nothing is unpickled."""
+        """Read a file, and check it: numbers only, nothing is unpickled."""
         path = Path(path)
         content = _read(path)
         ids = content.pop(IDS)
@@ -73,7 +73,7 @@ class Silo:
         return digests_of(self.ids.tolist())
 
     def take(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of an array."""
+        """Return some rows of an array."""
         if name not in self.arrays:
             raise BadData(f"{self.where} has no {name}; it has {', '.join(self.arrays)}.")
         check_rows(self.where, rows, len(self))
@@ -81,24 +81,25 @@ class Silo:
 
 
 def check_rows(where: str, rows: torch.Tensor, count: int) -> None:
-    """Numbers that came from elsewhere: of samples that there are."""
+    """Refuse numbers of rows, received from elsewhere, that are not those of existing samples."""
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < count:
         strange = int(rows.max()) if int(rows.max()) >= count else int(rows.min())
         raise BadData(f"{where} was asked for sample {strange}; it has {count}, from 0.")
 
 
 def digests_of(ids: Sequence[Any]) -> bytes:
-    """7 and '7' are one sample."""
+    """Return the digests of ids, one after another; 7 and '7' are one sample."""
     return b"".join(hashlib.blake2b(str(sample_id).encode(), digest_size=DIGEST_BYTES).digest() for sample_id in ids)
 
 
-def agreed(told: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
-    """The samples that all have, in the first one's order: a fingerprint of them, and the row of each with everybody.
+def agreed(digests_by_name: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
+    """Return the samples that all silos have, in the first one's order: a fingerprint of them, and the row of each in
+    every silo.
 
-    `told`: by whom -> the digests of its ids.
+    `digests_by_name`: device -> the digests of its ids.
     """
     tables: dict[str, dict[bytes, int]] = {}
-    for name, digests in told.items():
+    for name, digests in digests_by_name.items():
         if len(digests) % DIGEST_BYTES or len(digests) > MOST_SAMPLES * DIGEST_BYTES:
             raise BadData(f"{name} tells {len(digests)} bytes of ids; each has {DIGEST_BYTES}, of {MOST_SAMPLES:,}.")
         places = range(0, len(digests), DIGEST_BYTES)
@@ -117,7 +118,7 @@ def agreed(told: Mapping[str, bytes]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def write_silo(path: Path, ids: Sequence[int] | Sequence[str], arrays: Mapping[str, numpy.ndarray]) -> None:
-    """A file that `Silo.read` reads."""
+    """Write a file that `Silo.read` reads."""
     everything: dict[str, Any] = {IDS: numpy.asarray(ids), **arrays}
     with open(path, "xb") as file:
         numpy.savez(file, **everything)

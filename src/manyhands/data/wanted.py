@@ -1,8 +1,8 @@
-"""What a network takes for one sample, and samples made to be that.
+"""The form in which a network takes one sample, and samples that are made to have it.
 
 An array is one sample of exactly the network's shape, or several with one more axis in front. Nothing else is guessed:
-of an array of another shape nobody knows whether it is one sample or many, and a network answers to a resized picture
-as surely as to the right one.
+it is unknown whether an array of another shape is one sample or many, and a network answers to a resized picture as
+surely as to the right one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sample = Tensor | dict[str, Tensor]
 
 @dataclass(frozen=True)
 class SampleForm:
-    """One sample as the network takes it, and how a pixel becomes a number."""
+    """The form in which the network takes one sample, and how a pixel becomes a number."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -32,9 +32,9 @@ class SampleForm:
     resize: bool = False
     """Whether pictures, and arrays of them, of another height and width are resized; else they are refused."""
     resize_words: str = "add --resize"
-    """How whoever gives the samples asks for that, in error messages."""
+    """The way for the user to request resizing, in error messages."""
     shape_option: str = "--shape"
-    """What makes the network take another shape; empty: nothing that whoever gives the samples could type."""
+    """The option that makes the network take another shape; empty where the user has none."""
 
     @property
     def can_resize(self) -> bool:
@@ -51,11 +51,11 @@ class SampleForm:
 
     @property
     def kind(self) -> str:
-        """float32, int64, ..."""
+        """The name of the type: float32, int64, ..."""
         return str(self.dtype).removeprefix("torch.")
 
     def resizing(self) -> SampleForm:
-        """The same, with pictures of another height and width resized. Refused where samples have none."""
+        """Return the same form, with pictures of another height and width resized. Refused where samples have none."""
         if not self.can_resize:
             raise BadData(
                 "Nothing can be resized: only pictures, which are channels x height x width, have a size, and the "
@@ -70,7 +70,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 class SampleSource:
-    """Samples by number, each made when it is asked for."""
+    """Samples by number, each made when it is read."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class SampleSource:
     ) -> None:
         self._count, self._make, self._name = count, make, name
         self.targets = targets
-        """The right classes, where they are known."""
+        """The right classes, if known."""
         self.note = note
-        """What a person should know of what was taken."""
+        """A remark for the user on which samples were taken."""
 
     def __len__(self) -> int:
         return self._count
@@ -100,26 +100,26 @@ class SampleSource:
         return self._name(index)
 
 
-def misfit(name: str, shape: tuple[int, ...], wanted: SampleForm) -> BadData:
-    """The error for an array or a picture of another shape than the network takes."""
-    batch_text = f"Nx{wanted.text}" if wanted.shape else "N numbers"
+def misfit(name: str, shape: tuple[int, ...], form: SampleForm) -> BadData:
+    """Return the error for an array or a picture of another shape than the network takes."""
+    batch_text = f"Nx{form.text}" if form.shape else "N numbers"
     return BadData(
-        f"{name} is {shape_text(shape)}; the network takes {wanted.text} (one sample) or {batch_text} (several).",
-        hint=misfit_hint(shape, wanted),
+        f"{name} is {shape_text(shape)}; the network takes {form.text} (one sample) or {batch_text} (several).",
+        hint=misfit_hint(shape, form),
     )
 
 
-def misfit_hint(shape: tuple[int, ...], wanted: SampleForm) -> str:
-    """What to type for samples of another shape."""
-    sample_shape = shape if len(shape) == len(wanted.shape) or len(shape) < 2 else shape[1:]
-    other_shape = f"{wanted.shape_option} {shape_text(sample_shape)}" if wanted.shape_option else ""
-    if wanted.can_resize and len(sample_shape) == 3 and sample_shape[0] == wanted.shape[0]:
-        taken = f"\nOr have the network take them as they are: {other_shape}" if other_shape else ""
-        return f"To have them resized to {wanted.text}: {wanted.resize_words}{taken}"
-    if len(sample_shape) == len(wanted.shape) == 3 and sample_shape[2] == wanted.shape[0]:
+def misfit_hint(shape: tuple[int, ...], form: SampleForm) -> str:
+    """Return what to type for samples of another shape."""
+    sample_shape = shape if len(shape) == len(form.shape) or len(shape) < 2 else shape[1:]
+    other_shape = f"{form.shape_option} {shape_text(sample_shape)}" if form.shape_option else ""
+    if form.can_resize and len(sample_shape) == 3 and sample_shape[0] == form.shape[0]:
+        alternative = f"\nOr have the network take them as they are: {other_shape}" if other_shape else ""
+        return f"To have them resized to {form.text}: {form.resize_words}{alternative}"
+    if len(sample_shape) == len(form.shape) == 3 and sample_shape[2] == form.shape[0]:
         order = "0, 3, 1, 2" if len(shape) == 4 else "2, 0, 1"
         return f"Channels come first: x.transpose({order})"
-    if math.prod(wanted.shape) in (math.prod(shape), math.prod(shape[1:])):
-        return f"If the numbers are in the network's order: x.reshape({str((-1, *wanted.shape))[1:-1].rstrip(',')})"
-    taken = f", or say what the network is to take: {other_shape}" if other_shape else ""
-    return f"Give samples of {wanted.text}{taken}"
+    if math.prod(form.shape) in (math.prod(shape), math.prod(shape[1:])):
+        return f"If the numbers are in the network's order: x.reshape({str((-1, *form.shape))[1:-1].rstrip(',')})"
+    alternative = f", or say what the network is to take: {other_shape}" if other_shape else ""
+    return f"Give samples of {form.text}{alternative}"

@@ -1,1 +1,1 @@
-"""A tightly coupled network made into groups of channels that rarely speak to each other (DECNN, Scheme 1)."""
+"""A tightly coupled network made into groups of channels that rarely exchange anything (DECNN, Scheme 1)."""

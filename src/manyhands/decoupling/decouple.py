@@ -23,7 +23,7 @@ MOST_GROUPS, MOST_WIDEN = 256, 16.0
 
 
 class Decoupled(fx.GraphModule):
-    """A decoupled network: an nn.Module as any, with `report`."""
+    """A decoupled network: an nn.Module like any other, with `report`."""
 
     @property
     def report(self) -> DecoupleReport:
@@ -40,12 +40,12 @@ def decouple(
     weights: Literal["fresh", "original"] = "fresh",
     inputs: Any = None,
 ) -> Decoupled:
-    """A copy of a convolutional network in which groups of channels work alone but for a few shuffles.
+    """Return a copy of a convolutional network in which groups of channels work alone but for a few shuffles.
 
     Convolutions become grouped, except the first, gates and what makes the output; channels are widened and rounded up
     to the groups; `shuffles` of them (or "all": one in every block) deal out channels among groups. `weights` are
     "fresh", or "original": made of the model's own, as a start for fine-tuning. `inputs` is an example batch, or the
-    shape of one sample, for finding shapes; nothing is computed with it. The model given is not changed.
+    shape of one sample, for finding shapes; nothing is computed with it. The original model is not changed.
     """
     _check(groups, shuffles, widen, weights)
     if isinstance(model, Decoupled):
@@ -68,7 +68,7 @@ def decouple(
     writing = Rewriting(model, reading, widths, grouped, original=weights == "original")
     writing.rewrite(chosen)
     made = Decoupled(writing.parts, traced.graph, f"Decoupled{type(model).__name__}")
-    made.graph.eliminate_dead_code()  # sizes that were only asked for views
+    made.graph.eliminate_dead_code()  # sizes that were only read for views
     made.graph.lint()
     made.recompile()
     made.training = model.training

@@ -1,4 +1,4 @@
-"""How tensors are laid out, and what is said about a network that cannot be decoupled."""
+"""The layouts of tensors, and the errors for a network that cannot be decoupled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx, nn
 from manyhands.decoupling.tracing import place
 from manyhands.facts.errors import CaptureFailed
 
-# Why a width stays as it is.
+# Reasons why a width stays as it is.
 PICTURE, OUTPUT, FLATTENED = "the network's input", "the network's output", "flattened before a linear layer"
 CLASSIFIER, BROADCAST, COMPARED = "part of the classifier", "one channel serves all", "compared by a softmax"
 FROM_LINEAR = "made by a linear layer"
@@ -18,12 +18,12 @@ FROM_LINEAR = "made by a linear layer"
 
 @dataclass(frozen=True)
 class Form:
-    """A map (sample, channel, places), or flat (sample, channel times places)."""
+    """The layout of a tensor: a map (sample, channel, places), or flat (sample, channel times places)."""
 
     width: int
     is_flat: bool = False
     places: int = 1
-    """In a flat tensor, the numbers per channel."""
+    """The numbers per channel in a flat tensor."""
     is_pooled: bool = False
     """Whether it was made of means over whole maps alone."""
 
@@ -40,7 +40,7 @@ class WeightedLayer:
 
 
 def refused(node: fx.Node, why: str, hint: str = "") -> CaptureFailed:
-    """The error for a layer or operator that stands in the way."""
+    """Return the error for a layer or operator that stands in the way."""
     return CaptureFailed(
         f"This network cannot be decoupled: {place(node)} {why}.",
         hint=hint or "Replace that layer, or cut the network before it and decouple the part with the convolutions.",
@@ -48,5 +48,5 @@ def refused(node: fx.Node, why: str, hint: str = "") -> CaptureFailed:
 
 
 def given(node: fx.Node, position: int, name: str) -> Any:
-    """An argument by place or by name; None where it is not given."""
+    """Return an argument by place or by name; None where it is not given."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)

@@ -1,4 +1,4 @@
-"""Operators on tensors, read: how the form of what they make follows from what they read."""
+"""Readers of operators on tensors: how the form of what they make follows from what they read."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class RewrittenView:
 
     axis: int
     unfolded: tuple[int, ...] = ()
-    """Extents after the channels."""
+    """The extents after the channels."""
 
 
 SAME, FLAT, PLACES = RewrittenView(0), RewrittenView(1), RewrittenView(2)
 
 
 def reshape(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
-    """A view, squeeze or flattening: maps stay maps, or become flat, or come back."""
+    """Return the form after a view, squeeze or flattening: maps stay maps, or become flat, or come back."""
     form, before, after = reading.forms[source], shape_of(source) or (), shape_of(node) or ()
     if after == before:
         reading.reshapes[node] = SAME
@@ -63,10 +63,13 @@ def reshape(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
 
 
 def reduce(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
-    """A mean or sum over all rows and columns, or over the channels of every place."""
+    """Return the form after a mean or sum over all rows and columns, or over the channels of every place."""
     form, before, after = reading.forms[source], shape_of(source) or (), shape_of(node) or ()
-    asked = given(node, 1, "dim")
-    axes = {axis % len(before) for axis in ([asked] if isinstance(asked, int) else asked or range(len(before)))}
+    reduced_axes = given(node, 1, "dim")
+    axes = {
+        axis % len(before)
+        for axis in ([reduced_axes] if isinstance(reduced_axes, int) else reduced_axes or range(len(before)))
+    }
     if 0 in axes or form.is_flat:
         raise refused(node, "adds up over samples or flat numbers")
     if axes == {1} and len(after) == len(before):
@@ -80,7 +83,7 @@ def reduce(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
 
 
 def softmax(reading: Reading, node: fx.Node, source: fx.Node, axis: Any) -> Form:
-    """Along channels it compares all of them."""
+    """Return the form after a softmax; along channels it compares all of them."""
     form = reading.forms[source]
     rank = len(shape_of(source) or ())
     if axis is None or axis % rank == 1:
@@ -90,7 +93,8 @@ def softmax(reading: Reading, node: fx.Node, source: fx.Node, axis: Any) -> Form
 
 
 def pixels(reading: Reading, form: Form, factor: int, down: bool) -> Form:
-    """Neighbours to channels (down), or channels to neighbours. Channels of one group stay together."""
+    """Return the form after neighbours become channels (down), or channels neighbours. Channels of one group stay
+    together."""
     if down:
         return Form(reading.widths.scaled(form.width, factor**2))
     width = reading.widths.new(reading.widths.old(form.width) // factor**2)
@@ -99,7 +103,7 @@ def pixels(reading: Reading, form: Form, factor: int, down: bool) -> Form:
 
 
 def index(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
-    """Some rows and columns of a map."""
+    """Return the form of some rows and columns of a map."""
     form, index, after = reading.forms[source], node.args[1], shape_of(node) or ()
     index = index if isinstance(index, tuple) else (index,)
     whole = [item == slice(None) for item in index[:2]]
@@ -113,7 +117,7 @@ def index(reading: Reading, node: fx.Node, source: fx.Node) -> Form:
 
 
 def join(reading: Reading, node: fx.Node, shape: tuple[int, ...]) -> Form:
-    """Two tensors, or a tensor and a weight or number, element by element."""
+    """Return the form of two tensors, or a tensor and a weight or number, combined element by element."""
     tensors = [arg for arg in node.all_input_nodes if makes_tensors(arg)]
     moving = [arg for arg in tensors if arg in reading.forms]
     if not moving or any(len(shape_of(arg) or ()) != len(shape) for arg in moving):
@@ -123,13 +127,13 @@ def join(reading: Reading, node: fx.Node, shape: tuple[int, ...]) -> Form:
         raise refused(node, "spreads one channel over those of a weight")
     form = reading.forms[wide[0]]
     for arg in moving:
-        own = reading.forms[arg]
+        other_form = reading.forms[arg]
         if arg not in wide:
-            reading.widths.pin(own.width, BROADCAST)
-        elif own.is_flat != form.is_flat or own.places != form.places:
+            reading.widths.pin(other_form.width, BROADCAST)
+        elif other_form.is_flat != form.is_flat or other_form.places != form.places:
             raise refused(node, "joins a map with flat numbers")
         else:
-            reading.widths.same(form.width, own.width)
+            reading.widths.same(form.width, other_form.width)
     for arg in tensors:
         if arg not in reading.forms:
             _constant(reading, node, arg, form, shape)
@@ -140,7 +144,7 @@ def join(reading: Reading, node: fx.Node, shape: tuple[int, ...]) -> Form:
 
 
 def _constant(reading: Reading, node: fx.Node, weight: fx.Node, form: Form, shape: tuple[int, ...]) -> None:
-    """A weight or buffer of the network itself, combined with a tensor: one for all channels, or one for each."""
+    """Read a weight or buffer of the network itself, combined with a tensor: one for all channels, or one for each."""
     extents = shape_of(weight) or ()
     axis = 1 - (len(shape) - len(extents))
     if axis < 0 or extents[axis] == 1:
@@ -155,7 +159,7 @@ def _constant(reading: Reading, node: fx.Node, weight: fx.Node, form: Form, shap
 
 
 def concat(reading: Reading, node: fx.Node) -> Form:
-    """Along channels within every group; along other axes the widths are one."""
+    """Return the form of a concatenation: along channels within every group; along other axes the widths are one."""
     parts = given(node, 0, "tensors")
     axis = given(node, 1, "dim") or 0
     if not isinstance(parts, (tuple, list)) or not all(isinstance(part, fx.Node) for part in parts):

@@ -1,4 +1,4 @@
-"""Which convolutions become grouped and which stay dense, and where the shuffles go.
+"""Decides which convolutions become grouped and which stay dense, and where the shuffles go.
 
 Shuffles are evenly spaced by depth, counted in convolutions, and avoid large tensors: around each of the evenly spaced
 places the smallest tensor is taken. Inside a bottleneck that is the narrow one.
@@ -41,7 +41,7 @@ class ShuffleCandidate:
 
 
 def group_layers(reading: Reading, widths: Widths) -> dict[str, Grouped]:
-    """What becomes of every convolution."""
+    """Return what becomes of every convolution."""
     grouped = {}
     for name, layer in reading.layers.items():
         if isinstance(layer.module, CONVOLUTIONS):
@@ -72,26 +72,26 @@ def _grouped(name: str, layer: WeightedLayer, reading: Reading, widths: Widths) 
 
 
 def stays_dense(reading: Reading, grouped: dict[str, Grouped]) -> Iterator[Noted]:
-    """Everything that reads all channels, and why."""
+    """Yield everything that reads all channels, and why."""
     for name, layer in reading.layers.items():
         if name in grouped and grouped[name].dense:
             yield Noted(name, grouped[name].dense)
         elif isinstance(layer.module, nn.Linear):
             yield Noted(name, GATE if reading.gates.intersection(layer.calls) else "linear layer")
-    for name, why in reading.mixing.items():
-        yield Noted(name, why)
+    for name, reason in reading.mixing.items():
+        yield Noted(name, reason)
 
 
 def keeps_width(reading: Reading, grouped: dict[str, Grouped], widths: Widths) -> Iterator[Noted]:
-    """Convolutions that make as many channels as before, whatever `widen` says, and why."""
+    """Yield convolutions that make as many channels as before, whatever `widen` says, and why."""
     for name in grouped:
-        why = widths.why_pinned(reading.layers[name].makes)
-        if why:
-            yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {why}")
+        reason = widths.why_pinned(reading.layers[name].makes)
+        if reason:
+            yield Noted(name, f"{widths.old(reading.layers[name].makes)} outputs: {reason}")
 
 
 def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) -> list[ShuffleCandidate]:
-    """Inputs of grouped convolutions that groups have worked on alone since they were last mixed."""
+    """Return the inputs of grouped convolutions on which groups have worked alone since they were last mixed."""
     mixed: dict[fx.Node, bool] = {}
     candidates: list[ShuffleCandidate] = []
     depth = 0
@@ -117,28 +117,28 @@ def candidates(reading: Reading, widths: Widths, grouped: dict[str, Grouped]) ->
 
 
 def choose(
-    reading: Reading, wanted: int | str, possible: list[ShuffleCandidate], convolutions: int
+    reading: Reading, shuffles: int | str, possible: list[ShuffleCandidate], convolutions: int
 ) -> list[ShuffleCandidate]:
-    """The shuffles, in order of depth."""
-    if wanted == ALL:
+    """Return the shuffles, in order of depth."""
+    if shuffles == ALL:
         return _one_in_every_block(reading, possible)
-    assert isinstance(wanted, int)
+    assert isinstance(shuffles, int)
     chosen: list[ShuffleCandidate] = []
-    left = list(possible)
-    spacing = convolutions / (wanted + 1)
-    for number in range(1, min(wanted, len(possible)) + 1):
+    remaining = list(possible)
+    spacing = convolutions / (shuffles + 1)
+    for number in range(1, min(shuffles, len(possible)) + 1):
         target = number * spacing
-        near = [candidate for candidate in left if abs(candidate.depth - target) <= spacing / 2] or [
-            min(left, key=lambda candidate: (abs(candidate.depth - target), candidate.depth))
+        near = [candidate for candidate in remaining if abs(candidate.depth - target) <= spacing / 2] or [
+            min(remaining, key=lambda candidate: (abs(candidate.depth - target), candidate.depth))
         ]
         best = min(near, key=lambda candidate: (candidate.elements, abs(candidate.depth - target), candidate.depth))
         chosen.append(best)
-        left.remove(best)
+        remaining.remove(best)
     return sorted(chosen, key=lambda candidate: candidate.depth)
 
 
 def _one_in_every_block(reading: Reading, possible: list[ShuffleCandidate]) -> list[ShuffleCandidate]:
-    """The smallest tensor of every residual branch; elsewhere, before every convolution."""
+    """Return the smallest tensor of every residual branch; elsewhere, that before every convolution."""
     blocks: dict[fx.Node, list[ShuffleCandidate]] = {}
     for candidate in possible:
         blocks.setdefault(_end_of_block(reading, candidate.convolution), []).append(candidate)
@@ -147,7 +147,7 @@ def _one_in_every_block(reading: Reading, possible: list[ShuffleCandidate]) -> l
 
 
 def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:
-    """The addition a convolution's branch ends in, or itself where it is in none."""
+    """Return the addition in which a convolution's branch ends, or the convolution itself where it is in no branch."""
     node = convolution
     while True:
         readers = [user for user in node.users if user in reading.forms and user not in reading.gates]
@@ -159,6 +159,6 @@ def _end_of_block(reading: Reading, convolution: fx.Node) -> fx.Node:
 
 
 def _adds(node: fx.Node, reading: Reading) -> bool:
-    """Whether maps are joined, rather than scaled by a gate or a number."""
+    """Return whether maps are joined, rather than scaled by a gate or a number."""
     maps = [arg for arg in node.all_input_nodes if arg in reading.forms and not reading.forms[arg].is_pooled]
     return len(maps) > 1

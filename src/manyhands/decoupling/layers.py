@@ -1,4 +1,4 @@
-"""The two layers that a decoupled network has beside those of PyTorch. Neither has weights."""
+"""The two layers that a decoupled network has besides those of PyTorch. Neither has weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class GroupShuffle(nn.Module):
-    """Every group's channels dealt out to all groups: the only place where groups speak to each other."""
+    """A layer that deals every group's channels out to all groups: the only place where groups exchange anything."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class GroupShuffle(nn.Module):
 
 
 class GroupedConcat(nn.Module):
-    """Concatenation along channels within each group: a group's channels are its own part of every input."""
+    """A concatenation along channels within each group: a group's channels are its own part of every input."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -37,6 +37,6 @@ class GroupedConcat(nn.Module):
 
 
 def dealt_order(channels: int, groups: int) -> list[int]:
-    """Which channel each one of a shuffled tensor was before."""
+    """Return the previous place of each channel of a shuffled tensor."""
     size = channels // groups
     return [group * size + place for place in range(size) for group in range(groups)]

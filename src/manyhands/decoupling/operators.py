@@ -1,4 +1,4 @@
-"""What every operator does with channels: names of functions and methods, and kinds of layers."""
+"""The effect of every operator on channels: names of functions and methods, and kinds of layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Every output channel is made of the same channel of the input, and knows nothing of which one it is.
+# Every output channel is made of the same channel of the input, in the same way for all channels.
 _LOCAL = """
 relu relu_ relu6 leaky_relu leaky_relu_ sigmoid sigmoid_ logsigmoid tanh tanh_ silu mish hardswish hardsigmoid hardtanh
 hardtanh_ gelu elu elu_ selu selu_ celu softplus softsign softshrink hardshrink tanhshrink threshold rrelu dropout
@@ -29,7 +29,7 @@ RESHAPING = _names("view reshape flatten squeeze unsqueeze unflatten")
 REDUCING = _names("mean sum amax amin")
 CONCATENATING = _names("cat concat concatenate")
 SOFTMAX = _names("softmax log_softmax softmin")
-# What says something about a tensor, or checks it, without making another.
+# Operators that say something about a tensor, or check it, without making another.
 ASIDE = _names("size dim getattr numel _assert is_floating_point eq ne lt gt le ge")
 
 _ALONG_CHANNELS = (activation.Softmax, activation.LogSoftmax, activation.Softmin)
@@ -38,7 +38,7 @@ _LOCAL_HOMES = tuple(module.__name__ for module in (activation, dropout, padding
 
 
 def is_local(module: nn.Module) -> bool:
-    """Whether a layer is one of PyTorch's that works on each channel alone, without weights."""
+    """Return whether a layer is one of PyTorch's that works on each channel alone, without weights."""
     if isinstance(module, nn.Identity):
         return True
     if isinstance(module, (*_ALONG_CHANNELS, *_MIXING, nn.PReLU)) or getattr(module, "return_indices", False):

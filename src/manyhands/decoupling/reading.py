@@ -21,7 +21,7 @@ from manyhands.decoupling.widths import Widths
 
 
 class Reading:
-    """The result: forms, layers, and everything in the graph that must be written anew."""
+    """The result of reading: forms, layers, and everything in the graph that must be written anew."""
 
     def __init__(self, graph: fx.Graph, model: nn.Module, widths: Widths) -> None:
         self.graph = graph
@@ -31,13 +31,13 @@ class Reading:
         self.concats: list[fx.Node] = []
         self.reshapes: dict[fx.Node, functions.RewrittenView] = {}
         self.weights: dict[str, tuple[int, int]] = {}
-        """Weights that no layer has: width, and the axis of channels."""
+        """Weights that no layer has -> width, and the axis of channels."""
         self.mixing: dict[str, str] = {}
-        """Operators that read all channels, beside dense layers: where and what."""
+        """Operators that read all channels, besides dense layers: their place -> what they do."""
         self.joins: list[fx.Node] = []
         """Means over maps that are combined with maps."""
         self.gates: set[fx.Node] = set()
-        """What is made of means over maps, to be combined with maps."""
+        """Nodes made of means over maps, to be combined with maps."""
         self.heads: set[str] = set()
         """Layers that make the network's output."""
         self._model = model
@@ -79,7 +79,7 @@ class Reading:
             raise refused(node, "makes something that is no tensor, which is not followed")
 
     def _leaves(self, node: fx.Node) -> fx.Node:
-        """A tensor that leaves the network, and the layer that makes it, if nothing is added in between."""
+        """Mark a tensor that leaves the network, and return the node that makes it, if nothing is added in between."""
         if node not in self.forms:
             return node
         self.widths.pin(self.forms[node].width, OUTPUT)
@@ -94,7 +94,7 @@ class Reading:
         return node
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """The one tensor a node works on."""
+        """Return the one tensor on which a node works."""
         sources = [source for source in node.all_input_nodes if source in self.forms]
         first = node.args[0] if node.args else node.kwargs.get("input")
         if len(sources) != 1 or first is not sources[0]:
@@ -164,7 +164,7 @@ class Reading:
         return Form(makes, is_flat=True, is_pooled=form.is_pooled)
 
     def _per_channel(self, node: fx.Node, module: Any, form: Form) -> Form:
-        """Normalisation, or an activation with weights: as wide as what it reads."""
+        """Read a normalisation, or an activation with weights: as wide as what it reads."""
         if isinstance(module, nn.LayerNorm) or (isinstance(module, nn.GroupNorm) and form.is_flat):
             if not form.is_flat:
                 raise refused(node, "normalises over all channels and places", "Use nn.GroupNorm or nn.BatchNorm2d.")
@@ -223,7 +223,7 @@ class Reading:
     # Gates and the classifier
 
     def _find_gates(self) -> None:
-        """Squeeze and excitation: what lies between means over maps and the maps they are multiplied with."""
+        """Find squeeze and excitation: what lies between means over maps and the maps they are multiplied with."""
         for pooled in self.joins:
             waiting = [pooled]
             while waiting:
@@ -245,7 +245,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _works_on_each_channel(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a layer nobody knows leaves channels apart: tried on numbers, at rest, with another width."""
+    """Return whether an unknown layer keeps channels apart: tried on numbers, at rest, with another width."""
     resting = copy.deepcopy(module).eval()
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, 6, *shape[2:], generator=generator, device="cpu")

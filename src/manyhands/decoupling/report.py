@@ -1,4 +1,4 @@
-"""What decoupling did to a network: totals before and after, where the shuffles are, what stays dense."""
+"""The report on a decoupled network: totals before and after, where the shuffles are, what stays dense."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from manyhands.decoupling.weights import TRANSPOSED
 
 @dataclass(frozen=True)
 class Totals:
-    """Sizes of a network, for one sample."""
+    """The sizes of a network, for one sample."""
 
     parameters: int
     weight_bytes: int
     activation_bytes: int
-    """Its input and the outputs of convolutions, linear layers and poolings; the others can be written in place."""
+    """The bytes of its input and of the outputs of convolutions, linear layers and poolings; the others can be written
+    in place."""
     macs: int
     """Multiply-accumulates of convolutions and linear layers."""
 
 
 @dataclass(frozen=True)
 class ShuffleReport:
-    """One channel shuffle."""
+    """The report of one channel shuffle."""
 
     name: str
     before: str
@@ -34,12 +35,12 @@ class ShuffleReport:
     shape: tuple[int, ...]
     bytes: int
     depth: int
-    """Convolutions before it."""
+    """The number of convolutions before it."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A layer, or an operator and where it is, and what there is to say about it."""
+    """A remark on a layer, or on an operator at its place."""
 
     name: str
     why: str
@@ -47,7 +48,8 @@ class Noted:
 
 @dataclass(frozen=True)
 class DecoupleReport:
-    """What `mh.decouple` did. `shuffles` may be fewer than were wanted, where a network has no room for more."""
+    """The report of what `mh.decouple` did. `shuffles` may be fewer than were requested, where a network has no room
+    for more."""
 
     network: str
     input: tuple[int, ...]
@@ -66,10 +68,10 @@ class DecoupleReport:
     kept: tuple[Noted, ...]
     """Convolutions whose outputs are as many as before."""
     concats: tuple[str, ...]
-    """Concatenations that are done in every group by itself."""
+    """Concatenations that are done in every group separately."""
 
     def moved_bytes(self, devices: int) -> int:
-        """What the shuffles of one sample send between equal devices: all but each one's own part."""
+        """Return the bytes that the shuffles of one sample send between equal devices: all but each one's own part."""
         return sum(shuffle.bytes for shuffle in self.shuffles) * (devices - 1) // devices
 
     def to_dict(self) -> dict[str, Any]:

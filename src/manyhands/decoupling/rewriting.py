@@ -1,4 +1,4 @@
-"""The new graph and its layers."""
+"""Writes the new graph and its layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from manyhands.decoupling.widths import Widths
 
 
 class Rewriting:
-    """Edits the graph that was read; afterwards `parts` has everything that it names."""
+    """An editor of the graph that was read; afterwards `parts` has everything that the graph names."""
 
     def __init__(
         self, model: nn.Module, reading: Reading, widths: Widths, grouped: Mapping[str, Grouped], *, original: bool
@@ -60,9 +60,9 @@ class Rewriting:
     # The graph
 
     def _name(self, stem: str) -> str:
-        taken = {name.partition(".")[0] for name, _ in self._model.named_modules()} | set(self.parts)
-        taken |= set(vars(self._model)) | set(self._model._parameters) | set(self._model._buffers)
-        return next(name for number in range(1, 10**6) if (name := f"{stem}_{number}") not in taken)
+        used_names = {name.partition(".")[0] for name, _ in self._model.named_modules()} | set(self.parts)
+        used_names |= set(vars(self._model)) | set(self._model._parameters) | set(self._model._buffers)
+        return next(name for number in range(1, 10**6) if (name := f"{stem}_{number}") not in used_names)
 
     def _call(self, node: fx.Node, stem: str, module: nn.Module, args: tuple[Any, ...]) -> str:
         """Put a call of a layer in the place of a node."""
@@ -86,7 +86,7 @@ class Rewriting:
         return made
 
     def _delay(self, shuffle: fx.Node) -> None:
-        """What does not need a shuffle (the other branch of a block) comes before it, up to where the two meet: devices
+        """Move what does not need a shuffle (the other branch of a block) before it, up to where the two meet: devices
         compute it while shuffled channels are on their way."""
         after = {shuffle}
         node = shuffle.next
@@ -110,15 +110,15 @@ class Rewriting:
         )
 
     def _reshape(self, node: fx.Node) -> None:
-        """A view that may have old widths written into it."""
-        how, form = self._reading.reshapes[node], self._reading.forms[node]
+        """Rewrite a view that may contain old widths."""
+        view, form = self._reading.reshapes[node], self._reading.forms[node]
         made, graph = node.all_input_nodes[0], self._reading.graph
         with graph.inserting_before(node):
-            if how.unfolded:
-                sizes = (self._widths.width(form.width), *how.unfolded)
+            if view.unfolded:
+                sizes = (self._widths.width(form.width), *view.unfolded)
                 made = graph.call_function(torch.unflatten, (made, 1, sizes))
-            elif how.axis:
-                made = graph.call_function(torch.flatten, (made, how.axis))
+            elif view.axis:
+                made = graph.call_function(torch.flatten, (made, view.axis))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
@@ -144,17 +144,17 @@ class Rewriting:
         else:
             making.take_per_channel(new, old, made, layer.places)
         if self._original:
-            for weight, given in zip(new.parameters(), old.parameters(), strict=True):
-                weight.requires_grad_(given.requires_grad)
+            for weight, original in zip(new.parameters(), old.parameters(), strict=True):
+                weight.requires_grad_(original.requires_grad)
         made_layer: nn.Module = new.train(old.training)
         return made_layer
 
     def _per_channel(self, old: Any, width: int) -> nn.Module:
-        """A copy with room for other widths, its weights not yet set."""
+        """Return a copy with room for other widths, its weights not yet set."""
         groups = old.num_groups if isinstance(old, nn.GroupNorm) else 0
         new: Any = copy.deepcopy(old)
-        given = dict(old.named_parameters(recurse=False)) | dict(old.named_buffers(recurse=False))
-        for name, tensor in given.items():
+        tensors = dict(old.named_parameters(recurse=False)) | dict(old.named_buffers(recurse=False))
+        for name, tensor in tensors.items():
             if tensor.dim() and tensor.shape[0] > 1:
                 wider = tensor.new_zeros(width, *tensor.shape[1:])
                 setattr(new, name, nn.Parameter(wider) if isinstance(tensor, nn.Parameter) else wider)
@@ -164,26 +164,26 @@ class Rewriting:
         if isinstance(new, nn.PReLU) and new.num_parameters > 1:
             new.num_parameters = width
         if groups and width % self._widths.groups == 0:
-            wanted = math.lcm(groups, self._widths.groups)
-            new.num_groups = wanted if width % wanted == 0 else groups
+            num_groups = math.lcm(groups, self._widths.groups)
+            new.num_groups = num_groups if width % num_groups == 0 else groups
         made: nn.Module = new
         return made
 
     def _weight(self, name: str) -> Any:
-        """A weight or buffer of the network itself."""
+        """Return a weight or buffer of the network itself, made for the new widths."""
         path, _, attribute = name.rpartition(".")
-        given = getattr(self._model.get_submodule(path), attribute)
-        if not isinstance(given, Tensor):
-            return copy.deepcopy(given)
-        made = given.detach().clone()
+        original = getattr(self._model.get_submodule(path), attribute)
+        if not isinstance(original, Tensor):
+            return copy.deepcopy(original)
+        made = original.detach().clone()
         if name in self._reading.weights:
             width, axis = self._reading.weights[name]
-            made = making.take_channels(given, self._widths.origin(width), axis)
-        return nn.Parameter(made, requires_grad=given.requires_grad) if isinstance(given, nn.Parameter) else made
+            made = making.take_channels(original, self._widths.origin(width), axis)
+        return nn.Parameter(made, requires_grad=original.requires_grad) if isinstance(original, nn.Parameter) else made
 
 
 def _empty(kind: Any, old: Any, *sizes: int, **options: Any) -> Any:
-    """A layer whose weights are not yet set."""
+    """Return a layer whose weights are not yet set."""
     where = {"dtype": old.weight.dtype, "device": old.weight.device}
     return nn.utils.skip_init(kind, *sizes, **where, **options)  # type: ignore[no-untyped-call]
 

@@ -1,8 +1,7 @@
-"""nn.Module -> a torch.fx graph of layers, with the shape of every tensor. Nothing is computed.
+"""Traces an nn.Module into a torch.fx graph of layers, with the shape of every tensor. Nothing is computed.
 
-The module is traced in training and in evaluation. Functional dropout, which has the mode of the day written into it,
-becomes a layer; anything else that differs is refused, since the rewritten network could not follow `train()` and
-`eval()`.
+The module is traced in training and in evaluation. Functional dropout, which has its mode written into it, becomes a
+layer; anything else that differs is refused, since the rewritten network could not follow `train()` and `eval()`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from manyhands.facts.errors import BadValue, CaptureFailed
 
 SAMPLES = 2
-"""Samples in the batch that finds shapes: with one, squeeze() would take the wrong axis too."""
+"""The samples in the batch that finds shapes: with one, squeeze() would also remove the wrong axis."""
 SIDE = 224
 _DROPOUTS: dict[str, type[nn.Module]] = {
     "dropout": nn.Dropout, "dropout1d": nn.Dropout1d, "dropout2d": nn.Dropout2d, "dropout3d": nn.Dropout3d,
@@ -29,7 +28,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 class _Tracer(fx.Tracer):
-    """Leaves are PyTorch's own layers, and layers without weights or children that look at `self.training`."""
+    """A tracer whose leaves are PyTorch's own layers, and layers without weights or children that look at
+    `self.training`."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         forward = type(m).forward
@@ -42,7 +42,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module) -> fx.Graph:
-    """The graph of a module, good for training and evaluation. Dropouts that were functions are layers in it."""
+    """Return the graph of a module, good for training and evaluation. Functional dropouts become layers in it."""
     if not isinstance(model, nn.Module):
         raise CaptureFailed(
             f"Only an nn.Module can be decoupled; this is a {type(model).__name__}.",
@@ -61,7 +61,7 @@ def trace(model: nn.Module) -> fx.Graph:
 
 
 def _check_ties(model: nn.Module) -> None:
-    """A weight that two layers share would no longer be shared."""
+    """Refuse a weight that two layers share, since it would no longer be shared."""
     owners: dict[int, str] = {}
     for path, module in model.named_modules():
         for name, weight in module._parameters.items():
@@ -108,43 +108,46 @@ def _where_stopped(tracer: fx.Tracer) -> str:
 
 def _compare(training: fx.Graph, resting: fx.Graph, name: str) -> None:
     """Refuse what differs between both graphs, but for dropouts, of which `training` gets layers."""
-    ours, theirs = list(training.nodes), list(resting.nodes)
-    for ours_node, theirs_node in zip(ours, theirs):
-        alike = (ours_node.op, ours_node.target) == (theirs_node.op, theirs_node.target)
-        if alike and str((ours_node.args, ours_node.kwargs)) == str((theirs_node.args, theirs_node.kwargs)):
+    training_nodes, resting_nodes = list(training.nodes), list(resting.nodes)
+    for training_node, resting_node in zip(training_nodes, resting_nodes):
+        alike = (training_node.op, training_node.target) == (resting_node.op, resting_node.target)
+        if alike and str((training_node.args, training_node.kwargs)) == str((resting_node.args, resting_node.kwargs)):
             continue
-        if not (alike and ours_node.op == "call_function" and getattr(ours_node.target, "__name__", "") in _DROPOUTS):
+        if not (
+            alike and training_node.op == "call_function" and getattr(training_node.target, "__name__", "") in _DROPOUTS
+        ):
             raise CaptureFailed(
-                f"{name} does something else in training than in evaluation, at {place(ours_node)}.",
+                f"{name} does something else in training than in evaluation, at {place(training_node)}.",
                 hint="Put what depends on self.training into a layer without weights of its own.",
             )
-    if len(ours) != len(theirs):
+    if len(training_nodes) != len(resting_nodes):
         raise CaptureFailed(
-            f"{name} has {len(ours)} operators in training and {len(theirs)} in evaluation.",
+            f"{name} has {len(training_nodes)} operators in training and {len(resting_nodes)} in evaluation.",
             hint="Put what depends on self.training into a layer without weights of its own.",
         )
-    for ours_node, theirs_node in zip(ours, theirs):
-        if str((ours_node.args, ours_node.kwargs)) != str((theirs_node.args, theirs_node.kwargs)):
-            ours_node.meta["dropout"] = _dropout(ours_node)
+    for training_node, resting_node in zip(training_nodes, resting_nodes):
+        if str((training_node.args, training_node.kwargs)) != str((resting_node.args, resting_node.kwargs)):
+            training_node.meta["dropout"] = _dropout(training_node)
 
 
 def _dropout(node: fx.Node) -> nn.Module:
-    given = dict(zip(("input", "p", "training", "inplace"), node.args)) | dict(node.kwargs)
-    return _DROPOUTS[node.target.__name__](given.get("p", 0.5), given.get("inplace", False))  # type: ignore[union-attr]
+    arguments = dict(zip(("input", "p", "training", "inplace"), node.args)) | dict(node.kwargs)
+    return _DROPOUTS[node.target.__name__](arguments.get("p", 0.5), arguments.get("inplace", False))  # type: ignore[union-attr]
 
 
 def place(node: fx.Node) -> str:
-    """A layer for a person: its path, and the operator; outside of all layers, the one before it."""
+    """Return a text that names a layer for the user: its path, and the operator; outside of all layers, the one before
+    it."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(node.target) if node.op == "call_module" else next(reversed(list(stack)), "")
-    what = "" if node.op == "call_module" else f"operator {operator_name(node)}"
-    if not path and what:
-        return what + _after(node)
-    return f"layer '{path or node.name}'" + (f" ({what})" if what else "")
+    operator_text = "" if node.op == "call_module" else f"operator {operator_name(node)}"
+    if not path and operator_text:
+        return operator_text + _after(node)
+    return f"layer '{path or node.name}'" + (f" ({operator_text})" if operator_text else "")
 
 
 def _after(node: fx.Node) -> str:
-    """The last layer on the way to an operator."""
+    """Return the last layer on the way to an operator."""
     while node.op != "call_module" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return f" after layer '{node.target}'" if node.op == "call_module" else ""
@@ -155,9 +158,10 @@ def operator_name(node: fx.Node) -> str:
 
 
 def example(model: nn.Module, inputs: Any = None) -> Tensor:
-    """A batch without numbers, of the shape of `inputs`: a tensor with samples first, or the shape of one sample.
+    """Return a batch without numbers, of the shape of `inputs`: a tensor with samples first, or the shape of one
+    sample.
 
-    Without channels in it (rows and columns alone) it has those of the first convolution.
+    If the shape has no channels (rows and columns alone), the batch has those of the first convolution.
     """
     first = next(module for module in model.modules() if isinstance(module, CONVOLUTIONS))
     spatial = len(first.kernel_size)
@@ -195,13 +199,13 @@ def propagate(module: fx.GraphModule, batch: Tensor) -> None:
 
 
 class _Shapes(fx.Interpreter):
-    """Runs a graph on tensors without numbers, and notes what every node makes."""
+    """An interpreter that runs a graph on tensors without numbers, and notes what every node makes."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and len(args) == 1 and not kwargs
         if is_norm and args[0].shape[1] == module.num_features:
-            return args[0]  # of the same shape; asking torch takes longer than all the rest
+            return args[0]  # of the same shape; calling torch takes longer than everything else
         return super().call_module(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -219,7 +223,7 @@ class _Shapes(fx.Interpreter):
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of the one tensor a node makes; None where it makes something else."""
+    """Return the shape of the one tensor a node makes; None where it makes something else."""
     made = node.meta.get("made")
     return made[0] if made is not None else None
 

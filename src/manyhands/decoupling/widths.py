@@ -1,4 +1,4 @@
-"""How many channels every tensor has, before and after: classes of tensors that must be equally wide.
+"""The number of channels of every tensor, before and after: classes of tensors that must be equally wide.
 
     same       tensors that are added or multiplied have one width           x + f(x)
     pinned     keeps its old width                                           the picture, the network's output
@@ -6,7 +6,7 @@
     parts      as wide as its parts together                                 concatenation
     times      a fixed number of times as wide as another                    pixel_unshuffle
 
-A class also knows which old channel each new one stands for (`origin`), for weights taken from the original.
+A class also has the old channel that each new one stands for (`origin`), for weights taken from the original.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyhands.facts.errors import CaptureFailed
 
 @dataclass(frozen=True)
 class ConcatenatedParts:
-    """What a concatenation is made of."""
+    """The widths of which a concatenation is made."""
 
     widths: tuple[int, ...]
     by_group: bool
@@ -37,7 +37,7 @@ class _Class:
 
 
 class Widths:
-    """Union-find over widths. `solve` gives them numbers."""
+    """A union-find structure over widths. `solve` gives them numbers."""
 
     def __init__(self, groups: int, widen: float) -> None:
         self.groups = groups
@@ -45,7 +45,7 @@ class Widths:
         self._classes: list[_Class] = []
         self._origins: dict[int, list[int]] = {}
 
-    # What is known
+    # Constraints
 
     def new(self, old: int) -> int:
         self._classes.append(_Class(old, len(self._classes)))
@@ -60,26 +60,26 @@ class Widths:
     def _of(self, width: int) -> _Class:
         return self._classes[self.find(width)]
 
-    def same(self, one: int, other: int) -> None:
-        """Both have one width from now on."""
-        one, other = self.find(one), self.find(other)
-        if one == other:
+    def same(self, first: int, second: int) -> None:
+        """Make both have one width from now on."""
+        first, second = self.find(first), self.find(second)
+        if first == second:
             return
-        kept, gone = self._classes[one], self._classes[other]
-        if kept.old != gone.old:
+        remaining, merged = self._classes[first], self._classes[second]
+        if remaining.old != merged.old:
             raise CaptureFailed(
-                f"A layer or a sum reads {kept.old} channels at one place and {gone.old} at another.",
+                f"A layer or a sum reads {remaining.old} channels at one place and {merged.old} at another.",
                 hint="Give each place a layer of its own.",
             )
-        gone.parent = one
-        kept.pinned = kept.pinned or gone.pinned
-        kept.is_picture = kept.is_picture or gone.is_picture
-        kept.multiple = math.lcm(kept.multiple, gone.multiple)
-        kept.parts += gone.parts
-        kept.times += gone.times
+        merged.parent = first
+        remaining.pinned = remaining.pinned or merged.pinned
+        remaining.is_picture = remaining.is_picture or merged.is_picture
+        remaining.multiple = math.lcm(remaining.multiple, merged.multiple)
+        remaining.parts += merged.parts
+        remaining.times += merged.times
 
     def pin(self, width: int, why: str, *, is_picture: bool = False) -> None:
-        """It keeps its old width."""
+        """Make a width keep its old value."""
         width_class = self._of(width)
         width_class.pinned = width_class.pinned or why
         width_class.is_picture = width_class.is_picture or is_picture
@@ -89,18 +89,18 @@ class Widths:
         width_class.multiple = math.lcm(width_class.multiple, multiple)
 
     def joined(self, parts: tuple[int, ...], *, by_group: bool) -> int:
-        """The width of some tensors one after the other: in every group, or as a whole."""
+        """Return the width of some tensors one after the other: in every group, or as a whole."""
         made = self.new(sum(self.old(part) for part in parts))
         self._classes[made].parts.append(ConcatenatedParts(parts, by_group))
         return made
 
     def scaled(self, width: int, factor: int) -> int:
-        """A width that is always `factor` times another."""
+        """Return a width that is always `factor` times another."""
         made = self.new(self.old(width) * factor)
         self._classes[made].times.append((width, factor))
         return made
 
-    # What follows
+    # Results
 
     def old(self, width: int) -> int:
         return self._of(width).old
@@ -109,7 +109,7 @@ class Widths:
         return self._of(width).pinned
 
     def spread(self) -> None:
-        """Carry what is asked of widths over to those they are made of."""
+        """Pass the constraints on widths on to those of which they are made."""
         changed = True
         while changed:
             before = [(width_class.pinned, width_class.multiple) for width_class in self._classes]
@@ -128,11 +128,11 @@ class Widths:
         self._origins.clear()
 
     def width(self, width: int) -> int:
-        """The new width."""
+        """Return the new width."""
         return len(self.origin(width))
 
     def is_grouped(self, width: int) -> bool:
-        """Whether its channels are divided among the groups, evenly and in order."""
+        """Return whether a width's channels are divided among the groups, evenly and in order."""
         width_class = self._of(width)
         if width_class.parts or width_class.times:
             apart = all(
@@ -142,7 +142,7 @@ class Widths:
         return not width_class.is_picture and self.width(width) % self.groups == 0
 
     def can_shuffle(self, width: int) -> bool:
-        """Whether it is, or may be made, a multiple of groups²."""
+        """Return whether a width is, or may be made, a multiple of groups²."""
         width_class = self._of(width)
         if width_class.pinned:
             return self.is_grouped(width) and width_class.old % self.groups**2 == 0

@@ -1,4 +1,5 @@
-"""Boxes and layouts: which part of a tensor lies on which device. What must travel between two layouts: moves.py.
+"""Boxes and layouts: which part of a tensor lies on which device. moves.py computes what must travel between two
+layouts.
 
   0     4     8
 0 +-----+-----+
@@ -26,7 +27,7 @@ Interval = tuple[int, int]
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
-    """One interval for each axis. Prints as [0:4,0:64,3:7]; a box of no axes, [], has one element: a scalar."""
+    """An interval for each axis. It prints as [0:4,0:64,3:7]; a box of no axes, [], has one element: a scalar."""
 
     intervals: tuple[Interval, ...]
 
@@ -36,12 +37,12 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
-        """All of a tensor of this shape."""
+        """Return the box of all of a tensor of this shape."""
         return cls(tuple((0, extent) for extent in shape))
 
     @classmethod
     def parse(cls, text: str) -> Box:
-        """The box that prints as `text`."""
+        """Return the box that prints as `text`."""
         body = text.strip()
         try:
             if not (body.startswith("[") and body.endswith("]")):
@@ -66,7 +67,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def volume(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -77,7 +78,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return False
 
     def intersect(self, other: Box) -> Box:
-        """What both have; an empty axis comes out as start:start."""
+        """Return the part that both boxes have; an empty axis comes out as start:start."""
         self._check_rank(other)
         common = []
         for (a, b), (c, d) in zip(self.intervals, other.intervals):
@@ -87,7 +88,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(common))
 
     def hull(self, other: Box) -> Box:
-        """The smallest box with both inside. An empty box adds nothing, wherever it lies."""
+        """Return the smallest box with both inside. An empty box adds nothing, wherever it lies."""
         self._check_rank(other)
         if self.is_empty:
             return other
@@ -96,7 +97,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(self.intervals, other.intervals)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is here. Every box contains an empty one."""
+        """Return whether every element of `other` is in this box. Every box contains an empty one."""
         self._check_rank(other)
         return other.is_empty or all(a <= c and d <= b for (a, b), (c, d) in zip(self.intervals, other.intervals))
 
@@ -106,13 +107,13 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple((start + by, stop + by) for (start, stop), by in zip(self.intervals, offsets)))
 
     def relative_to(self, outer: Box) -> Box:
-        """This box as counted from the first element of `outer`, for indexing a buffer that stores `outer`."""
+        """Return this box as counted from the first element of `outer`, for indexing a buffer that stores `outer`."""
         if not outer.contains(self):
             raise BadValue(f"{self} does not lie inside {outer}.", hint="Intersect the two first.")
         return self.shift([-start for start, _ in outer.intervals])
 
     def slices(self) -> tuple[slice, ...]:
-        """The index of this box in an array that starts at zero."""
+        """Return the index of this box in an array that starts at zero."""
         if self.is_empty:
             return tuple(slice(0, extent) for extent in self.shape)
         if any(start < 0 for start, _ in self.intervals):  # an array would count these from its end
@@ -120,12 +121,13 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return tuple(slice(start, stop) for start, stop in self.intervals)
 
     def replace(self, axis: int, interval: Interval) -> Box:
-        """The same box with another interval on one axis."""
+        """Return the same box with another interval on one axis."""
         axis = _axis(axis, self.rank)
         return Box((*self.intervals[:axis], interval, *self.intervals[axis + 1 :]))
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """What is here and not in `other`, as disjoint boxes: full slabs off the first axis, then the next within.
+        """Return what is in this box and not in `other`, as disjoint boxes: full slabs off the first axis, then the
+        next within.
 
         +---------------+
         |     before    |
@@ -139,14 +141,14 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         if common.is_empty:
             return () if self.is_empty else (self,)
         pieces = []
-        rest = self
+        remainder = self
         for axis, (start, stop) in enumerate(common.intervals):
             first, last = self.intervals[axis]
             if first < start:
-                pieces.append(rest.replace(axis, (first, start)))
+                pieces.append(remainder.replace(axis, (first, start)))
             if stop < last:
-                pieces.append(rest.replace(axis, (stop, last)))
-            rest = rest.replace(axis, (start, stop))
+                pieces.append(remainder.replace(axis, (stop, last)))
+            remainder = remainder.replace(axis, (start, stop))
         return tuple(pieces)
 
     def _check_rank(self, other: Box) -> None:
@@ -155,7 +157,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Which boxes of a tensor each device holds, and whether as the value or as a partial sum still to be added up.
+    """The boxes of a tensor that each device holds, as the value or as a partial sum still to be added up.
 
     One device's boxes are disjoint. Boxes of different devices may overlap: replicas and halos of a value, or terms
     of a partial sum. A device may hold empty boxes, or none.
@@ -177,19 +179,20 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, held: Mapping[str, Iterable[Box]], *, partial: bool = False) -> Layout:
-        """Any boxes for any device."""
+        """Return a layout of any boxes for any device."""
         return cls(tuple((device, tuple(boxes)) for device, boxes in held.items()), partial)
 
     @classmethod
     def whole(cls, shape: Sequence[int], devices: Iterable[str], *, partial: bool = False) -> Layout:
-        """Everything on every device: replicas of a value, or as many terms of a sum."""
+        """Return a layout with everything on every device: replicas of a value, or as many terms of a sum."""
         return cls(tuple((device, (Box.whole(shape),)) for device in devices), partial)
 
     @classmethod
     def split(
         cls, shape: Sequence[int], axis: int, intervals: Mapping[str, Interval], *, partial: bool = False
     ) -> Layout:
-        """One interval of one axis for each device, whole on the other axes. Intervals may overlap."""
+        """Return a layout with one interval of one axis for each device, whole on the other axes. Intervals may
+        overlap."""
         sets = {device: [interval] for device, interval in intervals.items()}
         return cls.channels(shape, axis, sets, partial=partial)
 
@@ -197,7 +200,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def split_counts(
         cls, shape: Sequence[int], axis: int, counts: Mapping[str, int], *, partial: bool = False
     ) -> Layout:
-        """Consecutive shares of one axis, so many for each device; the counts add up to the axis and may be zero."""
+        """Return a layout of consecutive shares of one axis, by a count for each device; the counts add up to the axis
+        and may be zero."""
         extent = shape[_axis(axis, len(shape))]
         total = sum(counts.values())
         if total != extent or min(counts.values(), default=0) < 0:
@@ -212,11 +216,13 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def channels(
         cls, shape: Sequence[int], axis: int, intervals: Mapping[str, Iterable[Interval]], *, partial: bool = False
     ) -> Layout:
-        """A set of intervals of one axis for each device, such as its channel groups; an empty set is an empty box."""
+        """Return a layout with a set of intervals of one axis for each device, such as its channel groups; an empty set
+        is an empty box."""
         whole = Box.whole(shape)
         held = {
-            device: tuple(whole.replace(axis, interval) for interval in own) or (whole.replace(axis, (0, 0)),)
-            for device, own in intervals.items()
+            device: tuple(whole.replace(axis, interval) for interval in device_intervals)
+            or (whole.replace(axis, (0, 0)),)
+            for device, device_intervals in intervals.items()
         }
         for device, boxes in held.items():
             for box in boxes:
@@ -236,7 +242,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         *,
         partial: bool = False,
     ) -> Layout:
-        """Tiles of relative heights `rows` and widths `columns`, given to the devices row by row."""
+        """Return a layout of tiles of relative heights `rows` and widths `columns`, given to the devices row by row."""
         row_axis, column_axis = _axis(row_axis, len(shape)), _axis(column_axis, len(shape))
         if row_axis == column_axis:
             raise BadValue(f"Rows and columns cannot both lie along axis {row_axis}.")
@@ -256,19 +262,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def rank(self) -> int | None:
-        """The number of axes; None when no device holds a box to tell."""
+        """The number of axes; None when no device holds a box."""
         return next((box.rank for _, boxes in self.held for box in boxes), None)
 
     def boxes(self, device: str) -> tuple[Box, ...]:
-        """What one device holds; nothing for a device the layout does not name."""
+        """Return the boxes that one device holds; none for a device that the layout does not name."""
         return self._by_device.get(device, ())
 
     def pieces(self) -> Iterator[tuple[str, Box]]:
-        """Every box with something in it, and its device, in order."""
+        """Yield every box with something in it, and its device, in order."""
         return ((device, box) for device, boxes in self.held for box in boxes if not box.is_empty)
 
     def hull(self, device: str) -> Box:
-        """The smallest box around what one device holds: the shape of its buffer. Empty if it holds nothing."""
+        """Return the smallest box around what one device holds: the shape of its buffer. Empty if it holds nothing."""
         if boxes := self.boxes(device):
             return reduce(Box.hull, boxes)
         if not self.rank:  # no box to take the rank from, or a scalar, of which no box is empty
@@ -276,12 +282,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return Box.whole((0,) * self.rank)
 
     def volume(self, device: str) -> int:
-        """How many elements one device holds."""
+        """Return the number of elements that one device holds."""
         return sum(box.volume for box in self.boxes(device))
 
     @property
     def total_volume(self) -> int:
-        """How many elements all devices hold; replicas count each time."""
+        """The number of elements that all devices hold; replicas count each time."""
         return sum(box.volume for _, box in self.pieces())
 
     def covers(self, shape: Sequence[int]) -> bool:
@@ -296,9 +302,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def cut_points(extent: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """0, the floor of each running share of `extent`, and `extent`: 10 by 1:1:1 is 0, 3, 6, 10.
+    """Return 0, the floor of each running share of `extent`, and `extent`: 10 by 1:1:1 is 0, 3, 6, 10.
 
-    Reckoned in fractions, so that every machine cuts at the same place.
+    They are computed in fractions, so that every machine cuts at the same place.
     """
     if not all(isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise BadValue(f"Cannot share {extent} by weights {list(weights)}.", hint="Give weights >= 0, one of them > 0.")
@@ -310,7 +316,7 @@ def cut_points(extent: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a given one, without asking each.
+    """An index that finds which of many boxes meet a given one, without testing each.
 
     Sorted by start along the axis where they differ most, the boxes that can meet [a:b) are neighbours: they start
     before b, and none before them reaches past a.
@@ -326,7 +332,7 @@ class BoxIndex:
         self.reach = list(accumulate((self._span(boxes[ordinal])[1] for ordinal in self.order), max))
 
     def meeting(self, box: Box) -> list[tuple[int, Box]]:
-        """The position of each box that shares an element with this one, and what they share, in order."""
+        """Return the position of each box that shares an element with this one, and what they share, in order."""
         start, stop = self._span(box)
         near = self.order[bisect_right(self.reach, start) : bisect_left(self.starts, stop)]
         shared = [(ordinal, box.intersect(self.boxes[ordinal])) for ordinal in sorted(near)]
@@ -337,21 +343,21 @@ class BoxIndex:
 
 
 def first_come(claims: Iterable[tuple[str, Box]]) -> list[tuple[str, Box]]:
-    """Disjoint pieces with the same union: each element stays with the first device that claims it."""
+    """Return disjoint pieces with the same union: each element stays with the first device that claims it."""
     first: dict[Box, str] = {}
     for device, box in claims:
         first.setdefault(box, device)
     boxes = list(first)
     index = BoxIndex(boxes)
-    kept = []
+    pieces = []
     for ordinal, (box, device) in enumerate(first.items()):
         earlier = [common for other, common in index.meeting(box) if other < ordinal]
-        kept += [(device, piece) for piece in without([box], *earlier) if not piece.is_empty]
-    return kept
+        pieces += [(device, piece) for piece in without([box], *earlier) if not piece.is_empty]
+    return pieces
 
 
 def without(boxes: list[Box], *others: Box) -> list[Box]:
-    """Disjoint boxes less every one of the others."""
+    """Return disjoint boxes less every one of the others."""
     for other in others:
         boxes = [piece for box in boxes for piece in box.subtract(other)]
     return boxes
@@ -368,7 +374,7 @@ def _check_disjoint(device: str, boxes: Sequence[Box]) -> None:
 
 
 def _axis(axis: int, rank: int) -> int:
-    """An axis counted from the front; -1 is the last."""
+    """Return an axis counted from the front; -1 is the last."""
     if not -rank <= axis < rank:
         raise BadValue(f"There is no axis {axis} in a box of rank {rank}.")
     return axis % rank

@@ -1,6 +1,6 @@
-"""What a network stands: how few bits its features may have, and how far a gradient may be behind (SPLIT §4).
+"""The tolerance of a network: how few bits its features may have, and how stale a gradient may be (SPLIT §4).
 
-Found by short trainings (split/calibration.py), kept by network, data and batch size.
+Determined by short trainings (split/calibration.py), kept by network, data and batch size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Measure = Literal["accuracy", "loss"]
 
 
 class Tried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setting, and what its trainings gave: accuracy, or loss where targets are not classes."""
+    """A setting that was tried, and the results of its trainings: accuracy, or loss where targets are not classes."""
 
     cut: int
     k: int
     bits: int
     scores: tuple[float, ...]
-    """None of them: it broke off, its numbers were none."""
+    """One for each training; empty where training broke off because its numbers were not finite."""
     is_enough: bool
     later: bool = False
     """Whether training starts from the weights that the reference ended with."""
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a network stands. Plain data: it is stored and read again."""
+    """The tolerance of a network. It is plain data, which is stored and read again."""
 
     network: str
     fingerprint: str
@@ -43,9 +43,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     measure: Measure
     reference: float
     spread: float
-    """Half of what the reference differs by from seed to seed: as much more is forgiven."""
+    """Half of the difference between seeds of the reference: that much more is tolerated."""
     steps: int
-    """Of each training."""
+    """The steps of each training."""
     repeats: int
     bits: dict[str, int]
     """Cut, as text -> fewest bits."""
@@ -68,11 +68,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def least_bits(self) -> dict[int, int]:
-        """Return the calibration as `split_profile` takes it."""
+        """The calibration as `split_profile` takes it."""
         return {int(cut): width for cut, width in self.bits.items()}
 
     def phases(self, later_epoch: int) -> tuple[tuple[int, int], ...]:
-        """K by epoch: a larger one later, where the weights stand it by then."""
+        """Return K by epoch: a larger one later, where the weights tolerate it by then."""
         if later_epoch < 1 or self.later_k <= self.k:
             return ((0, self.k),)
         return ((0, self.k), (later_epoch, self.later_k))

@@ -1,4 +1,4 @@
-"""Known devices, so that one can plan for hardware that is not at hand. Every number is an estimate; profile to know.
+"""Known devices, so that one can plan for hardware that is not available. Every number is an estimate; profile to know.
 
 Speeds are float32 *training* GFLOP/s (1 multiply-accumulate = 2 FLOP), derived here from published measurements, with
 the arithmetic kept visible. Memory, clocks, power modes and ports are those of the vendors' data sheets, written down
@@ -13,7 +13,7 @@ from manyhands.facts.errors import UnknownName, did_you_mean
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One known device, in the units of `Device`, and where its numbers come from."""
+    """A known device, in the units of `Device`, and the source of its numbers."""
 
     title: str
     gflops: float
@@ -160,7 +160,7 @@ ALIASES = {
 
 
 def catalogue_key(kind: str, where: str = "") -> str:
-    """The catalogue's own name for `kind`, which may be an alias. `where` is the field's path, for the error."""
+    """Return the catalogue's own name for `kind`, which may be an alias. `where` is the field's path, for the error."""
     key = ALIASES.get(kind, kind)
     if key not in CATALOGUE:
         message = f"There is no device kind called '{kind:.80}'."

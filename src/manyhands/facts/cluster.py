@@ -43,7 +43,7 @@ MOST_SLOTS = 16
 
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
-    """Devices in order, the link between any two, and the pairs where it differs."""
+    """The devices in order, the link between any two, and the pairs where it differs."""
 
     name: str
     devices: tuple[Device, ...]
@@ -53,21 +53,21 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def __post_init__(self) -> None:
         if not 1 <= len(self.devices) <= MOST_DEVICES:
             raise BadValue(f"devices: there are {len(self.devices)}; there must be 1 to {MOST_DEVICES}.")
-        seen: set[str] = set()
+        names: set[str] = set()
         for device in self.devices:
-            if device.name in seen:
+            if device.name in names:
                 hint = "Give each its own name, or write one entry with a count."
                 raise BadValue(f"devices: two devices have the name '{device.name}'.", hint=hint)
-            seen.add(device.name)
+            names.add(device.name)
         pairs: set[tuple[str, str]] = set()
         for directed in self.links:
             for end in (directed.sender, directed.receiver):
-                if end not in seen:
-                    raise unknown("device", end, seen)
+                if end not in names:
+                    raise unknown("device", end, names)
             pair = (directed.sender, directed.receiver)
             if pair in pairs or directed.sender == directed.receiver:
-                what = "is written twice" if pair in pairs else "leads back to itself"
-                raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {what}.")
+                problem = "is written twice" if pair in pairs else "leads back to itself"
+                raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {problem}.")
             pairs.add(pair)
         if any(device.host for device in self.devices):
             self._check_hosts()
@@ -95,7 +95,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 hint = "Write it with the same rate for every pair of their devices."
                 raise BadValue(f"links: from {a} to {b} there is one link, but its rate differs.", hint=hint)
 
-    # Built at the first question, so that a thousand devices cost a dictionary and not a search.
+    # Built at the first lookup, so that a thousand devices cost a dictionary and not a search.
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -135,17 +135,17 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         """Return the same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
             return Cluster(self.name, self.devices, link, self.links)
-        kept = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
-        return Cluster(self.name, self.devices, self.link, (*kept, DirectedLink(*pair, link)))
+        other_links = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
+        return Cluster(self.name, self.devices, self.link, (*other_links, DirectedLink(*pair, link)))
 
     def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
-        """Other devices, joined by the same default link."""
+        """Return other devices, joined by the same default link."""
         return Cluster(name, devices, self.link)
 
     def without(self, name: str) -> Cluster:
         """Return the cluster after `name` has left."""
-        gone = self.device(name)
-        devices = tuple(device for device in self.devices if device is not gone)
+        leaving = self.device(name)
+        devices = tuple(device for device in self.devices if device is not leaving)
         links = tuple(directed for directed in self.links if name not in (directed.sender, directed.receiver))
         return Cluster(self.name, devices, self.link, links)
 
@@ -164,7 +164,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         estimated: bool = True,
         gpus: int = 0,
     ) -> Cluster:
-        """`count` workers on this machine, the first `gpus` of them each on a GPU, joined by loopback."""
+        """Return `count` workers on this machine, the first `gpus` of them each on a GPU, joined by loopback."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
             raise BadValue(f"local: {count!r} workers asked for; it must be 1 to {MOST_DEVICES}.")
         devices = tuple(
@@ -186,7 +186,8 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         slots: int = 1,
         traces: Mapping[str, str] | None = None,
     ) -> LabCluster:
-        """A cluster, or the preset of that name, to be played on this machine: mh.train(..., cluster=Cluster.lab(...)).
+        """Return a cluster, or the preset of that name, to be played on this machine: mh.train(...,
+        cluster=Cluster.lab(...)).
 
         `scale`: how many times slower than real time everything goes. `slots`: workers on each device.
         `traces`: device -> file of recorded rates, which its port follows.
@@ -236,9 +237,9 @@ class LabCluster(msgspec.Struct, frozen=True):
     cluster: Cluster
     """The devices and links in real time."""
     scale: float | None = None
-    """How many times slower; None: as slow as this machine's cores make it, and never faster than real time."""
+    """The factor by which all is slower; None: what this machine's cores need, and never faster than real time."""
     slots: int = 1
-    """Workers on each device."""
+    """The number of workers on each device."""
     traces: tuple[tuple[str, str], ...] = ()
     """(device, file): the device's port follows a recorded rate."""
 

@@ -29,7 +29,7 @@ _SHORT.maxlevel = 2  # lists within lists are cut short
 
 
 def _show(value: object) -> str:
-    """A short repr: a document may hold anything, of any size."""
+    """Return a short repr: a document may hold anything, of any size."""
     with contextlib.suppress(ValueError):
         return _SHORT.repr(value)
     return "a number of thousands of digits"
@@ -37,8 +37,8 @@ def _show(value: object) -> str:
 
 def read_mapping(value: object, path: str, fields: Iterable[str]) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        what = "is missing or empty" if value is None else f"{_show(value)} is not a set of 'field: value'"
-        raise BadFile(f"{path or 'cluster'}: {what}.", hint=f"Fields: {', '.join(fields)}")
+        problem = "is missing or empty" if value is None else f"{_show(value)} is not a set of 'field: value'"
+        raise BadFile(f"{path or 'cluster'}: {problem}.", hint=f"Fields: {', '.join(fields)}")
     for key in value:
         if key not in fields:
             shown = _show(key).strip("'")
@@ -49,8 +49,8 @@ def read_mapping(value: object, path: str, fields: Iterable[str]) -> Mapping[str
 
 def read_list(value: object, path: str, example: str) -> list[object]:
     if not isinstance(value, list):
-        what = "is missing" if value is None else f"{_show(value)} is not a list"
-        raise BadFile(f"{path}: {what}.", hint=f"Write it like {path}: [{example}]")
+        problem = "is missing" if value is None else f"{_show(value)} is not a list"
+        raise BadFile(f"{path}: {problem}.", hint=f"Write it like {path}: [{example}]")
     return value
 
 
@@ -67,7 +67,7 @@ def _flag(value: object, path: str) -> bool:
 
 
 def _amount(value: object, path: str, parse: Callable[[float | str, str], float], *, zero: bool = False) -> float:
-    """A quantity through one of units.py's parsers, within limits nobody will miss."""
+    """Return a quantity, read by one of units.py's parsers, within generous limits."""
     amount = math.nan
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
@@ -105,7 +105,7 @@ def _count(value: object, path: str) -> int:
 
 
 def _exact(value: float, write: Callable[[float], str], parse: Callable[[str], float], unit: str) -> str:
-    """The way a person writes it if nothing is lost, else every digit."""
+    """Return a number the way a person writes it if nothing is lost, else every digit."""
     if value == math.inf:
         return UNLIMITED
     return write(value) if parse(write(value)) == value else f"{value!r} {unit}"
@@ -145,7 +145,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
 
 
 def read_devices(raw: object, path: str) -> Iterator[Device]:
-    """The devices of one entry: one, or `count` of them numbered from 1."""
+    """Yield the devices of one entry: one, or `count` of them numbered from 1."""
     entry = read_mapping(raw, path, ("name", "kind", "count", "port", *_DEVICE))
     written_kind = read_text(entry.get("kind", "custom"), f"{path}.kind")
     facts: dict[str, Any] = {}
@@ -161,8 +161,8 @@ def read_devices(raw: object, path: str) -> Iterator[Device]:
         del facts["title"]
         port = facts.pop("port_bytes_per_second")
         facts.update(up_bytes_per_second=port, down_bytes_per_second=port)
-        given = [field for field in entry if field in _DEVICE or field == "port"]
-        facts["source"] += f" Given by hand: {', '.join(given)}." if given else ""
+        fields_by_hand = [field for field in entry if field in _DEVICE or field == "port"]
+        facts["source"] += f" Given by hand: {', '.join(fields_by_hand)}." if fields_by_hand else ""
     if "port" in entry:
         port = _rate(entry["port"], f"{path}.port")
         facts.update(up_bytes_per_second=port, down_bytes_per_second=port)
@@ -196,7 +196,7 @@ def read_link(entry: Mapping[str, object], path: str) -> Link:
 def read_override(
     raw: object, path: str, default: Mapping[str, object], names: Collection[str]
 ) -> Iterator[DirectedLink]:
-    """The link of one entry, in one direction or both. What it leaves out is as in the default link."""
+    """Yield the link of one entry, in one direction or both. Fields that it leaves out are as in the default link."""
     entry = read_mapping(raw, path, ("from", "to", "between", "rate", "delay"))
     link = read_link({**default, **entry}, path)
     ends = {f"{path}.from": entry.get("from"), f"{path}.to": entry.get("to")}

@@ -1,4 +1,5 @@
-"""Plain documents (from JSON or YAML) -> typed facts, with errors that name the field, its value and the limit."""
+"""Decoding of plain documents (from JSON or YAML) into typed facts, with errors that name the field, value and
+limit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2  # a document may hold lists within lists by the billion
 _PLACE = re.compile(r"^(?P<said>.*?)(?: - at `\$(?P<inner>[^`]*)`)??(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
-"""What is wrong and where; inside an open union, the place within it comes first."""
+"""The problem and its place; inside an open union, the place within it comes first."""
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _PART = re.compile(r"\.\.\.|[^.\[\]]+")  # `[...]` is some value of a mapping
@@ -26,20 +27,21 @@ _working_out = threading.Lock()
 
 
 class OpenUnion:
-    """A union of tagged structs to which packages of others may add theirs. A field of this type holds one of them."""
+    """A union of tagged structs to which other packages may add theirs. A field of this type holds one of them."""
 
     __slots__ = ()
     unknown_hint: ClassVar[str] = ""
-    """What to do about a tag that no member has."""
+    """A hint for a tag that no member has."""
 
     @classmethod
     def members(cls, document: Any = None) -> tuple[type[msgspec.Struct], ...]:
-        """Returns the structs of this union; `document`: what is to be read as one of them."""
+        """Return the structs of this union; `document` is what is to be read as one of them."""
         raise NotImplementedError
 
 
 def read_open_union(kind: type, document: Any) -> Any:
-    """Returns `document` as a member of an open union: msgspec's hook (`dec_hook`) for types that it does not know."""
+    """Return `document` as a member of an open union: msgspec's hook (`dec_hook`) for types that it does not
+    support."""
     if not issubclass(kind, OpenUnion):
         raise NotImplementedError(f"{kind.__name__} cannot be read")
     try:
@@ -50,9 +52,9 @@ def read_open_union(kind: type, document: Any) -> Any:
 
 
 def converted(document: Any, kind: type[T], *, strict: bool = True) -> T:
-    """`document` as a `kind`, or msgspec's errors.
+    """Return `document` as a `kind`, or raise msgspec's errors.
 
-    What msgspec works out of a type when it first meets it, one thread works out at a time: two at once crash it.
+    One thread at a time derives what msgspec keeps of a type when it first meets it: two at once crash it.
     """
     if kind not in _worked_out:
         with _working_out:
@@ -61,33 +63,36 @@ def converted(document: Any, kind: type[T], *, strict: bool = True) -> T:
     return msgspec.convert(document, kind, strict=strict, dec_hook=read_open_union)
 
 
-def decode(document: Any, kind: type[T], what: str, error: type[ManyhandsError] = BadFile) -> T:
-    """`document` as a `kind`, or an error such as "plan: order is 'pipe'; it must be one of gpipe, 1f1b."."""
+def decode(document: Any, kind: type[T], document_name: str, error: type[ManyhandsError] = BadFile) -> T:
+    """Return `document` as a `kind`, or raise an error such as "plan: order is 'pipe'; it must be one of gpipe,
+    1f1b."."""
     try:
         return converted(document, kind)
     except msgspec.ValidationError as problem:
         match = _PLACE.match(str(problem))
         assert match is not None
-        said = match.group("said")
+        problem_text = match.group("said")
         path = ((match.group("path") or "") + (match.group("inner") or "")).removeprefix(".")
-        place = f"{what}: {path:.200}" if path else what
+        place = f"{document_name}: {path:.200}" if path else document_name
         types = list(_types_at(kind, _PART.findall(path)))
-        if unknown := _UNKNOWN.match(said):
+        if unknown := _UNKNOWN.match(problem_text):
             hint = did_you_mean(unknown.group(1), _fields(types))
             raise error(f"{place}: there is no field '{unknown.group(1):.80}'.", hint=hint) from None
-        if missing := _MISSING.match(said):
+        if missing := _MISSING.match(problem_text):
             raise error(f"{place}: the field '{missing.group(1)}' is missing.") from None
         shown = f"{place} is {_SHORT.repr(_lookup(document, path)):.80}"
-        choices = [str(choice) for one in types if get_origin(one) is Literal for choice in get_args(one)]
-        if said.startswith("Invalid") and choices:
+        choices = [
+            str(choice) for place_type in types if get_origin(place_type) is Literal for choice in get_args(place_type)
+        ]
+        if problem_text.startswith("Invalid") and choices:
             value = str(_lookup(document, path))
             hint = did_you_mean(value, choices)
-            if not hint.startswith("Did you mean"):  # else it is a slip
-                hint = next((one.unknown_hint for one in types if _is_open(one)), hint)
+            if not hint.startswith("Did you mean"):  # otherwise it is a slip
+                hint = next((place_type.unknown_hint for place_type in types if _is_open(place_type)), hint)
             raise error(f"{shown}; it must be one of {', '.join(choices)}.", hint=hint) from None
-        raise error(f"{shown}: {said[:1].lower()}{said[1:300]}.") from None
+        raise error(f"{shown}: {problem_text[:1].lower()}{problem_text[1:300]}.") from None
     except (ValueError, RecursionError) as problem:  # text that is none, lists inside each other without end
-        raise error(f"{what}: cannot be read: {problem!s:.200}.") from problem
+        raise error(f"{document_name}: cannot be read: {problem!s:.200}.") from problem
 
 
 def _lookup(document: Any, path: str) -> Any:
@@ -103,10 +108,10 @@ def _lookup(document: Any, path: str) -> Any:
 
 
 def _types_at(kind: Any, parts: list[str]) -> Iterator[Any]:
-    """Every type that the place may have; the tag of a union of structs is the choice of its tags."""
+    """Yield every type that the place may have; the tag of a union of structs is the choice of its tags."""
     if get_origin(kind) in (Union, UnionType):
-        for one in get_args(kind):
-            yield from _types_at(one, parts)
+        for argument_type in get_args(kind):
+            yield from _types_at(argument_type, parts)
     elif _is_open(kind):
         yield kind
         for member in kind.members():
@@ -120,9 +125,9 @@ def _types_at(kind: Any, parts: list[str]) -> Iterator[Any]:
             if info.encode_name == parts[0]:
                 yield from _types_at(info.type, parts[1:])
     elif get_origin(kind) in (tuple, list, dict):
-        inner = [one for one in get_args(kind) if one is not Ellipsis]
-        for one in inner[-1:] if parts[0] == "..." else inner:
-            yield from _types_at(one, parts[1:])
+        inner = [argument_type for argument_type in get_args(kind) if argument_type is not Ellipsis]
+        for argument_type in inner[-1:] if parts[0] == "..." else inner:
+            yield from _types_at(argument_type, parts[1:])
 
 
 def _is_open(kind: Any) -> bool:

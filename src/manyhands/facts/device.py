@@ -15,7 +15,7 @@ DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine: how fast it trains, what it holds, what it draws, and the port that all its traffic shares."""
+    """A machine: how fast it trains, what it holds, what it draws, and the port that all its traffic shares."""
 
     name: str
     kind: str = "custom"  # a key of the catalogue, "local" or "custom"

@@ -1,4 +1,4 @@
-"""Errors a person may see. Each kind has its own exit code, and a hint says what to type next."""
+"""Errors for users. Each kind has its own exit code, and a hint says what to type next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_TEXT = 8000
-"""The most characters of a message or hint: a name in a hostile file may be very long."""
+"""The most characters of a message or hint; a name in a hostile file may be very long."""
 
 
 def _page(text: str) -> str:
@@ -14,12 +14,12 @@ def _page(text: str) -> str:
 
 
 class ManyhandsError(Exception):
-    """Something a user can mend. `exit_code` tells scripts which kind it was."""
+    """An error that a user can fix. `exit_code` tells scripts which kind it was."""
 
     exit_code = 1
     is_before_proof = False
-    """It was met on connecting to a peer that had not proven yet that it knows the token: what it says may be of any
-    port of the network, and is for this device alone."""
+    """Whether it was met on connecting to a peer that had not proven yet that it has the token: what it says may be
+    of any port of the network, and is for this device alone."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         message, hint = _page(message), _page(hint)
@@ -32,7 +32,7 @@ class ManyhandsError(Exception):
 
 
 class UnknownName(ManyhandsError):
-    """A model, device, preset, layer or option nobody has heard of."""
+    """A model, device, preset, layer or option that does not exist."""
 
     exit_code = 3
 
@@ -66,7 +66,7 @@ class BadGraph(ManyhandsError):
 
 
 class OutOfMemory(ManyhandsError):
-    """A plan that does not fit a device's memory, or a worker that asked for more than there was."""
+    """A plan that does not fit a device's memory, or a worker that requested more than there was."""
 
     exit_code = 8
 
@@ -90,7 +90,7 @@ class WorkerLost(ManyhandsError):
 
 
 class Refused(ManyhandsError):
-    """A worker that may not join: wrong token, another version, a name that is taken."""
+    """A worker that may not join: wrong token, another version, a name in use."""
 
     exit_code = 12
 
@@ -102,17 +102,17 @@ class BadData(ManyhandsError):
 
 
 class NotFinite(ManyhandsError):
-    """A loss that is no number: at which step, and in which layer it began."""
+    """A loss that is not finite: at which step, and in which layer it began."""
 
     exit_code = 14
 
 
 class DataNotFinite(NotFinite):
-    """Data that holds a number that is none: at which step, and in which input."""
+    """Data that holds a number that is not finite: at which step, and in which input."""
 
 
 class TimedOut(ManyhandsError):
-    """Something that was waited for longer than its limit: what, from whom, how long."""
+    """A wait that exceeded its limit: for what, from whom, how long."""
 
     exit_code = 15
 
@@ -124,39 +124,39 @@ class AddressTaken(ManyhandsError):
 
 
 class LabError(ManyhandsError):
-    """The lab cannot be built, found or kept to what was asked."""
+    """A lab that cannot be built, found or kept to its settings."""
 
     exit_code = 17
 
 
 class NotInstalled(ManyhandsError):
-    """A package that is an extra, asked for where it is not installed."""
+    """A package of an extra that is needed but not installed."""
 
     exit_code = 18
 
 
 class Unfit(ManyhandsError):
-    """The doctor found something that would break a run."""
+    """A fault found by the doctor that would break a run."""
 
     exit_code = 19
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint naming the closest known names, or all of them when there are few."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint naming the closest known names, or all of them when there are few."""
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "Did you mean " + " or ".join(close) + "?"
-    return "Known: " + ", ".join(known) if len(known) <= 30 else ""
+    return "Known: " + ", ".join(names) if len(names) <= 30 else ""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownName:
-    """The error for a name that is not in `known`."""
-    return UnknownName(f"There is no {kind} called '{name}'.", hint=did_you_mean(name, known))
+def unknown(kind: str, name: str, names: Iterable[str]) -> UnknownName:
+    """Return the error for a name that is not in `names`."""
+    return UnknownName(f"There is no {kind} called '{name}'.", hint=did_you_mean(name, names))
 
 
 def error_named(kind: str, message: str, hint: str) -> ManyhandsError:
-    """An error that came over the wire as words; a kind nobody knows becomes a plain one."""
+    """Return an error that came over the wire as text; an unknown kind becomes a plain one."""
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, ManyhandsError):
         return error_class(message, hint=hint)

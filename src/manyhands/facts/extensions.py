@@ -1,4 +1,4 @@
-"""Packages of others that add to manyhands: installed on this device, and named by the user's own installation.
+"""Packages of other authors that extend manyhands: installed on this device, and named by the user's own installation.
 
 Such a package declares an entry point in the group `manyhands.sharing`, a function without arguments that registers
 what it brings (`executor.sharing.register_sharing`, `planner.strategies.register_strategy`). It is loaded when a plan
@@ -22,7 +22,7 @@ _loaded: set[str] = set()
 
 
 def load_extensions() -> None:
-    """Has every installed extension register what it brings; each is loaded once."""
+    """Make every installed extension register what it brings; each is loaded once."""
     with _lock:
         for entry in entry_points(group=GROUP):
             if entry.value in _loaded:
@@ -30,7 +30,7 @@ def load_extensions() -> None:
             _loaded.add(entry.value)
             try:
                 entry.load()()
-            except Exception as error:  # somebody else's code
+            except Exception as error:  # another author's code
                 raise NotInstalled(
                     f"The extension '{entry.name}' ({entry.value}) cannot be loaded: {error!s:.300}.",
                     hint="Install it again, or uninstall it.",

@@ -1,4 +1,5 @@
-"""What is not installed with manyhands unless it is asked for, and how to ask for it: pip install 'manyhands[NAME]'."""
+"""Optional dependencies, which are not installed with manyhands by default, and how to install them:
+pip install 'manyhands[NAME]'."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from manyhands.facts.errors import NotInstalled
 
 @dataclass(frozen=True)
 class Extra:
-    """One extra of pyproject.toml that a user may want."""
+    """An extra of pyproject.toml that a user may want."""
 
     name: str
     modules: tuple[str, ...]
-    """What is imported from it: it is here when all of these are."""
+    """The modules imported from it: it is installed when all of these are."""
     purpose: str
 
     @property
@@ -33,23 +34,26 @@ EXTRAS = (
 
 
 def is_here(name: str) -> bool:
-    """Whether an extra is installed; nothing of it is imported."""
+    """Return whether an extra is installed; nothing of it is imported."""
     try:
         return all(importlib.util.find_spec(module) is not None for module in _extra(name).modules)
-    except (ImportError, ValueError):  # something else answers for that name, and has nothing
+    except (ImportError, ValueError):  # something else has that name, and is empty
         return False
 
 
-def load(module: str, what: str) -> Any:
-    """A module of an extra, or what to type to have it. `what` needs it: a sentence's beginning."""
+def load(module: str, feature: str) -> Any:
+    """Return a module of an extra, or raise an error that says what to type to install it. `feature` needs it, and
+    begins the error's sentence."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         root = module.partition(".")[0]
         extra = next((candidate for candidate in EXTRAS if root in candidate.modules), None)
-        if extra is None or (error.name or "").partition(".")[0] != root:  # it is here, and something of its own is not
+        if (
+            extra is None or (error.name or "").partition(".")[0] != root
+        ):  # it is installed, and something that it needs is not
             raise
-        raise NotInstalled(f"{what} needs {root}, which is not installed.", hint=f"Type: {extra.command}") from error
+        raise NotInstalled(f"{feature} needs {root}, which is not installed.", hint=f"Type: {extra.command}") from error
 
 
 def _extra(name: str) -> Extra:

@@ -1,4 +1,4 @@
-"""How the papers trained: optimiser, schedule and epochs by model and data set. Here SPLIT's Table 2.
+"""Hyperparameters of the papers: optimiser, schedule and epochs by model and data set. At present SPLIT's Table 2.
 
     hyper("resnet50", "cifar10").optimizer_text(steps_per_epoch=390)
     SGD:lr=0.1,momentum=0.9,weight_decay=0.0001,schedule=MultiStepLR,milestones=[31200,46800],gamma=0.1
@@ -19,31 +19,31 @@ STAND_IN = "synthetic-"
 
 
 class Hyper(msgspec.Struct, frozen=True):
-    """One column of the table."""
+    """A column of the table."""
 
     model: str
     data: str
     optimizer: str
-    """Without its schedule, as `facts.optimizer.parse` takes it."""
+    """The optimiser without its schedule, as `facts.optimizer.parse` takes it."""
     epochs: int
     step_epochs: tuple[int, ...] = ()
-    """After so many epochs the learning rate is multiplied by `decay`."""
+    """The epochs after which the learning rate is multiplied by `decay`."""
     decay_every_epoch: bool = False
     decay: float = 1.0
     augmentation: bool = False
-    """Pictures are changed at random while they are trained on. Told, not done: no data set here does it."""
+    """Whether pictures are changed at random in training. This is information only: no data set here does it."""
     pretrained: str = ""
     """The data set the model was trained on before."""
     batch_size: int = 32
     input_shape: tuple[int, ...] = ()
-    """What one sample has in the paper's Table 3; none where the model's own is meant."""
+    """The shape of one sample in the paper's Table 3; empty where the model's own is meant."""
     model_options: Mapping[str, bool] = {}
     """Arguments of the model's factory."""
     source: str = "SPLIT Table 2; batch and input sizes: its Table 3"
     note: str = ""
 
     def optimizer_text(self, steps_per_epoch: int) -> str:
-        """One word, as the command line takes it."""
+        """Return the optimiser as one word, as the command line takes it."""
         if steps_per_epoch < 1:
             raise BadValue(f"An epoch of {steps_per_epoch} steps; it must have 1 or more.")
         if self.decay_every_epoch:
@@ -79,7 +79,7 @@ HYPERS: tuple[Hyper, ...] = (
 
 
 def find_hyper(model: str, data: str, *, pretrained: str = "") -> Hyper | None:
-    """The preset for a model and a data set, or what the data set stands in for; none where no paper has one."""
+    """Return the preset for a model and a data set, or what the data set stands in for; None where no paper has one."""
     real = data.removeprefix(STAND_IN)
     return next(
         (entry for entry in HYPERS if (entry.model, entry.data, entry.pretrained) == (model, real, pretrained)), None
@@ -87,7 +87,7 @@ def find_hyper(model: str, data: str, *, pretrained: str = "") -> Hyper | None:
 
 
 def hyper(model: str, data: str, *, pretrained: str = "") -> Hyper:
-    """Return what `find_hyper` does, or raise an error that names what there is."""
+    """Return the same as `find_hyper`, or raise an error that names the existing presets."""
     entry = find_hyper(model, data, pretrained=pretrained)
     if entry is None:
         before = f", trained on {pretrained} before" if pretrained else ""

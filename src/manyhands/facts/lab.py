@@ -1,8 +1,8 @@
-"""A cluster as one machine plays it: how much slower everything goes, and which part of which core a device gets.
+"""The facts of a cluster as one machine plays it: how much slower everything is, and each device's share of the cores.
 
-All speeds are divided by one number, the scale: computing and links alike, while delays grow with it. What is fast
-or slow compared with something else stays so, and an hour in the lab is an hour divided by the scale outside.
-Memory is not scaled. Several workers of one device (slots) divide its speed and its memory, and share its port.
+All speeds are divided by one number, the scale: computing and links alike, while delays grow with it. Relative speeds
+stay the same, and an hour in the lab is an hour divided by the scale outside. Memory is not scaled. Several workers of
+one device (slots) divide its speed and its memory, and share its port.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from manyhands.facts.errors import LabError, unknown
 from manyhands.facts.link import DirectedLink, Link
 
 BUSIEST = 0.8
-"""How much of a core devices may take: the rest is for the links between them and for monitoring."""
+"""The most of a core that devices may use: the rest is for the links between them and for monitoring."""
 SLOWEST_SHARE = 0.001
-"""The least share of a core: the kernel gives no less than a millisecond in a second."""
+"""The least share of a core; the kernel gives no less than a millisecond in a second."""
 SLOWEST_BYTES_PER_SECOND = 1000.0
-"""A recorded rate of nothing is this much: a queue that never moves cannot be told from a broken one."""
+"""The rate used for a recorded rate of zero: a queue that never moves cannot be told from a broken one."""
 LAB_NAME = re.compile(r"[a-z0-9][a-z0-9_.]{0,31}")
 
 
@@ -38,7 +38,7 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class Played(msgspec.Struct, frozen=True):
-    """A lab's facts, in lab numbers."""
+    """The facts of a lab, in lab numbers."""
 
     scale: float
     slots: int
@@ -67,19 +67,19 @@ class Played(msgspec.Struct, frozen=True):
         return slot_names(device, self.slots)
 
 
-def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
+def play(lab: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Played:
     """Return how this machine plays a cluster; `cores` are its cores' numbers, `core_gflops` the speed of each."""
-    least = fitting_scale(wanted.cluster, wanted.slots, core_gflops, len(cores))
-    scale = wanted.scale if wanted.scale is not None else max(1.0, rounded_up(least))
+    least = fitting_scale(lab.cluster, lab.slots, core_gflops, len(cores))
+    scale = lab.scale if lab.scale is not None else max(1.0, rounded_up(least))
     if scale < least * (1 - 1e-9):
         raise LabError(
-            f"At scale {scale:g} the devices of {wanted.cluster.name} need more than {BUSIEST:.0%} of this machine's "
+            f"At scale {scale:g} the devices of {lab.cluster.name} need more than {BUSIEST:.0%} of this machine's "
             f"{len(cores)} core(s).",
             hint=f"Give scale={rounded_up(least):g} (--scale {rounded_up(least):g}) or more.",
         )
-    placed, _ = _packed(wanted.cluster.devices, wanted.slots, len(cores))
+    placed, _ = _packed(lab.cluster.devices, lab.slots, len(cores))
     seats = []
-    for device, places in zip(wanted.cluster.devices, placed):
+    for device, places in zip(lab.cluster.devices, placed):
         share = device.gflops / (core_gflops * scale)
         if share < SLOWEST_SHARE:
             raise LabError(
@@ -89,7 +89,7 @@ def play(wanted: LabCluster, *, core_gflops: float, cores: Sequence[int]) -> Pla
             )
         seat_cores = tuple(sorted({cores[place] for place in places}))
         seats.append(Seat(device.name, share, seat_cores, device.memory_bytes))
-    return Played(scale, wanted.slots, scaled(wanted.cluster, scale), tuple(seats), wanted.traces)
+    return Played(scale, lab.slots, scaled(lab.cluster, scale), tuple(seats), lab.traces)
 
 
 def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) -> float:
@@ -99,7 +99,8 @@ def fitting_scale(cluster: Cluster, slots: int, core_gflops: float, cores: int) 
 
 
 def _packed(devices: Sequence[Device], slots: int, cores: int) -> tuple[list[list[int]], float]:
-    """Each device's cores, one per slot, and the speed that the busiest core must have: the fastest sit down first."""
+    """Return each device's cores, one per slot, and the speed that the busiest core must have: the fastest are placed
+    first."""
     load = [0.0] * cores
     placed: list[list[int]] = [[] for _ in devices]
     for index in sorted(range(len(devices)), key=lambda i: -devices[i].gflops):
@@ -153,10 +154,10 @@ def slot_names(device: str, slots: int) -> tuple[str, ...]:
 
 
 def with_slots(cluster: Cluster, slots: int) -> Cluster:
-    """Every device as so many workers, each with its part of the device's speed and memory.
+    """Return every device as so many workers, each with its part of the device's speed and memory.
 
-    They share its port, and its link to another device: one alone may use all of it. Between workers of one device
-    there is no network: what passes there is as fast as its memory.
+    They share its port, and its link to another device, all of which a single worker may use. Between workers of one
+    device there is no network: what passes there is as fast as its memory.
     """
     if slots == 1:
         return cluster
@@ -170,8 +171,8 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
             )
             for name in names
         ]  # fmt: skip
-        here = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
-        inside += [DirectedLink(a, b, here) for a in names for b in names if a != b]
+        memory_link = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
+        inside += [DirectedLink(a, b, memory_link) for a in names for b in names if a != b]
     between = [
         DirectedLink(a, b, directed.link)
         for directed in cluster.links

@@ -10,7 +10,7 @@ from manyhands.facts.errors import BadValue
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One direction between two devices: a rate, and the one-way delay before the first byte arrives."""
+    """A link in one direction between two devices: a rate, and the one-way delay before the first byte arrives."""
 
     bytes_per_second: float
     delay_seconds: float

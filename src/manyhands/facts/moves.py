@@ -1,4 +1,5 @@
-"""Moves: who sends what to whom, to get from one layout to another. A tile that grows by its halo, for example:
+"""Moves: which device sends what to which, to get from one layout to another. A tile that grows by its halo, for
+example:
 
         source: four tiles             target: tile a with its halo           moves to a
 
@@ -24,7 +25,7 @@ from manyhands.facts.errors import BadValue
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """One rectangular piece from one device to another, which stores it or adds it to what it has.
+    """A rectangular piece that goes from one device to another, which stores it or adds it to what it has.
 
     Source and target may be the same device: a copy that never touches the network.
     """
@@ -40,11 +41,11 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 Moves = dict[str, tuple[Move, ...]]
-"""Tensor -> what of it goes from which device to which."""
+"""Tensor -> the moves of its pieces between devices."""
 
 
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """Who sends what to whom, so that what lies as `source` comes to lie as `target` (in buffers that start at zero).
+    """Return the moves after which what lies as `source` lies as `target` (in buffers that start at zero).
 
         value   -> value     each target's every element arrives once, from itself if it can, else from the holder
                              that has sent least so far: replicas share the work
@@ -53,7 +54,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
                              the source's device order: replicas agree to the last bit. No term: the sum is zero
         partial -> partial   each term goes to one holder, itself if it can, else the one that has received least
 
-    A value wanted but held nowhere, or a term that nobody takes, is an error.
+    A value that is needed but held nowhere, or a term that no device takes, is an error.
     """
     if source.rank is not None and target.rank is not None and source.rank != target.rank:
         raise BadValue(f"The source layout has rank {source.rank} and the target layout has rank {target.rank}.")
@@ -61,12 +62,12 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
         return tuple(Move(giver, taker, box, adds=True) for giver, taker, box in _partners(source.pieces(), target))
     if source.partial:
         return tuple(_all_terms(source, target))
-    wanted = first_come([*_shared(source, target), *target.pieces()]) if target.partial else target.pieces()
-    return tuple(Move(giver, taker, box) for taker, giver, box in _partners(wanted, source))
+    wanting_boxes = first_come([*_shared(source, target), *target.pieces()]) if target.partial else target.pieces()
+    return tuple(Move(giver, taker, box) for taker, giver, box in _partners(wanting_boxes, source))
 
 
 def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """The way back, for gradients: same boxes, arrows turned round, adding where they meet.
+    """Return the way back, for gradients: same boxes, arrows turned round, adding where they meet.
 
     With E the operator `target[box] += source[box]` over all moves, from the source's buffers to the target's, which
     start at zero: <E x, y> = <x, adjoint(E) y> for all x and y.
@@ -74,13 +75,13 @@ def adjoint(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(Move(move.target, move.source, move.box, adds=True) for move in moves)
 
 
-# How partners are found
+# Search for partners
 
 
 def _partners(wanting: Iterable[tuple[str, Box]], holders: Layout) -> Iterator[tuple[str, str, Box]]:
-    """For every element of every wanting box one holder: (wanting device, holder, box).
+    """Yield one holder for every element of every wanting box: (wanting device, holder, box).
 
-    The device itself comes first, with its boxes as large as they are. All else is cut where the set of holders
+    The device itself comes first, with its boxes as large as they are. Everything else is cut where the set of holders
     changes, and each piece goes to the holder with the least load so far, ties by device order.
     """
     cells = _cells(holders)
@@ -109,7 +110,7 @@ def _nobody(device: str, missing: Box, holders: Layout) -> BadValue:
 
 
 def _all_terms(source: Layout, target: Layout) -> Iterator[Move]:
-    """For every element of every target box each device that has a term of it, in the source's order."""
+    """Yield, for every element of every target box, each device that has a term of it, in the source's order."""
     terms = list(source.pieces())
     index = BoxIndex([box for _, box in terms])
     for device, box in target.pieces():
@@ -118,7 +119,7 @@ def _all_terms(source: Layout, target: Layout) -> Iterator[Move]:
 
 
 def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
-    """What a layout holds, cut into disjoint cells, each with all its holders in device order.
+    """Return what a layout holds, cut into disjoint cells, each with all its holders in device order.
 
     a holds ======            cells   ===|===|===
     b holds    =======                a   a,b  b
@@ -137,7 +138,7 @@ def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
                 continue
             outside = [(piece, by) for fragment, by in fragments for piece in fragment.subtract(common)]
             inside = []
-            if other > ordinal:  # else the other box has made these cells already
+            if other > ordinal:  # otherwise the other box has already made these cells
                 inside = [(fragment.intersect(common), by + holders[boxes[other]]) for fragment, by in fragments]
             fragments = outside + [(piece, by) for piece, by in inside if not piece.is_empty]
         cells += [(fragment, sorted(by, key=order.__getitem__)) for fragment, by in fragments]
@@ -145,7 +146,7 @@ def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
 
 
 def _shared(source: Layout, target: Layout) -> Iterator[tuple[str, Box]]:
-    """What each device holds in both layouts."""
+    """Yield what each device holds in both layouts."""
     for device, box in target.pieces():
         for held in source.boxes(device):
             common = box.intersect(held)

@@ -25,7 +25,7 @@ DTYPE_BYTES = {
 
 
 LossCombination = Literal["mean", "sum", "whole"]
-"""How the losses of the shares of a batch make the loss of the whole: their mean weighted by samples, their sum, or
+"""The way in which the losses of the shares of a batch make that of the whole: a mean weighted by samples, a sum, or
 not at all, so that all samples must be in one place."""
 
 
@@ -40,7 +40,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dtype: str
     batch_axis: int | None = None
     differentiable: bool = False
-    """Whether a gradient flows back for it."""
+    """Whether a gradient flows back to the tensor."""
 
     @property
     def elements(self) -> int:
@@ -90,16 +90,16 @@ class ChannelWeight(msgspec.Struct, frozen=True):
 
 
 class Op(msgspec.Struct, frozen=True):
-    """One operator of the graph."""
+    """An operator of the graph."""
 
     name: str
     target: str
     inputs: tuple[str, ...]
-    """Activations it reads (graph inputs included); weights apart."""
+    """The activations that it reads (graph inputs included), without weights."""
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
     reads: tuple[Read, ...]
-    """How its first output reads each of `inputs`."""
+    """The way in which its first output reads each of `inputs`."""
     macs: int = 0
     """Multiply-accumulates for one sample."""
     moved_bytes: int = 0
@@ -108,7 +108,7 @@ class Op(msgspec.Struct, frozen=True):
     """Bytes it newly holds for backward, for one sample."""
     saved_fixed_bytes: int = 0
     statistics: int = 0
-    """Channels whose sums over the batch it needs (batch normalisation in training); 0: none."""
+    """The number of channels whose sums over the batch it needs (batch normalisation in training); 0: none."""
     mixes_samples: bool = False
     """True where one sample's output depends on other samples in a way that is not such a statistic."""
     random: bool = False
@@ -117,16 +117,17 @@ class Op(msgspec.Struct, frozen=True):
     module: str = ""
     where: str = ""
     tiling: str = ""
-    """How a tiled stage computes it on maps. "local": from boxes, by its read rules; "norm": the same, after sums over
-    all tiles; "pool": the sums of all tiles are its result, which every tile has whole; "": not at all."""
+    """The way in which a tiled stage computes it on maps. "local": from boxes, by its read rules; "norm": the same,
+    after sums over all tiles; "pool": the sums of all tiles are its result, which every tile has whole; "": not
+    at all."""
     derives_from: tuple[str, ...] = ()
     """Activations, of its inputs and outputs, whose values the gradients of its inputs read."""
     tile_sums: int = 0
     """Numbers per sample that tiles add up for it, forward and again backward (`statistics` apart)."""
     channels: str = ""
-    """How it is run on some of its channels. "free": as it stands; "shaped": with the shape of the part; "grouped": by
-    whole groups; "shuffle": on parts of every group; "dense": own outputs from all inputs, or partial sums from own
-    inputs; "": on all of them only."""
+    """The way in which it is run on some of its channels. "free": as it stands; "shaped": with the shape of the part;
+    "grouped": by whole groups; "shuffle": on parts of every group; "dense": own outputs from all inputs, or partial
+    sums from own inputs; "": on all of them only."""
     channel_weights: tuple[ChannelWeight, ...] = ()
 
 
@@ -140,9 +141,9 @@ class Layer(msgspec.Struct, frozen=True):
     parameter_bytes: int
     buffer_bytes: int
     activation_bytes: int
-    """What its operators produce for one sample."""
+    """The bytes that its operators produce for one sample."""
     output_bytes: int
-    """What it hands to later layers, for one sample."""
+    """The bytes that it passes to later layers, for one sample."""
     saved_bytes: int
     saved_fixed_bytes: int
     inputs: tuple[str, ...]
@@ -195,7 +196,7 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
     def find_layer(self, name: str | int) -> int:
-        """The index of a layer given by name or number."""
+        """Return the index of a layer given by name or number."""
         if isinstance(name, int):
             if not 0 <= name <= len(self.layers):
                 raise BadValue(f"layer {name} must be between 0 and {len(self.layers)} in {self.name}.")
@@ -205,7 +206,7 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return self.layer_index[name]
 
     def crossing(self, op: int) -> tuple[str, ...]:
-        """Tensors made before operator `op` and read at or after it (or returned by the network)."""
+        """Return the tensors made before operator `op` and read at or after it (or returned by the network)."""
         outputs = set(self.outputs)
         return tuple(
             name
@@ -214,7 +215,8 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         )
 
     def cut(self, layer: int) -> tuple[TensorSpec, ...]:
-        """What a cut before `layer` carries. Graph inputs have a home of their own and do not count."""
+        """Return the tensors that a cut before `layer` carries. Graph inputs have homes of their own and do not
+        count."""
         position = self.layers[layer].first if layer < len(self.layers) else len(self.ops)
         return tuple(self.tensors[name] for name in self.crossing(position))
 
@@ -222,7 +224,8 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return sum(spec.bytes_for(samples) for spec in self.cut(layer))
 
     def backward_passes(self, op: Op) -> int:
-        """What an operator's gradients cost, in its own forward passes: one for its inputs, one for its weights."""
+        """Return the cost of an operator's gradients, in its own forward passes: one for its inputs, one for its
+        weights."""
         if not any(self.tensors[name].differentiable for name in op.outputs):
             return 0
         if not op.macs:
@@ -231,7 +234,7 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return weights + any(self.tensors[name].differentiable for name in op.inputs)
 
     def weights_of(self, first: int, last: int) -> tuple[str, ...]:
-        """Weights read by operators [first, last), each once."""
+        """Return the weights read by operators [first, last), each once."""
         return tuple(dict.fromkeys(name for op in self.ops[first:last] for name in op.weights))
 
     @property

@@ -1,4 +1,4 @@
-"""Which optimiser trains the weights, as data: a class of torch.optim by name, options, learning-rate schedules.
+"""The optimiser that trains the weights, as data: a class of torch.optim by name, options, learning-rate schedules.
 
     Optimizer("SGD", lr=0.1, momentum=0.9)
     Optimizer("Adam", lr=1e-3, schedule=("CosineAnnealingLR", {"T_max": 100}))
@@ -15,7 +15,7 @@ On the command line the same is one word, read by `parse`:
     SGD:lr=0.1,milestones=[9],schedule=StepLR,step_size=3,schedule=ExponentialLR,gamma=0.9
 
 What follows `schedule=` belongs to that schedule; a second `schedule=` begins the next one. Whether PyTorch knows the
-names and options is asked where PyTorch is.
+names and options is checked where PyTorch is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LENGTHS = {
     "constantlr": "total_iters", "cosineannealinglr": "T_max", "linearlr": "total_iters", "onecyclelr": "total_steps",
     "polynomiallr": "total_iters",
 }  # fmt: skip
-"""Schedules that come to an end, and the option that says after how many steps; the others go on for ever."""
+"""Schedules that come to an end, each with the option that says after how many steps; others never end."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _COMMA = re.compile(r",(?![^\[(]*[\])])")  # not those within brackets
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
@@ -89,7 +89,7 @@ class Optimizer:
         return self._milestones
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain document that `from_dict` reads back to an equal optimiser."""
+        """Return a plain document that `from_dict` reads back to an equal optimiser."""
         schedule = [[name, _plain(options)] for name, options in self._schedule]
         document: dict[str, Any] = {"name": self.name, "options": _plain(self._options)}
         if schedule:
@@ -99,8 +99,8 @@ class Optimizer:
         return document
 
     def to_text(self) -> str:
-        """One word for the command line that `parse` reads back, for options as they are typed: texts in words without
-        commas, lists that hold something."""
+        """Return one word for the command line that `parse` reads back, for options as they are typed: texts in words
+        without commas, lists that hold something."""
         words = _typed(self._options)
         if self._milestones:
             words.append(f"milestones=[{','.join(map(str, self._milestones))}]")
@@ -127,11 +127,11 @@ class Optimizer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Optimizer):
             return NotImplemented
-        mine, others = ((spec.name, spec.options, spec.schedule, spec.milestones) for spec in (self, other))
-        return mine == others
+        own_parts, other_parts = ((spec.name, spec.options, spec.schedule, spec.milestones) for spec in (self, other))
+        return own_parts == other_parts
 
     def __hash__(self) -> int:
-        schedules = ((name, frozenset(rest)) for name, rest in self._schedule)
+        schedules = ((name, frozenset(options)) for name, options in self._schedule)
         return hash((self._name, frozenset(self._options), self._milestones, *schedules))
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class Optimizer:
         return f"Optimizer({', '.join(words)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So that copy.copy and copy.deepcopy work although nothing can be set."""
+        """Return the parts for pickling, with which copy.copy and copy.deepcopy work although nothing can be set."""
         return (Optimizer.from_dict, (self.to_dict(),))
 
 
@@ -155,13 +155,13 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse(text: str) -> Optimizer:
-    """An optimiser as it is written on the command line; see the top of this file."""
-    name, colon, rest = text.strip().partition(":")
+    """Return the optimiser that is written on the command line; see the top of this file."""
+    name, colon, options_text = text.strip().partition(":")
     if not _NAME.fullmatch(name):
         raise BadValue(f"optimizer '{text:.120}': '{name:.60}' is not an optimiser's name.", hint=_TEXT_HINT)
     options: dict[str, Any] = {}
     schedules: list[tuple[str, dict[str, Any]]] = []
-    for part in _COMMA.split(rest) if colon else ():
+    for part in _COMMA.split(options_text) if colon else ():
         option, equals, value = (piece.strip() for piece in part.partition("="))
         if not _NAME.fullmatch(option) or not equals or not value:
             raise BadValue(f"optimizer '{text:.120}': '{part:.60}' is not option=value.", hint=_TEXT_HINT)
@@ -199,10 +199,10 @@ def _word(word: str) -> Scalar:
 
 def _checked_name(kind: str, name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        what = (
+        expected = (
             "a class of torch.optim, by name" if kind == "optimizer" else "a class of torch.optim.lr_scheduler, by name"
         )
-        raise BadValue(f"The {kind} is {name!r:.80}; it must be {what}.")
+        raise BadValue(f"The {kind} is {name!r:.80}; it must be {expected}.")
     return name
 
 
@@ -231,7 +231,7 @@ def _scalar(owner: str, option: str, value: object) -> Scalar:
 
 
 def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
-    """One (name, options) pair, or a list of them."""
+    """Return one (name, options) pair, or a list of them, as checked pairs."""
     if schedule is None:
         return ()
     if not isinstance(schedule, (list, tuple)):
@@ -246,23 +246,23 @@ def _checked_schedules(schedule: object) -> tuple[tuple[str, _Options], ...]:
     return tuple(checked)
 
 
-def _checked_milestones(given: object, schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
-    """The steps at which each schedule but the first begins, as the caller gave them."""
+def _checked_milestones(milestones: object, schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
+    """Return the steps at which each schedule but the first begins, as the caller gave them."""
     hint = "Each schedule but the first begins at one: schedule=[first, second], milestones=[5]."
-    if not isinstance(given, (list, tuple)) or any(
-        isinstance(item, bool) or not isinstance(item, int) for item in given
+    if not isinstance(milestones, (list, tuple)) or any(
+        isinstance(item, bool) or not isinstance(item, int) for item in milestones
     ):
-        raise BadValue(f"milestones is {given!r:.80}; it must be a list of steps.", hint=hint)
-    if len(given) != max(len(schedules) - 1, 0):
-        raise BadValue(f"There are {len(schedules)} schedule(s) and {len(given)} milestone(s).", hint=hint)
-    if any(later <= earlier for earlier, later in zip((0, *given), given)):
-        raise BadValue(f"milestones is {list(given)}; they must be above 0 and each above the one before it.")
-    return tuple(int(item) for item in given)
+        raise BadValue(f"milestones is {milestones!r:.80}; it must be a list of steps.", hint=hint)
+    if len(milestones) != max(len(schedules) - 1, 0):
+        raise BadValue(f"There are {len(schedules)} schedule(s) and {len(milestones)} milestone(s).", hint=hint)
+    if any(later <= earlier for earlier, later in zip((0, *milestones), milestones)):
+        raise BadValue(f"milestones is {list(milestones)}; they must be above 0 and each above the one before it.")
+    return tuple(int(item) for item in milestones)
 
 
 def _ends(schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
-    """The steps at which each schedule but the last ends, by its own options; where none says so it is refused, since
-    PyTorch has no rule for it."""
+    """Return the steps at which each schedule but the last ends, by its own options; where none says so it is refused,
+    since PyTorch has no rule for it."""
     ends: list[int] = []
     for name, options in schedules[:-1]:
         option = _LENGTHS.get(name.lower())
@@ -278,7 +278,7 @@ def _ends(schedules: tuple[tuple[str, _Options], ...]) -> tuple[int, ...]:
 
 
 def _typed(options: _Options) -> list[str]:
-    """option=value of each, as `parse` reads it."""
+    """Return option=value of each, as `parse` reads it."""
     typed = []
     for option, value in options:
         text = f"[{','.join(map(_typed_scalar, value))}]" if isinstance(value, tuple) else _typed_scalar(value)

@@ -40,8 +40,8 @@ BUCKET_BYTES = 4_000_000
 
 
 class Share(OpenUnion):
-    """How the devices of a stage divide its work: what a plan says of it. A way of sharing is a struct of this kind,
-    with a tag of its own in the field `by`, and is registered (`register_share`) before plans can name it.
+    """The way in which the devices of a stage divide its work, as a plan states it. A way of sharing is a struct of
+    this kind, with a tag of its own in the field `by`, and is registered (`register_share`) before plans can name it.
     """
 
     __slots__ = ()
@@ -62,23 +62,23 @@ class Share(OpenUnion):
         return share_name(type(self))
 
     def sample_counts(self, samples: int, devices: int) -> tuple[int, ...]:
-        """Returns how many of a micro-batch's samples each device computes, be it a part of each."""
+        """Return how many of a micro-batch's samples each device computes, be it a part of each."""
         return (samples,) * devices
 
     def check(self, plan: Plan, index: int, network: Network) -> None:
-        """Refuses, with BadPlan, a resolved plan whose stage `index` cannot be shared this way."""
+        """Refuse, with BadPlan, a resolved plan whose stage `index` cannot be shared this way."""
 
     def text(self, place: int) -> str:
-        """Returns what the device at `place` of a stage takes of it, for a person."""
+        """Return what the device at `place` of a stage takes of it, for a person."""
         return f"a part by {self.by}"
 
 
 class Single(msgspec.Struct, Share, frozen=True, tag="single", tag_field="by", forbid_unknown_fields=True):
-    """One device does the whole stage."""
+    """A stage that is not shared: one device does all of it."""
 
 
 class BySamples(msgspec.Struct, Share, frozen=True, tag="samples", tag_field="by", forbid_unknown_fields=True):
-    """Each device takes some samples of every micro-batch."""
+    """A stage of which each device takes some samples of every micro-batch."""
 
     splits_samples: ClassVar[bool] = True
     samples: tuple[int, ...]
@@ -88,7 +88,7 @@ class BySamples(msgspec.Struct, Share, frozen=True, tag="samples", tag_field="by
 
 
 class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
-    """Each device owns a tile of every feature map; devices fill the grid row by row.
+    """A stage of which each device owns a tile of every feature map; devices fill the grid row by row.
 
     `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers,
     or the operators, at which boundary data is exchanged (TILE §4.2). Without `forward_groups` it is exchanged before
@@ -106,18 +106,19 @@ class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", f
 
 
 class ByChannels(msgspec.Struct, Share, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):
-    """Each device takes some of the channel groups, in order: `groups` says how many. For inference.
+    """A stage of which each device takes some of the channel groups, in order: `groups` says how many. It is for
+    inference.
 
     A dense layer (fully connected, or a convolution that is not grouped) reads channels of all devices. Each device
-    fetches them and makes its own outputs; or, *input-based*, makes partial sums from its own inputs, which go to
-    whoever owns the output (DECNN §3.2.2).
+    fetches them and makes its own outputs; or, *input-based*, makes partial sums from its own inputs, which go to the
+    owner of the output (DECNN §3.2.2).
     """
 
     groups: tuple[int, ...]
     input_based: tuple[LayerName, ...] | None = None
     """Dense layers, or operators, that are input-based; None: those whose outputs are no more than their inputs."""
     everywhere: tuple[LayerName, ...] = ()
-    """Of those, the ones whose sums every device gets whole: what reads them needs nothing then."""
+    """The input-based ones whose sums every device gets whole, so that what reads them needs nothing more."""
 
 
 class MissingShare(msgspec.Struct, Share, frozen=True, tag="missing", tag_field="by"):
@@ -128,17 +129,17 @@ class MissingShare(msgspec.Struct, Share, frozen=True, tag="missing", tag_field=
 
 BUILT_IN: tuple[type[Share], ...] = (Single, BySamples, ByTiles, ByChannels)
 _shares: dict[str, type[Any]] = {}
-"""Name -> the struct by which plans say it."""
+"""Name -> the struct that stands for it in plans."""
 
 
 def share_name(kind: type[Share]) -> str:
-    """Returns the name of a way of sharing: the tag of its struct."""
+    """Return the name of a way of sharing: the tag of its struct."""
     assert issubclass(kind, msgspec.Struct)
     return str(kind.__struct_config__.tag)
 
 
 def register_share(kind: type[Share]) -> None:
-    """Lets plans name a way of sharing: from now on `{by: <its tag>}` is read as this struct."""
+    """Make a way of sharing available to plans: from now on `{by: <its tag>}` is read as this struct."""
     config = kind.__struct_config__ if issubclass(kind, msgspec.Struct) else None
     if config is None or not issubclass(kind, Share) or config.tag_field != "by" or not config.frozen:
         raise BadValue(
@@ -152,7 +153,7 @@ def register_share(kind: type[Share]) -> None:
 
 
 def unregister_share(name: str) -> None:
-    """Takes back `register_share`; what came with manyhands stays."""
+    """Take back `register_share`; what came with manyhands stays."""
     if any(share_name(kind) == name for kind in BUILT_IN):
         raise BadValue(f"'{name}' came with manyhands and cannot be unregistered.")
     _shares.pop(name, None)
@@ -163,7 +164,7 @@ for _kind in BUILT_IN:
 
 
 def received_share(kind: type, document: Any) -> Any:
-    """Returns a share of a plan that came over the wire, as `read_open_union` does.
+    """Return a share of a plan that came over the wire, as `read_open_union` does.
 
     One that this device does not have is a MissingShare, so that the sender of the plan gets a refusal that names it.
     """
@@ -176,7 +177,7 @@ def received_share(kind: type, document: Any) -> Any:
 
 
 class Codec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How features are packed on the wire: n-bit uniform quantisation (SPLIT §4.2); 32 sends them as they are."""
+    """The packing of features on the wire: n-bit uniform quantisation (SPLIT §4.2); 32 sends them as they are."""
 
     bits: int = 32
     error_feedback: bool = True
@@ -193,20 +194,20 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Codec = Codec()
     """The codec of what this stage receives from earlier stages."""
     reduce: Literal["allreduce", "gateway"] = "allreduce"
-    """How the devices of this stage add up their weight gradients."""
+    """The way in which the devices of this stage add up their weight gradients."""
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How far stages run ahead of the last one's gradients, with order replay (SPLIT §4.1)."""
+    """The distance by which stages run ahead of the last one's gradients, with order replay (SPLIT §4.1)."""
 
     k: int | None = 5
-    """Updates that a gradient may be behind, at most; 0: plain back-propagation; None: no bound but the round."""
+    """The most updates that a gradient may be behind; 0: plain back-propagation; None: no bound but the round."""
     mode: ReplayMode = "grouped"
     """grouped: K+1 mini-batches, and the next when all of them are done; window: never more than K+1 under way."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that decides who does what, when."""
+    """Everything that decides which device does what, when."""
 
     network: str
     batch_size: int
@@ -256,7 +257,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(dict.fromkeys([name for stage in self.stages for name in stage.devices] + homes))
 
     def warm_up_of(self, stage: int) -> int:
-        """K_p: how many forward passes stage p may be ahead of its backward passes."""
+        """Return K_p: how many forward passes stage p may be ahead of its backward passes."""
         if isinstance(self.warm_up, tuple):
             return self.warm_up[stage]
         ahead = len(self.stages) - stage
@@ -268,23 +269,23 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return decode(document, cls, "plan", BadPlan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what is as usual, so that a person reads only what was decided."""
+        """Return the plan without defaults, so that a person reads only what was decided."""
         full = msgspec.to_builtins(self)
-        kept = _unusual(full, Plan, always=("order", "micro_batches"))
-        kept["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
-        for stage, own in zip(kept["stages"], self.stages):
+        document = _unusual(full, Plan, always=("order", "micro_batches"))
+        document["stages"] = [_unusual(stage, Stage) for stage in full["stages"]]
+        for stage, original in zip(document["stages"], self.stages):
             if "share" in stage:
-                usual = _defaults(type(own.share))
+                usual = _defaults(type(original.share))
                 stage["share"] = {
                     key: value
                     for key, value in stage["share"].items()
                     if value not in (None, [], ()) or key not in usual or usual[key] != value
                 }
-        return kept
+        return document
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:
-    """Field -> its default; fields without one are left out."""
+    """Return field -> its default; fields without one are left out."""
     usual: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         if info.default_factory is not msgspec.NODEFAULT:
@@ -295,6 +296,6 @@ def _defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def _unusual(document: dict[str, Any], kind: type[msgspec.Struct], always: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that differ from their defaults, or have none."""
+    """Return the fields that differ from their defaults, or have none."""
     usual = _defaults(kind)
     return {key: value for key, value in document.items() if key in always or key not in usual or usual[key] != value}

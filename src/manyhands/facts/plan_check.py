@@ -1,4 +1,4 @@
-"""Whether a plan fits its network and cluster. Every refusal names the field, the value and the limit."""
+"""Checks of a plan against its network and cluster. Every refusal names the field, the value and the limit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from manyhands.facts.plan import (
 BITS = (2, 4, 8, 16, 32)
 MOST_SAMPLES = 10**9
 MOST_MICRO_BATCHES = 10_000
-"""Every one is some actions of every device: a line in a file must not cost all memory."""
+"""The most micro-batches: each is some actions of every device, and a line in a file must not cost all memory."""
 
 
 def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Plan:
-    """The plan with layers as numbers, checked against the network and, where given, the cluster."""
+    """Return the plan with layers as numbers, checked against the network and, where given, the cluster."""
     for index, stage in enumerate(plan.stages):
         if isinstance(stage.share, MissingShare):
             raise BadPlan(
@@ -89,11 +89,13 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
     last = _layer(network, stage.layers[1], f"stages[{index}].layers[1]")
     share = stage.share
     if isinstance(share, ByTiles):
-        groups = {
-            field: None if given is None else tuple(_group(network, g, f"stages[{index}].share.{field}") for g in given)
-            for field, given in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
+        resolved_groups = {
+            field: None
+            if groups is None
+            else tuple(_group(network, g, f"stages[{index}].share.{field}") for g in groups)
+            for field, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
         }
-        share = msgspec.structs.replace(share, **groups)
+        share = msgspec.structs.replace(share, **resolved_groups)
         early = tuple(_group(network, g, f"stages[{index}].share.interior_first") for g in share.interior_first)
         share = msgspec.structs.replace(share, interior_first=early)
     elif isinstance(share, ByChannels):
@@ -108,7 +110,7 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
 
 
 def _group(network: Network, name: LayerName, field: str) -> LayerName:
-    """The layer at which a group starts, as a number; an operator inside a layer keeps its name."""
+    """Return the layer at which a group starts, as a number; an operator inside a layer keeps its name."""
     index = network.op_index.get(name) if isinstance(name, str) and name not in network.layer_index else None
     if index is None:
         return _layer(network, name, field)
@@ -117,13 +119,13 @@ def _group(network: Network, name: LayerName, field: str) -> LayerName:
 
 
 def group_ops(groups: tuple[LayerName, ...], network: Network) -> tuple[int, ...]:
-    """The operators at which the groups of a resolved plan start."""
+    """Return the operators at which the groups of a resolved plan start."""
     firsts = [*(layer.first for layer in network.layers), len(network.ops)]
     return tuple(firsts[g] if isinstance(g, int) else network.op_index[g] for g in groups)
 
 
 def layer_range(stage: Stage) -> tuple[int, int]:
-    """The layers of a resolved stage, as numbers."""
+    """Return the layers of a resolved stage, as numbers."""
     first, last = stage.layers
     assert isinstance(first, int), "resolve the plan first"
     assert isinstance(last, int), "resolve the plan first"
@@ -131,7 +133,7 @@ def layer_range(stage: Stage) -> tuple[int, int]:
 
 
 def op_range(stage: Stage, network: Network) -> tuple[int, int]:
-    """The operators of a resolved stage."""
+    """Return the operators of a resolved stage."""
     first, last = layer_range(stage)
     return network.layers[first].first, network.layers[last - 1].last
 
@@ -202,8 +204,9 @@ def _check_warm_up(plan: Plan) -> None:
                 )
 
 
-def _check_share(plan: Plan, index: int, stage: Stage, network: Network, given: Share) -> None:
-    """`given`: with layers as they were named."""
+def _check_share(plan: Plan, index: int, stage: Stage, network: Network, named_share: Share) -> None:
+    """Refuse a stage that cannot be shared as the plan says; `named_share` is its share with layers as they were
+    named."""
     share, count, field = stage.share, len(stage.devices), f"stages[{index}]"
     if isinstance(share, Single):
         if count != 1:
@@ -214,8 +217,8 @@ def _check_share(plan: Plan, index: int, stage: Stage, network: Network, given: 
     elif isinstance(share, BySamples):
         _check_samples(plan, field, share, stage, network)
     elif isinstance(share, ByTiles):
-        assert isinstance(given, ByTiles)
-        _check_tiles(field, share, stage, network, given)
+        assert isinstance(named_share, ByTiles)
+        _check_tiles(field, share, stage, network, named_share)
     elif isinstance(share, ByChannels):
         _check_channels(plan, field, share, count)
 
@@ -242,7 +245,7 @@ def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, netwo
             )
 
 
-def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, given: ByTiles) -> None:
+def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, named_share: ByTiles) -> None:
     slots, count = len(share.rows) * len(share.columns), len(stage.devices)
     if slots != count:
         grid = f"{len(share.rows)}x{len(share.columns)} = {slots} tiles"
@@ -254,7 +257,7 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, giv
     for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):
         if groups is None:
             continue
-        starts, named = group_ops(groups, network), list(getattr(given, name))
+        starts, named = group_ops(groups, network), list(getattr(named_share, name))
         if not starts or starts[0] != start:
             raise BadPlan(
                 f"{field}.share.{name} is {named}; its first group must start at layer {first}, "
@@ -288,7 +291,7 @@ def _check_channels(plan: Plan, field: str, share: ByChannels, count: int) -> No
 
 
 def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None:
-    """Devices that choose their own order must not meet inside a pass."""
+    """Refuse a plan in which devices that choose their own order meet inside a pass."""
     if plan.order != "eager" or len(stage.devices) == 1:
         return
     first, last = op_range(stage, network)
@@ -302,7 +305,8 @@ def _check_eager(plan: Plan, index: int, stage: Stage, network: Network) -> None
 
 
 def _check_replay(plan: Plan, network: Network) -> None:
-    """Every stage but the last runs ahead by itself: on one device, from the network's inputs alone."""
+    """Refuse stages before the last that do not run ahead by themselves: on one device, from the network's inputs
+    alone."""
     if plan.order != "replay":
         return
     if plan.replay.k is not None and not 0 <= plan.replay.k < 2**16:
@@ -335,21 +339,22 @@ def _check_replay(plan: Plan, network: Network) -> None:
 
 
 def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
-    """Each stage has its own copy of a weight: one that changes must be in one stage."""
-    seen: dict[str, int] = {}
+    """Refuse a changing weight in two stages, since each stage has its own copy of a weight."""
+    stages_by_weight: dict[str, int] = {}
     written = {name for op in network.ops for name in op.writes}
     for index, stage in enumerate(stages):
         for name in network.weights_of(*op_range(stage, network)):
             changes = network.weights[name].trainable or name in written
-            if changes and seen.setdefault(name, index) != index:
+            if changes and stages_by_weight.setdefault(name, index) != index:
                 raise BadPlan(
-                    f"stages[{index}] and stages[{seen[name]}] both use the weight '{name}'.",
+                    f"stages[{index}] and stages[{stages_by_weight[name]}] both use the weight '{name}'.",
                     hint="Put the layers that share a weight into one stage.",
                 )
 
 
 def _check_micro_batches(plan: Plan, network: Network) -> None:
-    """A network in which samples meet (batch statistics apart) must see the whole batch at once."""
+    """Refuse micro-batches for a network in which samples meet (batch statistics apart): it must see the whole batch at
+    once."""
     mixing = next((op for op in network.ops if op.mixes_samples), None)
     if mixing is not None and plan.micro_batches > plan.steps_per_round:
         raise BadPlan(
@@ -362,7 +367,7 @@ def _check_micro_batches(plan: Plan, network: Network) -> None:
 
 
 def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) -> None:
-    """Batch statistics over a single number are none: its variance is zero, and the running one becomes nan."""
+    """Refuse batch statistics over a single number: its variance is zero, and the running one becomes NaN."""
     if not plan.is_training:
         return
     least = plan.micro_batch_size
@@ -381,14 +386,14 @@ def _check_statistics(plan: Plan, index: int, stage: Stage, network: Network) ->
 
 
 def _check_loss(plan: Plan, network: Network) -> None:
-    """A loss that is made of no parts must see all samples of the batch."""
+    """Refuse to split the batch for a loss that is made of no parts: it must see all samples."""
     if network.loss_combination != "whole" or not plan.is_training:
         return
     last = plan.stages[-1]
-    what = "The loss is neither a mean nor a sum over samples, so it needs all samples of the batch in one place"
+    reason = "The loss is neither a mean nor a sum over samples, so it needs all samples of the batch in one place"
     hint = "Use micro_batches: 1 and a single device for the last stage: strategy 'single' (--share single)."
     if plan.micro_batches > plan.steps_per_round:
-        raise BadPlan(f"micro_batches is {plan.micro_batches}. {what}.", hint=hint)
+        raise BadPlan(f"micro_batches is {plan.micro_batches}. {reason}.", hint=hint)
     if len(last.devices) > 1 and last.share.splits_samples:
         field = f"stages[{len(plan.stages) - 1}]"
-        raise BadPlan(f"{field} is shared by {last.share.by} among {len(last.devices)} devices. {what}.", hint=hint)
+        raise BadPlan(f"{field} is shared by {last.share.by} among {len(last.devices)} devices. {reason}.", hint=hint)

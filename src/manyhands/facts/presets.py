@@ -6,7 +6,7 @@ import msgspec
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """A cluster as a document, what it is, and where it comes from."""
+    """A cluster as a document, with its description and its source."""
 
     description: str
     source: str
@@ -17,7 +17,7 @@ LAN_DELAY = "0.3 ms"  # one way, for papers that do not say: a switch and two ne
 
 
 def _wired(devices: list[tuple[str, int]], rate: str, delay: str = LAN_DELAY) -> dict[str, object]:
-    """Devices behind one switch. The rate limits each device's port, so that all it sends at once shares it."""
+    """Return devices behind one switch. The rate limits each device's port, so that all it sends at once shares it."""
     return {
         "devices": [{"kind": kind, "name": kind.removeprefix("jetson-"), "count": count, "port": rate}
                     for kind, count in devices],
@@ -25,9 +25,9 @@ def _wired(devices: list[tuple[str, int]], rate: str, delay: str = LAN_DELAY) ->
     }  # fmt: skip
 
 
-def _asteroid(devices: list[tuple[str, int]], what: str, mbit: int = 100) -> Preset:
+def _asteroid(devices: list[tuple[str, int]], description: str, mbit: int = 100) -> Preset:
     source = "ASTEROID Tables 5 and 6; the paper gives no delay"
-    return Preset(f"{what}, {mbit} Mbit/s", source, _wired(devices, f"{mbit} Mbit/s"))
+    return Preset(f"{description}, {mbit} Mbit/s", source, _wired(devices, f"{mbit} Mbit/s"))
 
 
 def _decnn(mbit: int, round_trip_ms: float) -> Preset:
@@ -38,10 +38,10 @@ def _decnn(mbit: int, round_trip_ms: float) -> Preset:
     )
 
 
-def _edge_cloud(kind: str, what: str) -> Preset:
+def _edge_cloud(kind: str, description: str) -> Preset:
     up, down = "19 Mbit/s", "31 Mbit/s"
     return Preset(
-        f"{what} and a server with an RTX 2080 Ti over 4G: {up} up, {down} down, 25 ms (or a trace: --trace)",
+        f"{description} and a server with an RTX 2080 Ti over 4G: {up} up, {down} down, 25 ms (or a trace: --trace)",
         "SPLIT section 5.1.2; down is the mean of the Ghent 4G traces it replays, up is 0.6 of it as in mahimahi's LTE"
         " traces; the delay is an assumption",
         {

@@ -1,4 +1,4 @@
-"""How long layers take on a device: measured over a ladder of batch sizes, or estimated and marked so.
+"""The time that layers take on a device: measured over a ladder of batch sizes, or estimated and marked so.
 
 Time is not linear in the batch size (ASTEROID Fig. 6), so each layer keeps a few measured points and reads between
 them. Kernels (memory format, oneDNN or native, threads) are the fastest that were measured for each operator.
@@ -25,7 +25,7 @@ Source = Literal["measured", "estimated"]
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds of one layer at one batch size."""
+    """The seconds of one layer at one batch size."""
 
     samples: int
     forward_seconds: float
@@ -40,7 +40,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class LayerTiming(msgspec.Struct, frozen=True):
-    """One layer's ladder, by increasing batch size."""
+    """The ladder of one layer, by increasing batch size."""
 
     layer: str
     ladder: tuple[Timing, ...]
@@ -52,15 +52,16 @@ class LayerTiming(msgspec.Struct, frozen=True):
 
 
 class Kernel(msgspec.Struct, frozen=True):
-    """How an operator is run: its tensors' memory format, by oneDNN where PyTorch can or natively, threads (0: all)."""
+    """The way in which an operator is run: its tensors' memory format, oneDNN where PyTorch can or native code, threads
+    (0: all)."""
 
     channels_last: bool = False
     onednn: bool = True
     threads: int = 0
     product: bool = False
-    """A convolution of single pixels as one product of matrices."""
+    """Whether a convolution of single pixels is computed as one product of matrices."""
     packed: bool = False
-    """A convolution at rest: its weight is laid out once as oneDNN reads it, which PyTorch does in every call."""
+    """Whether a convolution at rest has its weight laid out once for oneDNN, which PyTorch does in every call."""
 
     @property
     def is_plain(self) -> bool:
@@ -74,7 +75,7 @@ class Kernel(msgspec.Struct, frozen=True):
 
 
 class Corrected(msgspec.Struct, frozen=True):
-    """That a profile was put right by what runs took, and when last (ISO 8601)."""
+    """A record that a profile was corrected by what runs took, and when last (ISO 8601)."""
 
     runs: int
     steps: int
@@ -82,7 +83,7 @@ class Corrected(msgspec.Struct, frozen=True):
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """One network on one device."""
+    """The profile of one network on one device."""
 
     network: str
     fingerprint: str
@@ -98,13 +99,13 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     machine: str = ""
     repeats: int = 0
     spread: float = 0.0
-    """How much whole steps differ from each other, as a part of the usual one (a standard deviation)."""
+    """The difference between whole steps, as a part of the usual one (a standard deviation)."""
     corrected: Corrected | None = None
-    """None: as it was measured or estimated."""
+    """The correction of the profile; None if it is as measured or estimated."""
     version: int = 1
 
     def check_matches(self, network: Network) -> None:
-        """A profile speaks of one graph at one granularity."""
+        """Refuse another graph or granularity than the one that was profiled."""
         same_layers = [timed.layer for timed in self.layers] == [layer.name for layer in network.layers]
         if self.fingerprint != network.fingerprint or not same_layers:
             raise BadFile(
@@ -119,11 +120,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
         return tuple(layer.ladder for layer in self.layers)
 
     def together(self, devices: int) -> float:
-        """How many times as long as the usual step the slowest of so many takes, which wait for each other."""
+        """Return how many times as long as the usual step the slowest of so many takes, which wait for each other."""
         return 1.0 + self.spread * _largest_of(devices)
 
     def layer_seconds(self, layer: int, samples: float) -> tuple[float, float]:
-        """Forward and backward seconds of a layer for a (possibly fractional) number of samples."""
+        """Return forward and backward seconds of a layer for a (possibly fractional) number of samples."""
         ladder = self.ladders[layer]
         if samples <= 0:
             return (0.0, 0.0)
@@ -132,13 +133,13 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
 
 @cache
 def _largest_of(count: int) -> float:
-    """The expected largest of some standard normal numbers (Blom's approximation)."""
+    """Return the expected largest of some standard normal numbers (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def spread_of(seconds: Sequence[float]) -> float:
-    """What `DeviceProfile.spread` should be for steps that took so long: so that two together take as long as the
-    slower one of two of these does on average."""
+    """Return the `DeviceProfile.spread` for steps that took so long, with which two together take as long as the slower
+    one of two of these does on average."""
     if len(seconds) < 2:
         return 0.0
     slower = mean(max(pair) for pair in combinations(seconds, 2))
@@ -146,8 +147,8 @@ def spread_of(seconds: Sequence[float]) -> float:
 
 
 def _interpolate(ladder: tuple[Timing, ...], samples: float) -> tuple[float, float]:
-    """Between two points: the straight line. Below the first: in proportion. Beyond the last: the last slope, if it
-    rises; noise may make it fall, but more samples never take less time."""
+    """Return the seconds on the straight line between two points; below the first in proportion, beyond the last by the
+    last slope, if it rises; noise may make it fall, but more samples never take less time."""
     place = bisect_left(ladder, samples, key=lambda timing: timing.samples)
     if place < len(ladder) and ladder[place].samples == samples:
         return (ladder[place].forward_seconds, ladder[place].backward_seconds)
@@ -185,14 +186,14 @@ ESTIMATE_LADDER = (1, 2, 4, 8, 16, 32, 64)
 
 
 def op_seconds(op: Op, device: Device, samples: float) -> float:
-    """A roofline estimate of an operator's forward pass: limited by arithmetic or by memory, plus its launch."""
+    """Return a roofline estimate of an operator's forward pass: limited by arithmetic or by memory, plus its launch."""
     compute = 2 * op.macs * samples / (device.gflops * 1e9)
     memory = op.moved_bytes * samples / device.memory_bytes_per_second
     return max(compute, memory) + device.operator_seconds
 
 
 def estimate(network: Network, device: Device) -> DeviceProfile:
-    """A profile computed from the catalogue's numbers, marked as estimated."""
+    """Return a profile computed from the catalogue's numbers, marked as estimated."""
     layers = []
     for layer in network.layers:
         run = [op for op in network.ops[layer.first : layer.last] if op.moved_bytes or op.macs]
@@ -215,7 +216,7 @@ def estimate(network: Network, device: Device) -> DeviceProfile:
 
 
 def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
-    """Estimated profiles of every device; devices with the same numbers share one."""
+    """Return estimated profiles of every device; devices with the same numbers share one."""
     profiles: dict[Device, DeviceProfile] = {}
     by_name: dict[str, DeviceProfile] = {}
     for device in cluster.devices:

@@ -1,9 +1,9 @@
-"""How an operator reads its inputs: which part of an input makes a part of the output, axis by axis.
+"""The way in which an operator reads its inputs: which part of an input makes a part of the output, axis by axis.
 
 One rule per input axis answers both questions of the geometry (docs/explanation/tiles.md):
 
     demand    output interval [a,b)  ->  input interval it needs          (forward: halos)
-    touched   input interval [a,b)   ->  output interval it contributes to (backward: delta halos)
+    touched   input interval [a,b)   ->  output interval it contributes to (backward: gradient halos)
 
               a        b                       window: kernel 3, stride 1, padding 1
     output  ..|########|..
@@ -28,19 +28,20 @@ def _clip(low: int, high: int, extent: int) -> Interval:
 
 
 class AxisRule(msgspec.Struct, frozen=True, tag_field="rule"):
-    """One axis of one input. `axis` is the output axis it follows."""
+    """The rule of one axis of one input. `axis` is the output axis it follows."""
 
     def demand(self, output: Interval, extent: int) -> Interval:
-        """The interval of this input axis (of length `extent`) that makes `output`."""
+        """Return the interval of this input axis (of length `extent`) that makes `output`."""
         raise AssertionError("an axis rule must say what it demands")
 
     def touched(self, needed: Interval, extent: int) -> Interval:
-        """The interval of the output axis (of length `extent`) that the input interval `needed` contributes to."""
+        """Return the interval of the output axis (of length `extent`) that the input interval `needed` contributes
+        to."""
         raise AssertionError("an axis rule must say what it touches")
 
 
 class Whole(AxisRule, frozen=True, tag="whole"):
-    """Every output needs the whole axis (a reduction, or an operator whose structure is not known)."""
+    """A rule by which every output needs the whole axis (a reduction, or an operator whose structure is not known)."""
 
     axis: ClassVar[None] = None
 
@@ -100,8 +101,9 @@ class Spread(AxisRule, frozen=True, tag="spread"):
 
 
 class Blocks(AxisRule, frozen=True, tag="blocks"):
-    """Blocks of `outputs` elements are made from blocks of `inputs` elements: grouped channels, up-sampling by copies,
-    a batch axis that holds several rows per sample. `margin` more input elements are read on each side."""
+    """A rule by which blocks of `outputs` elements are made from blocks of `inputs` elements: grouped channels,
+    up-sampling by copies, a batch axis that holds several rows per sample. `margin` more input elements are read on
+    each side."""
 
     axis: int
     inputs: int
@@ -124,7 +126,7 @@ class Blocks(AxisRule, frozen=True, tag="blocks"):
 
 
 class Shifted(AxisRule, frozen=True, tag="shifted"):
-    """Element i of the input is element i + offset of the output: concatenation, slices, padding."""
+    """A rule by which element i of the input is element i + offset of the output: concatenation, slices, padding."""
 
     axis: int
     offset: int
@@ -137,7 +139,8 @@ class Shifted(AxisRule, frozen=True, tag="shifted"):
 
 
 class Adaptive(AxisRule, frozen=True, tag="adaptive"):
-    """Adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋, ⌈(i+1)·n/m⌉)."""
+    """A rule of adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋,
+    ⌈(i+1)·n/m⌉)."""
 
     axis: int
     inputs: int
@@ -157,8 +160,9 @@ class Adaptive(AxisRule, frozen=True, tag="adaptive"):
 
 
 class Resampled(AxisRule, frozen=True, tag="resampled"):
-    """Resampling by any factor: output i looks at the place p = scale·(i + half) - half, and reads ⌊p⌋ (nearest) or
-    ⌊p⌋ and the next (linear), inside the axis. A little slack covers what p loses in a device's own arithmetic."""
+    """A rule of resampling by any factor: output i looks at the place p = scale·(i + half) - half, and reads ⌊p⌋
+    (nearest) or ⌊p⌋ and the next (linear), inside the axis. A little slack covers what p loses in a device's own
+    arithmetic."""
 
     axis: int
     inputs: int
@@ -212,13 +216,13 @@ Rule = Whole | Window | Spread | Blocks | Shifted | Adaptive | Resampled | Dealt
 
 
 class Read(msgspec.Struct, frozen=True):
-    """How one output of an operator reads one input: a rule for every axis of the input."""
+    """The way in which one output of an operator reads one input: a rule for every axis of the input."""
 
     tensor: str
     rules: tuple[Rule, ...]
 
     def demand(self, output: Box, shape: tuple[int, ...]) -> Box:
-        """The box of the input (of `shape`) that `output` needs. An empty output needs nothing."""
+        """Return the box of the input (of `shape`) that `output` needs. An empty output needs nothing."""
         if output.is_empty:
             return Box(tuple((0, 0) for _ in shape)) if shape else output
         return Box(
@@ -229,7 +233,7 @@ class Read(msgspec.Struct, frozen=True):
         )
 
     def touched(self, needed: Box, output_shape: tuple[int, ...]) -> Box:
-        """The box of the output (of `output_shape`) that the input box `needed` contributes to."""
+        """Return the box of the output (of `output_shape`) that the input box `needed` contributes to."""
         if needed.is_empty:
             return Box(tuple((0, 0) for _ in output_shape))
         intervals: list[Interval] = [(0, extent) for extent in output_shape]

@@ -1,4 +1,4 @@
-"""A link's recorded rate over time, and how it is read from text.
+"""A link's recorded rate over time, and its form as text.
 
     0     16.8          a moment and a rate: s, Mbit/s
     0.840 22.5
@@ -26,7 +26,7 @@ _HINT = "Write lines of: 12.0 31.5 (s, Mbit/s), or 12.0 31.5 80 (s, up, down)."
 
 
 class Trace(msgspec.Struct, frozen=True, dict=True):
-    """One direction."""
+    """The recorded rate of one direction."""
 
     seconds: tuple[float, ...]
     bytes_per_second: tuple[float, ...]
@@ -48,13 +48,13 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
         return (last - first) * count / (count - 1) if count > 1 else 1.0
 
     def at(self, seconds: float) -> tuple[float, float]:
-        """The rate at a moment after its beginning, and how long it holds from then on."""
+        """Return the rate at a moment after its beginning, and how long it holds from then on."""
         place = seconds % self.length_seconds + self.seconds[0]
         index = max(0, bisect_right(self.seconds, place) - 1)
         return self.bytes_per_second[index], max(self._end(index) - place, _SHORTEST_SECONDS)
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second at a moment after its beginning."""
+        """Return the bytes per second at a moment after its beginning."""
         return self.at(seconds)[0]
 
     def _end(self, index: int) -> float:
@@ -69,7 +69,7 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
         return tuple(sums)
 
     def integral(self, begin: float, end: float) -> float:
-        """Bytes that pass between two moments after its beginning."""
+        """Return the bytes that pass between two moments after its beginning."""
         return self._until(end) - self._until(begin)
 
     def _until(self, seconds: float) -> float:
@@ -98,17 +98,17 @@ class Trace(msgspec.Struct, frozen=True, dict=True):
 
 
 class LinkTrace(msgspec.Struct, frozen=True):
-    """Both directions of a link, from the edge's side."""
+    """The recorded rates of both directions of a link, from the edge's side."""
 
     up: Trace
     down: Trace
     is_one_way: bool = False
-    """One direction was recorded and stands for both."""
+    """Whether one direction was recorded and stands for both."""
     name: str = ""
 
     @classmethod
     def constant(cls, up_bytes_per_second: float, down_bytes_per_second: float) -> LinkTrace:
-        """A link that does not change."""
+        """Return the trace of a link that does not change."""
         return cls(Trace((0.0,), (up_bytes_per_second,)), Trace((0.0,), (down_bytes_per_second,)), name="constant")
 
     def scaled(self, *, rates: float = 1.0, times: float = 1.0) -> LinkTrace:
@@ -118,7 +118,7 @@ class LinkTrace(msgspec.Struct, frozen=True):
 
 
 def parse_trace(text: str, where: str) -> Trace:
-    """Lines of `seconds megabits_per_second`; '#' begins a comment."""
+    """Return the trace in lines of `seconds megabits_per_second`; '#' begins a comment."""
     directions = _parsed(text, where)
     if len(directions) > 1:
         raise BadFile(f"{where}: it has two rates a line, up and down; one is wanted here.", hint=_HINT)
@@ -126,13 +126,13 @@ def parse_trace(text: str, where: str) -> Trace:
 
 
 def parse_link_trace(text: str, where: str) -> LinkTrace:
-    """The same, or with two rates a line: up and down."""
+    """Return the trace in such lines, or in lines with two rates: up and down."""
     directions = _parsed(text, where)
     return LinkTrace(directions[0], directions[-1], is_one_way=len(directions) == 1, name=where)
 
 
 def _parsed(text: str, where: str) -> list[Trace]:
-    """One direction, or up and down."""
+    """Return one direction, or up and down."""
     rows: list[list[float]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if number > MOST_LINES:
@@ -153,7 +153,7 @@ def _parsed(text: str, where: str) -> list[Trace]:
 
 
 def _row(words: Sequence[str]) -> list[float] | None:
-    """A moment and one or two rates in megabits per second; None where these words are none."""
+    """Return a moment and one or two rates in megabits per second; None where these words are none."""
     if len(words) not in (2, 3) or any("_" in word for word in words):
         return None
     try:

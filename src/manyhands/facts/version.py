@@ -1,3 +1,3 @@
-"""The version of this package, where every room can read it."""
+"""The version of this package, where every layer can read it."""
 
 __version__ = "0.2.0"

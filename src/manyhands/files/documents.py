@@ -1,4 +1,4 @@
-"""The one room where documents are read from and written to disk: YAML or JSON, by the file's suffix."""
+"""The only module that reads documents from disk and writes them to it: YAML or JSON, by the file's suffix."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LARGEST_DOCUMENT_BYTES = 64 * 10**6
 LARGEST_YAML_BYTES = 16 * 10**6
 """YAML takes a hundred times as long to be read as JSON."""
 MOST_YAML_NODES = 10**5
-"""Values in a YAML document, with all that its aliases stand for. Reading so many takes a few seconds."""
+"""The most values in a YAML document, with all that its aliases stand for. Reading so many takes a few seconds."""
 MOST_JSON_LISTS = 2_000_000
-"""And objects: an empty one is two letters in the file, and fifty times as much in memory."""
+"""The most lists and objects: an empty one is two letters in the file, and fifty times as much in memory."""
 MOST_DIGITS = 40
 """The most digits of a whole number."""
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -41,7 +41,7 @@ _LOCAL = re.compile(r"local:\s*(\S*)")
 
 
 def read_document(path: str | Path) -> object:
-    """What a YAML or JSON file holds: plain dictionaries, lists, texts and numbers, never objects."""
+    """Return the content of a YAML or JSON file: plain dictionaries, lists, texts and numbers, never objects."""
     path = Path(path)
     is_json = _is_json(path)
     text = read_text(path, LARGEST_DOCUMENT_BYTES if is_json else LARGEST_YAML_BYTES)
@@ -64,7 +64,8 @@ def read_document(path: str | Path) -> object:
 
 
 def write_document(path: str | Path, data: object) -> None:
-    """Write `data` as YAML or JSON. Whoever reads meanwhile sees the old document or the new one, never half."""
+    """Write `data` as YAML or JSON. A process that reads it meanwhile sees the old document or the new one, never half
+    of one."""
     path = Path(path)
     try:
         if _is_json(path):
@@ -79,7 +80,7 @@ def write_document(path: str | Path, data: object) -> None:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
-    """`write_bytes_atomic` for text, as UTF-8."""
+    """Write text, as UTF-8, by `write_bytes_atomic`."""
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
@@ -101,26 +102,26 @@ def write_bytes_atomic(path: str | Path, content: bytes) -> None:
         os.replace(temporary, target)
         sync_folder(target.parent)
     except OSError as error:
-        _remove(temporary)  # what is free is counted without it
+        _remove(temporary)  # free space is counted without it
         raise write_failed(path, error, len(content)) from error
     finally:
         _remove(temporary)
 
 
-# Who may read it
+# File permissions
 
 
 def make_folder(folder: str | Path, *, is_private: bool = False) -> None:
     """Make a folder and those above it, where they are missing. A private one is its owner's alone, whatever the umask;
-    so is the cache. What is inside of a folder is no more open than the folder."""
+    so is the cache. A folder's content is no more open than the folder."""
     folder, home = Path(folder), cache_folder()
     missing, place = [], folder
     while not place.is_dir():
         missing.append(place)
         place = place.parent
-    for one in reversed(missing):
-        is_closed = one == home or (is_private and one == folder)
-        one.mkdir(mode=0o700 if is_closed else 0o777 & _rights_below(one.parent), exist_ok=True)
+    for new_folder in reversed(missing):
+        is_closed = new_folder == home or (is_private and new_folder == folder)
+        new_folder.mkdir(mode=0o700 if is_closed else 0o777 & _rights_below(new_folder.parent), exist_ok=True)
     if is_private:
         _close(folder)
     if home == folder or home in folder.parents:
@@ -128,25 +129,26 @@ def make_folder(folder: str | Path, *, is_private: bool = False) -> None:
 
 
 def _close(folder: Path) -> None:
-    """Take the world's rights to a folder; those of its group are its owner's choice."""
-    with contextlib.suppress(OSError):  # another's: he decides
+    """Remove the world's rights to a folder; those of its group are its owner's choice."""
+    with contextlib.suppress(OSError):  # another user's: the owner decides
         mode = stat.S_IMODE(folder.stat().st_mode)
         if mode & 0o007:
             folder.chmod(mode & ~0o007)
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open`: a new file is no more open to others than the folder it is in, and no link is followed."""
+    """Open a file for `open`: a new file is no more open to others than its folder, and no link is followed."""
     return open_descriptor(path, flags, file_mode(path), follows_links=False)
 
 
 def file_mode(path: str | Path) -> int:
-    """A new file's rights, before the umask takes more of them."""
+    """Return a new file's rights, before the umask removes more of them."""
     return 0o666 & _rights_below(Path(path).parent)
 
 
 def _rights_below(folder: Path) -> int:
-    """Rights that may be given inside of a folder: all of them, unless the world has none to the folder itself."""
+    """Return the rights that may be given inside a folder: all of them, unless the world has none to the folder
+    itself."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -155,7 +157,7 @@ def _rights_below(folder: Path) -> int:
 
 
 def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, what: str = "") -> BadFile:
-    """The error for `what` that cannot be written; where the disk is full: what it needs, and what is free."""
+    """Return the error for `what` that cannot be written; where the disk is full: what it needs, and what is free."""
     failed = f"{path}: {what}{' ' if what else ''}cannot be written"
     reason = error.strerror or str(error)
     if error.errno not in _FULL:
@@ -174,7 +176,7 @@ def write_failed(path: str | Path, error: OSError, needed_bytes: int = 0, *, wha
 def home_folder(variable: str, usual: str) -> Path:
     """Return the folder of what manyhands keeps between runs: $MANYHANDS_HOME, which holds all of it where it is set.
 
-    Else there are two, as XDG has it, each named by a variable or by its usual place below the user's home.
+    Otherwise there are two, as XDG has it, each named by a variable or by its usual place below the user's home.
     """
     if home := os.environ.get("MANYHANDS_HOME"):
         return Path(home).expanduser()
@@ -189,7 +191,7 @@ def cache_folder() -> Path:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A preset's name, `local:N` for N workers on this machine, or a .yaml or .json file."""
+    """Return the cluster of a preset's name, `local:N` for N workers on this machine, or a .yaml or .json file."""
     name = str(name_or_path)
     if name in PRESETS:
         return preset(name)
@@ -214,13 +216,13 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 def _is_json(path: Path) -> bool:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        what = f"'{suffix}' is not a document's suffix" if suffix else "a document's name needs a suffix"
-        raise BadFile(f"{path}: {what}.", hint=f"Use one of {', '.join(SUFFIXES)}")
+        problem = f"'{suffix}' is not a document's suffix" if suffix else "a document's name needs a suffix"
+        raise BadFile(f"{path}: {problem}.", hint=f"Use one of {', '.join(SUFFIXES)}")
     return suffix in JSON_SUFFIXES
 
 
 def read_text(path: Path, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> str:
-    """All of a file of text, which may be hostile: too large, no text, no file at all."""
+    """Return all of a file of text, which may be hostile: too large, no text, no file at all."""
     try:
         if path.is_dir():
             raise BadFile(f"{path}: is a folder, not a file.")
@@ -243,7 +245,7 @@ def read_text(path: Path, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> str:
 
 
 def _neighbours(path: Path) -> str:
-    """A hint naming documents in the same folder that are spelt alike."""
+    """Return a hint naming documents in the same folder that are spelt alike."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in SUFFIXES]
     except OSError:
@@ -273,14 +275,14 @@ def _integer(text: str) -> int:
 def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        keys: set[str] = set()
+        twice = next(key for key, _ in pairs if key in keys or keys.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"'{twice:.60}' is written twice")
     return mapping
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only, and no key twice: the second would silently win.
+    """A loader of plain data only, which refuses a repeated key: the second would silently win.
 
     Values are counted while they are read, and aliases as what they stand for: ten lines can stand for a billion.
     """
@@ -315,14 +317,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"'{key.value:.60}' is written twice", key.start_mark
                     )
-                seen.add(key.value)
+                keys.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -330,7 +332,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _node_count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Values in a node, each as often as it is referred to; a node inside itself is refused."""
+    """Return the number of values in a node, each as often as it is referred to; a node inside itself is refused."""
     count = counts.get(id(node))
     if count is None:
         counts[id(node)] = -1

@@ -1,4 +1,5 @@
-"""Plain files and nothing else: a pipe would be waited for, a link in a run's folder leads to somebody's own file."""
+"""Access to plain files and nothing else: a pipe would be waited for, a link in a run's folder may lead to another
+user's file."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from manyhands.facts.errors import BadFile
 
 
 def open_descriptor(path: str | Path, flags: int, mode: int = 0o666, *, follows_links: bool = True) -> int:
-    """A descriptor of a plain file, without waiting for anybody.
+    """Return a descriptor of a plain file, without waiting for anything.
 
-    Anything else at that path is a BadFile; so is a link, unless `follows_links`. Other errors are the system's own.
+    Anything else at that path is a BadFile; so is a link, unless `follows_links`. Other errors are those of the system.
     """
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -32,5 +33,5 @@ def open_descriptor(path: str | Path, flags: int, mode: int = 0o666, *, follows_
 
 
 def open_plain(path: str | Path) -> io.BufferedReader:
-    """A plain file to read from."""
+    """Return a plain file, open for reading."""
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")

@@ -13,18 +13,18 @@ _HINT = "Write FILE, or UP_FILE,DOWN_FILE."
 
 
 def read_trace(path: str | Path) -> Trace:
-    """One direction."""
+    """Return the trace of one direction in a file."""
     path = Path(path).expanduser()
     return parse_trace(read_text(path), str(path))
 
 
-def read_link_trace(asked: str | Path) -> LinkTrace:
-    """'FILE', which has both directions or one that stands for both; or 'UP_FILE,DOWN_FILE'."""
-    path = Path(asked).expanduser()
-    if isinstance(asked, Path) or "," not in asked or os.path.exists(path):
+def read_link_trace(source: str | Path) -> LinkTrace:
+    """Return the trace in 'FILE', which has both directions or one that stands for both; or in 'UP_FILE,DOWN_FILE'."""
+    path = Path(source).expanduser()
+    if isinstance(source, Path) or "," not in source or os.path.exists(path):
         return parse_link_trace(read_text(path), str(path))
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip() for name in source.split(",")]
     if len(names) != 2 or not all(names):
-        raise BadFile(f"'{asked:.200}' does not name one trace or two.", hint=_HINT)
+        raise BadFile(f"'{source:.200}' does not name one trace or two.", hint=_HINT)
     up, down = map(read_trace, names)
-    return LinkTrace(up, down, name=asked)
+    return LinkTrace(up, down, name=source)

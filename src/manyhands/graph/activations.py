@@ -1,8 +1,8 @@
-"""Activations that may write over what they read, in training: without the copy that autograd would make of it.
+"""Activations that may overwrite their input in training, without the copy that autograd would otherwise make of it.
 
-PyTorch's backward of some reads the result, so they overwrite for nothing. That of others reads the input: written in
-place, autograd copies it first, and a result of its own is cheaper. A bounded line (ReLU6) is both: whether an input
-lay between the bounds, its result tells too.
+Where PyTorch's backward reads the result, overwriting the input costs nothing. Where it reads the input, autograd
+copies the input before an in-place call, so that a separate result is cheaper. A bounded line (ReLU6) allows both:
+its result also tells whether an input lay between the bounds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _READS_INPUT = frozenset(
     for name in ("hardtanh", "hardswish", "hardsigmoid", "silu", "mish", "gelu", "softplus", "log_sigmoid", "clamp")
 )
 _LEAST_ELEMENTS = 2**18
-"""From this many elements on, an autograd function of its own costs less than writing elsewhere."""
+"""From this many elements on, a separate autograd function costs less than writing the result elsewhere."""
 
 
 class _Bounded(torch.autograd.Function):
-    """aten.hardtanh over its input; its gradient over its result's, where nothing else holds that one."""
+    """The function aten.hardtanh, written over its input; its gradient is written over the result's where nothing else
+    holds that."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, low: float, high: float, is_alone: bool) -> torch.Tensor:
@@ -51,9 +52,11 @@ def _bounded(is_alone: bool, data: torch.Tensor, low: float = -1.0, high: float 
 
 
 def overwriting(target: str, *, is_alone: bool = False) -> Callable[..., Any] | None:
-    """What to call for an activation that may overwrite its input where autograd records; None: its in-place form.
+    """Return what to call for an activation that may overwrite its input where autograd records; None for its in-place
+    form.
 
-    `is_alone`: a convolution alone reads what it makes, so that the gradient comes in memory that nobody else sees.
+    `is_alone` says that a single convolution is the only reader of the result, so that nothing else sees the memory of
+    the incoming gradient.
     """
     if target == _HARDTANH:
         return partial(_bounded, is_alone)

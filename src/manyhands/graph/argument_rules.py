@@ -1,8 +1,8 @@
-"""What an operator's arguments must be to each other, where PyTorch's own kernels do not look.
+"""Rules that an operator's arguments must fulfil together, where PyTorch's own kernels do not check them.
 
-Most operators check their arguments themselves and raise. These do not, or not on every processor: kernels of recurrent
-layers and of attention read beyond the end of a tensor that is too small, and x86 ends a process that divides by zero.
-A rule refuses nothing that PyTorch's modules and functions make.
+Most operators check their arguments themselves and raise. The operators here do not, or not on every processor: kernels
+of recurrent layers and of attention read beyond the end of a tensor that is too small, and x86 ends a process that
+divides by zero. A rule refuses nothing that PyTorch's modules and functions make.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from manyhands.graph.argument_types import parameters
 from manyhands.graph.recurrent_rules import check_recurrent
 
 LARGEST_WINDOW = 2**24
-"""Elements along an axis that a window spans, moves by or is padded with: kernels count them in 32 bits."""
+"""The most elements along an axis that a window spans, moves by or is padded with: kernels count them in 32 bits."""
 
 _POSITIVE = frozenset(
     {"groups", "num_groups", "stride", "dilation", "kernel_size", "upscale_factor", "downscale_factor", "chunks"}
 )
-"""Arguments that an operator divides by, or counts with from 1 on."""
+"""Arguments by which an operator divides, or with which it counts from 1 on."""
 _WINDOW = frozenset({"kernel_size", "stride", "padding", "dilation", "output_padding"})
 _REDUCTIONS = (0, 1, 2)
-"""None, mean, sum."""
+"""The valid reductions: none, mean, sum."""
 
 Rule = Callable[[Sequence[Any]], None]
 
@@ -37,7 +37,7 @@ Rule = Callable[[Sequence[Any]], None]
 def check_arguments(target: str, arguments: Sequence[Any]) -> None:
     """Raise BadGraph where an operator's kernel could not be trusted with these arguments."""
     positional, _ = parameters(target)
-    named = {parameter.name: given for parameter, given in zip(positional, arguments, strict=False)}
+    named = {parameter.name: argument for parameter, argument in zip(positional, arguments, strict=False)}
     for name in _POSITIVE.intersection(named):
         _check_each(name, named[name], 1)
     if target in _WINDOWED:
@@ -53,7 +53,8 @@ def check_arguments(target: str, arguments: Sequence[Any]) -> None:
 
 
 def guarded(target: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call with its arguments checked each time: a share or a tile may bring other tensors than the graph says."""
+    """Return the call with its arguments checked each time: a share or a tile may bring other tensors than the graph
+    says."""
     rule = EVERY_CALL[target]
 
     @wraps(call, updated=())
@@ -64,18 +65,18 @@ def guarded(target: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _check_each(name: str, given: Any, least: int, most: float = math.inf) -> None:
-    for number in given if isinstance(given, (list, tuple)) else [given]:
+def _check_each(name: str, value: Any, least: int, most: float = math.inf) -> None:
+    for number in value if isinstance(value, (list, tuple)) else [value]:
         if not least <= number <= most:
             limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
-            raise BadGraph(f"{name} is {given!r:.80}; it must be {limits}")
+            raise BadGraph(f"{name} is {value!r:.80}; it must be {limits}")
 
 
 _WINDOWED = ops.CONVOLUTION | ops.POOLING
 
 
 def _check_window(named: dict[str, Any]) -> None:
-    """Windows of convolutions and pooling: what they span, and how far they are padded."""
+    """Refuse a window of a convolution or pooling that spans, or is padded with, too many elements."""
     for name in _WINDOW.intersection(named):
         if not isinstance(named[name], str):  # padding="same"
             _check_each(name, named[name], 0, LARGEST_WINDOW)
@@ -86,12 +87,12 @@ def _check_window(named: dict[str, Any]) -> None:
         raise BadGraph(f"its window spans {span} elements; at most {LARGEST_WINDOW} are taken")
 
 
-def _largest(given: Any) -> int:
-    return max(given, default=1) if isinstance(given, (list, tuple)) else given
+def _largest(value: Any) -> int:
+    return max(value, default=1) if isinstance(value, (list, tuple)) else value
 
 
 def _check_scales(named: dict[str, Any]) -> None:
-    """A scale must be what the sizes say: kernels turn places into integers with it, whatever it is."""
+    """Refuse a scale that contradicts the sizes: kernels turn places into integers with it, whatever it is."""
     data, sizes = named.get("input", named.get("self")), named.get("output_size")
     scales = named.get("scale_factors") or [named.get("scales_h"), named.get("scales_w")]
     for place, scale in enumerate(scales):
@@ -112,11 +113,11 @@ def _check_padding_index(named: dict[str, Any]) -> None:
 
 
 def _check_attention(arguments: Sequence[Any]) -> None:
-    """There is a value for each key: the CPU's kernel reads as many keys as there are values."""
+    """Refuse attention without a value for each key: the CPU's kernel reads as many keys as there are values."""
     query, key, value = arguments[:3]
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(given, torch.Tensor) or given.dim() < 2 or not given.is_floating_point():
-            raise BadGraph(f"its {name} is {_text(given)}; it must be floats in 2 axes or more")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
+            raise BadGraph(f"its {name} is {_text(tensor)}; it must be floats in 2 axes or more")
     if key.shape[-2] != value.shape[-2] or query.shape[-1] != key.shape[-1]:
         raise BadGraph(
             f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit: query and key "
@@ -124,25 +125,25 @@ def _check_attention(arguments: Sequence[Any]) -> None:
         )
 
 
-def _text(given: Any) -> str:
-    return f"{given.dtype} {list(given.shape)}" if isinstance(given, torch.Tensor) else f"{given!r:.40}"
+def _text(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
 
 
 def _check_division(arguments: Sequence[Any]) -> None:
-    """The smallest integer divided by -1 has no result: x86 ends the process."""
+    """Refuse to divide the smallest integer by -1, which has no result: x86 ends the process."""
     dividend, divisor = arguments[:2]
     if any(
         isinstance(operand, torch.Tensor) and (isinstance(operand, FakeTensor) or not operand.is_cpu)
         for operand in arguments[:2]
     ):
-        return  # nothing is computed, or by a processor that has no such trap
+        return  # nothing is computed, or on a processor that has no such trap
     dtype = torch.result_type(dividend, divisor)
     if dtype in (torch.int32, torch.int64) and _has(divisor, -1) and _has(dividend, torch.iinfo(dtype).min):
         raise BadGraph(f"{torch.iinfo(dtype).min} is divided by -1, which no {dtype} holds")
 
 
-def _has(given: Any, number: int) -> bool:
-    return bool((given == number).any()) if isinstance(given, torch.Tensor) else given == number
+def _has(value: Any, number: int) -> bool:
+    return bool((value == number).any()) if isinstance(value, torch.Tensor) else value == number
 
 
 def _recurrent(target: str) -> Rule:

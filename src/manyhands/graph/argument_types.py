@@ -21,18 +21,18 @@ _NESTED = re.compile(r"(Optional|List)\[(.*)\]")
 
 
 class Parameter(NamedTuple):
-    """One argument of an operator's schema."""
+    """An argument of an operator's schema."""
 
     name: str
     type: str
     length: int | None
-    """Of a list of fixed length: PyTorch takes one number for all of its items."""
+    """The length of a list of fixed length, for all of whose items PyTorch also takes one number."""
     is_required: bool
 
 
 @cache
 def parameters(target: str) -> tuple[tuple[Parameter, ...], dict[str, Parameter]]:
-    """The positional arguments of an operator, and those given by name."""
+    """Return the positional arguments of an operator, and those given by name."""
     listed = [
         (
             parameter.kwarg_only,
@@ -50,13 +50,13 @@ def check_types(node: Node, place: str) -> None:
     positional, named = parameters(node.target)
     if len(node.arguments) > len(positional):
         refuse(place, f"has {len(node.arguments)} arguments; {node.target} takes at most {len(positional)}")
-    for parameter, given in zip(positional, node.arguments, strict=False):
-        _check(parameter, given, node, place)
-    for name, given in node.options.items():
+    for parameter, argument in zip(positional, node.arguments, strict=False):
+        _check(parameter, argument, node, place)
+    for name, argument in node.options.items():
         if name not in named:
             names = ", ".join(sorted(named)) or "none"
             refuse(place, f"option {name!r:.80} is not one of {node.target}; it has {names}")
-        _check(named[name], given, node, place)
+        _check(named[name], argument, node, place)
     missing = [parameter.name for parameter in positional[len(node.arguments) :] if parameter.is_required]
     missing += [
         parameter.name for parameter in named.values() if parameter.is_required and parameter.name not in node.options
@@ -65,43 +65,44 @@ def check_types(node: Node, place: str) -> None:
         refuse(place, f"{node.target} lacks its argument {missing[0]!r}")
 
 
-def _check(parameter: Parameter, given: Argument, node: Node, place: str) -> None:
-    if not _fits(given, parameter.type, parameter.length):
-        wanted = f"{parameter.type}" + (f" of {parameter.length}" if parameter.length is not None else "")
-        refuse(place, f"argument {parameter.name!r} of {node.target} is {given!r:.80}; it must be {wanted}")
+def _check(parameter: Parameter, argument: Argument, node: Node, place: str) -> None:
+    if not _fits(argument, parameter.type, parameter.length):
+        type_text = f"{parameter.type}" + (f" of {parameter.length}" if parameter.length is not None else "")
+        refuse(place, f"argument {parameter.name!r} of {node.target} is {argument!r:.80}; it must be {type_text}")
 
 
-def _fits(given: Argument, wanted: str, length: int | None) -> bool:
-    if (nested := _NESTED.fullmatch(wanted)) is not None:
+def _fits(argument: Argument, type_text: str, length: int | None) -> bool:
+    if (nested := _NESTED.fullmatch(type_text)) is not None:
         kind, inner = nested.groups()
         if kind == "Optional":
-            return given is None or _fits(given, inner, length)
-        if isinstance(given, tuple):
-            return all(_fits(item, inner, None) for item in given)
-        return length is not None and _fits(given, inner, None)
-    fits = _PLAIN.get(wanted)
-    return fits is not None and fits(given)
+            return argument is None or _fits(argument, inner, length)
+        if isinstance(argument, tuple):
+            return all(_fits(item, inner, None) for item in argument)
+        return length is not None and _fits(argument, inner, None)
+    fits = _PLAIN.get(type_text)
+    return fits is not None and fits(argument)
 
 
-def _is_integer(given: Argument) -> bool:
-    return isinstance(given, (int, SampleCount))
+def _is_integer(argument: Argument) -> bool:
+    return isinstance(argument, (int, SampleCount))
 
 
-def _is_number(given: Argument) -> bool:
-    return isinstance(given, (int, float, SampleCount, Special))
+def _is_number(argument: Argument) -> bool:
+    return isinstance(argument, (int, float, SampleCount, Special))
 
 
-def _is_tensor(given: Argument) -> bool:
-    """PyTorch makes a tensor of a number: `x + 1` is captured as add.Tensor(x, 1)."""
-    return isinstance(given, (Value, Weight)) or _is_number(given)
+def _is_tensor(argument: Argument) -> bool:
+    """Return whether an argument may stand for a tensor; PyTorch makes one of a number: `x + 1` is captured as
+    add.Tensor(x, 1)."""
+    return isinstance(argument, (Value, Weight)) or _is_number(argument)
 
 
-def _is_truth(given: Argument) -> bool:
-    return isinstance(given, bool) or (isinstance(given, int) and given in (0, 1))
+def _is_truth(argument: Argument) -> bool:
+    return isinstance(argument, bool) or (isinstance(argument, int) and argument in (0, 1))
 
 
 def _is_constant(names: Any) -> Callable[[Argument], bool]:
-    return lambda given: isinstance(given, Enum) and given.name in names
+    return lambda argument: isinstance(argument, Enum) and argument.name in names
 
 
 _PLAIN: dict[str, Callable[[Argument], bool]] = {
@@ -110,8 +111,8 @@ _PLAIN: dict[str, Callable[[Argument], bool]] = {
     "number": _is_number,
     "float": _is_number,
     "bool": _is_truth,
-    "str": lambda given: isinstance(given, str),
+    "str": lambda argument: isinstance(argument, str),
     "ScalarType": _is_constant(DTYPE_BYTES),
     "MemoryFormat": _is_constant(ops.MEMORY_FORMATS),
 }
-"""Type in a schema -> whether an argument is of it. A Layout, a Device or a Generator nobody may give."""
+"""Type in a schema -> whether an argument is of that type. A Layout, a Device or a Generator is never accepted."""

@@ -1,4 +1,4 @@
-"""How a module is called with a batch, and in which mode."""
+"""The arguments with which a module is called for a batch, and the mode in which it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 
 def bound_arguments(module: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of `module` for a batch: a tuple is positional; a dict is keywords, or one
-    positional dict if forward does not take its keys."""
+    """Return the positional and keyword arguments of `module` for a batch: a tuple is positional; a dict is keywords,
+    or one positional dict if forward does not take its keys."""
     if isinstance(batch, (tuple, list)):
         return list(batch), {}
     if isinstance(batch, dict):
@@ -25,7 +25,8 @@ def bound_arguments(module: nn.Module, batch: Any) -> tuple[list[Any], dict[str,
 
 @contextmanager
 def in_training_mode(module: nn.Module) -> Iterator[None]:
-    """The module in training mode. Where it is already, children that the user put in evaluation mode stay so."""
+    """Put the module in training mode. Where it already is, children that the user put in evaluation mode stay in
+    it."""
     modes = [(child, child.training) for child in module.modules()]
     if not module.training:
         module.train()

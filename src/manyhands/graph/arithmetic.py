@@ -18,7 +18,8 @@ def _shape(argument: Argument, shapes: Shapes) -> tuple[int, ...]:
 
 
 def macs(node: Node, shapes: Shapes) -> int:
-    """`shapes` names activations plainly and weights as 'weight NAME'; all for one sample."""
+    """Return an operator's multiply-accumulates for one sample; `shapes` names activations plainly and weights as
+    'weight NAME'."""
     output = prod(node.outputs[0].shape)
     name = node.target.split(".")[1]
     arguments = node.arguments
@@ -46,7 +47,7 @@ def macs(node: Node, shapes: Shapes) -> int:
 
 
 def _einsum(node: Node, shapes: Shapes) -> int:
-    """The product of every index's extent. Axes under '...' are counted from the right, as they broadcast."""
+    """Return the product of every index's extent. Axes under '...' are counted from the right, as they broadcast."""
     equation = node.arguments[0].replace(" ", "")
     extents: dict[str, int] = {}
     for letters, operand in zip(equation.split("->")[0].split(","), node.arguments[1]):

@@ -1,6 +1,6 @@
-"""Samples to the batches that a network takes, and a batch's outputs to the answers to its samples.
+"""Samples collected into the batches that a network takes, and a batch's outputs split into the answers to its samples.
 
-A sample is what a data set has as an input: without the axis of samples. So is its answer.
+A sample is what a data set gives as an input, without the axis of samples; so is its answer.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from manyhands.graph.tape import bind_inputs, outputs_of
 
 
 def named_sample(graph: Graph, sample: Any) -> dict[str, torch.Tensor]:
-    """Copies of one sample's tensors by the names of the network's inputs, in their types."""
-    given = bound("A sample is", lambda: bind_inputs(graph, sample), sample)
+    """Return copies of one sample's tensors by the names of the network's inputs, in their types."""
+    tensors = bound("A sample is", lambda: bind_inputs(graph, sample), sample)
     specs = {spec.name: spec for spec in graph.inputs}
-    return {name: _fitting(specs[name], value) for name, value in given.items()}
+    return {name: _fitting(specs[name], value) for name, value in tensors.items()}
 
 
 def bound_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
-    """A batch's tensors by the names of the network's inputs."""
+    """Return a batch's tensors by the names of the network's inputs."""
     return bound("A batch's inputs are", lambda: bind_inputs(graph, batch), batch)
 
 
-def bound(what: str, bind: Callable[[], dict[str, Any]], given: Any) -> dict[str, Any]:
-    """Tensors by name, if what was given is built as the example was that the network was captured with."""
+def bound(subject: str, bind: Callable[[], dict[str, Any]], value: Any) -> dict[str, Any]:
+    """Return tensors by name, if the value is built like the example with which the network was captured."""
     try:
         return bind()
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise BadData(
-            f"{what} a {type(given).__name__} that does not fit the example the network was captured with "
+            f"{subject} a {type(value).__name__} that does not fit the example the network was captured with "
             f"({type(error).__name__}: {error}).",
             hint="Give tensors, tuples and dicts in the same places, with the same keys.",
         ) from None
@@ -53,8 +53,8 @@ def _fitting(spec: TensorSpec, value: Any) -> torch.Tensor:
         problem = f"A sample's '{spec.name}' has shape {tuple(tensor.shape)}; the network was captured for {shape}."
         raise BadData(problem, hint=hint)
     if tensor.is_floating_point() and not dtype.is_floating_point:
-        given = str(tensor.dtype).removeprefix("torch.")
-        raise BadData(f"A sample's '{spec.name}' is {given}; it must be {spec.dtype}.")
+        actual = str(tensor.dtype).removeprefix("torch.")
+        raise BadData(f"A sample's '{spec.name}' is {actual}; it must be {spec.dtype}.")
     return tensor.detach().to("cpu", dtype, copy=True)
 
 
@@ -65,7 +65,7 @@ def _shape(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def batch_of(graph: Graph, samples: Sequence[Mapping[str, torch.Tensor]], size: int) -> dict[str, torch.Tensor]:
-    """Samples side by side; the last one stands in for those that are missing."""
+    """Return samples side by side; the last one stands in for those that are missing."""
     rows = [*samples, *[samples[-1]] * (size - len(samples))]
     return {spec.name: _beside(spec, [row[spec.name] for row in rows]) for spec in graph.inputs}
 
@@ -79,7 +79,7 @@ def _beside(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) -> list[Any]:
-    """The answers to the first samples of a batch, each as the module would return it. They share no memory."""
+    """Return the answers to the first samples of a batch, each as the module would return it. They share no memory."""
     specs = graph.network.tensors
 
     def cut(name: str, place: int) -> torch.Tensor:
@@ -87,14 +87,14 @@ def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) ->
         if spec.batch_axis is None:
             return tensor.clone()
         rows = spec.rows_per_sample
-        rows_here = tensor.narrow(spec.batch_axis, place * rows, rows)
-        return (rows_here if rows > 1 else rows_here.squeeze(spec.batch_axis)).clone()
+        sample_rows = tensor.narrow(spec.batch_axis, place * rows, rows)
+        return (sample_rows if rows > 1 else sample_rows.squeeze(spec.batch_axis)).clone()
 
     return [outputs_of(graph, {name: cut(name, place) for name in graph.outputs}) for place in range(count)]
 
 
 def joined(graph: Graph, answers: Sequence[Any]) -> Any:
-    """Answers as the module would return them for all samples at once."""
+    """Return answers as the module would return them for all samples at once."""
     specs = graph.network.tensors
 
     def visit(tree: Any, parts: Sequence[Any]) -> Any:

@@ -40,7 +40,7 @@ def capture(
 
     `example_batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments, or one positional dict if
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
-    example `target`, `loss(output, target)` is captured too, and how it combines over samples is found out (loss.py).
+    example `target`, `loss(output, target)` is captured too, and how it combines over samples is determined (loss.py).
     `granularity` is "blocks" or "operators". With `verify`, loss and gradients on the example batch are compared with
     the module's own (verify.py); a graph with custom autograd functions is always verified if it has a loss.
 
@@ -74,11 +74,11 @@ def capture(
 def _with_loss(
     graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
 ) -> Graph:
-    """The graph with its loss, and how that combines over samples. `examples` are of an output and a target."""
+    """Return the graph with its loss and how that combines over samples. `examples` are an output and a target."""
     met: list[str] = []
     try:
         loss_graph, value = _export_loss(loss, examples, met)
-        if met:  # a custom function asks whether its inputs need gradients; ordinary operators do not
+        if met:  # a custom function checks whether its inputs need gradients; ordinary operators do not
             for leaf in tree_flatten(examples[0])[0]:
                 leaf.requires_grad_(leaf.is_floating_point())
             loss_graph, value = _export_loss(loss, examples, met)
@@ -86,8 +86,8 @@ def _with_loss(
         raise target_misfit(loss, *examples) or error from error
     functions += met
     if not isinstance(value, torch.Tensor) or value.dim():
-        what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
-        raise CaptureFailed(f"The loss returns {what}; it must return one number.", hint="Take its mean().")
+        returned = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "several values"
+        raise CaptureFailed(f"The loss returns {returned}; it must return one number.", hint="Take its mean().")
     graph = with_penalties(graph, loss_graph, module)
     return msgspec.structs.replace(graph, loss_combination=combination(graph, *examples))
 
@@ -98,7 +98,8 @@ def _export_loss(loss: Callable[..., torch.Tensor], examples: list[Any], functio
 
 @contextlib.contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """A capture that failed may have left stand-ins of its own in the place of buffers."""
+    """Restore the module's buffers afterwards: a capture that failed may have left stand-ins of its own in their
+    place."""
     before = [(child, dict(child._buffers)) for child in module.modules()]
     try:
         yield
@@ -109,9 +110,9 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 def _check_arguments(module: object, granularity: str) -> None:
     if not isinstance(module, nn.Module):
-        what = f"class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        received = f"class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise CaptureFailed(
-            f"Only an nn.Module can be captured; this is {what}.", hint="Pass an instance of your module class."
+            f"Only an nn.Module can be captured; this is {received}.", hint="Pass an instance of your module class."
         )
     if granularity not in GRANULARITIES:
         choices = " or ".join(f'"{choice}"' for choice in GRANULARITIES)

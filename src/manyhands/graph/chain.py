@@ -1,4 +1,4 @@
-"""Operators -> layers: where a plan may cut.
+"""Groups operators into layers, between which a plan may cut.
 
     operators   conv bn relu │ conv bn │ add relu │ pool │ ...     each operator that computes, with its glue
     blocks      conv bn relu conv bn add relu      │ ...           between cuts that carry one differentiable tensor
@@ -19,7 +19,8 @@ from manyhands.graph import ops
 
 GRANULARITIES = ("blocks", "operators")
 _LARGEST_BLOCK = 6
-"""Heavy operators in a block; a region without a narrow cut that holds more (U-Net) is cut at its heavy operators."""
+"""The most heavy operators in a block; a region without a narrow cut that holds more (U-Net) is cut at its heavy
+operators."""
 
 
 def layers_of(
@@ -30,7 +31,7 @@ def layers_of(
     granularity: str,
     attached: frozenset[int] = frozenset(),
 ) -> tuple[Layer, ...]:
-    """Group operators into layers. Those `attached` (penalties on weights) go with the operator before them."""
+    """Group operators into layers. Operators in `attached` (penalties on weights) go with the operator before them."""
     if granularity not in GRANULARITIES:
         raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
     crossing = _crossings(described, outputs)
@@ -53,7 +54,7 @@ def layers_of(
 
 
 def _is_activation(spec: TensorSpec) -> bool:
-    """Whether a tensor has a gradient for every sample; a penalty on weights is but a few numbers."""
+    """Return whether a tensor has a gradient for every sample; a penalty on weights has only a few numbers."""
     return spec.differentiable and spec.batch_axis is not None
 
 
@@ -75,7 +76,8 @@ def _crossings(described: tuple[Op, ...], outputs: tuple[str, ...]) -> list[tupl
 
 
 def _is_glue_to_next(op: Op, tensors: dict[str, TensorSpec]) -> bool:
-    """Buffer counters, created constants and the flattening of a map go with the operator after them."""
+    """Return whether an operator goes with the one after it, as buffer counters, created constants and flattening
+    do."""
     if op.target in ops.BUFFER_UPDATE or op.target in ops.CREATION:
         return True
     if not _is_view(op) or not op.inputs or not op.outputs:
@@ -89,14 +91,16 @@ def _is_view(op: Op) -> bool:
 
 
 def _computes_from(described: tuple[Op, ...], index: int, glue: frozenset[int]) -> bool:
-    """Whether a layer that starts here starts with work: glue to the next is looked through, a view is not work."""
+    """Return whether a layer that starts here starts with work: operators that are glue to the next are skipped, and a
+    view is not work."""
     while index < len(described) and index in glue:
         index += 1
     return index < len(described) and not _is_view(described[index])
 
 
 def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int], glue: frozenset[int]) -> list[int]:
-    """Cuts of the `blocks` granularity: every block holds at least one heavy operator or global pooling."""
+    """Return where blocks start in the `blocks` granularity: each holds at least one heavy operator or global
+    pooling."""
     heavy = [(op.target in ops.HEAVY and bool(op.weights)) or _collapses_map(op) for op in described]
     chosen: list[int] = []
     regions = [0, *sorted(narrow), len(described)]
@@ -121,7 +125,8 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
 
 
 def _collapses_map(op: Op) -> bool:
-    """Global pooling: the last place a map can be tiled, and the first with a small cut. It is a block of its own."""
+    """Return whether an operator is global pooling: the last place where a map can be tiled, and the first with a small
+    cut. It forms a separate block."""
     is_pooling = op.target in ops.POOLING or op.target in ("aten.mean.dim", "aten.amax.default")
     rules = op.reads[0].rules if op.reads else ()
     return is_pooling and len(rules) == 4 and isinstance(rules[2], Whole) and isinstance(rules[3], Whole)
@@ -134,7 +139,8 @@ def _next_work(described: tuple[Op, ...], index: int, glue: frozenset[int]) -> i
 
 
 def _names(described: tuple[Op, ...], runs: list[tuple[int, int]]) -> list[str]:
-    """The module path the operators share, else the operator's own name; repeated names are numbered."""
+    """Return each run's name: the module path its operators share, else the operator's own; repeated names are
+    numbered."""
     names = []
     for first, last in runs:
         paths = [op.module.split(".") for op in described[first:last] if op.module and op.weights]
@@ -149,11 +155,11 @@ def _names(described: tuple[Op, ...], runs: list[tuple[int, int]]) -> list[str]:
             shared = paths[0]
         names.append(".".join(shared) or work[-1].name)
     counts = Counter(names)
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     unique = []
     for name in names:
-        seen[name] += 1
-        unique.append(name if counts[name] == 1 else f"{name}#{seen[name]}")
+        occurrences[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name}#{occurrences[name]}")
     return unique
 
 

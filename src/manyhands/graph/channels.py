@@ -1,4 +1,4 @@
-"""How an operator is run on some of its channels (axis 1), and how its weights are cut for that.
+"""The ways to run an operator on some of its channels (axis 1), and how its weights are cut for each.
 
 "free"      as it stands, on whatever its read rules say a part of the output needs
 "shaped"    the same, but its arguments name a shape: they become the part's
@@ -27,42 +27,42 @@ _SHAPED = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 
 
 def channels_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[str, tuple[ChannelWeight, ...]]:
-    """The kind above, and for each weight the axes along which channels lie."""
+    """Return which of the kinds above an operator is, and for each weight the axes along which channels lie."""
     name = node.target.split(".")[1]
     if node.several or node.updates or not values_of(node) or len(node.outputs[0].shape) < 2:
         return "", ()
-    if node.outputs[0].batch_axis != 0 or any(specs[one].batch_axis != 0 for one in values_of(node)):
+    if node.outputs[0].batch_axis != 0 or any(specs[name].batch_axis != 0 for name in values_of(node)):
         return "", ()
     if node.target in ops.CONVOLUTION:
         return _convolution(node)
     if name == "linear" and len(node.outputs[0].shape) == 2 and _has_own_weights(node):
         return "dense", _named(node, (0, 1), (0, None))
     if name == "batch_norm":
-        return "free", tuple(ChannelWeight(one, 0, None) for one in weights_of(node))
+        return "free", tuple(ChannelWeight(name, 0, None) for name in weights_of(node))
     if name == "channel_shuffle":
         return "shuffle", ()
     if name in _SHAPED and len(values_of(node)) == 1 and not weights_of(node):
         return "shaped", ()
     if node.target not in ops.POINTWISE | ops.POOLING | ops.RESAMPLING and name not in _FREE:
         return "", ()
-    return "free", tuple(_spread(node, weights[one]) for one in weights_of(node))
+    return "free", tuple(_spread(node, weights[name]) for name in weights_of(node))
 
 
 def _has_own_weights(node: Node) -> bool:
-    """Whether what it multiplies with is a weight, not made by another operator."""
-    given = node.arguments[1:3]
+    """Return whether an operator multiplies by a weight, not by what another operator made."""
+    operands = node.arguments[1:3]
     return isinstance(node.arguments[0], Value) and all(
-        argument is None or isinstance(argument, Weight) for argument in given
+        argument is None or isinstance(argument, Weight) for argument in operands
     )
 
 
 def _named(node: Node, *axes: tuple[int | None, int | None]) -> tuple[ChannelWeight, ...]:
-    given = [argument for argument in node.arguments[1:3] if isinstance(argument, Weight)]
-    return tuple(ChannelWeight(weight.name, *places) for weight, places in zip(given, axes))
+    named_weights = [argument for argument in node.arguments[1:3] if isinstance(argument, Weight)]
+    return tuple(ChannelWeight(weight.name, *places) for weight, places in zip(named_weights, axes))
 
 
 def _convolution(node: Node) -> tuple[str, tuple[ChannelWeight, ...]]:
-    """Weights are (out, in / groups, ...), transposed (in, out / groups, ...)."""
+    """Return the kind and weights of a convolution: (out, in / groups, ...), transposed (in, out / groups, ...)."""
     if not _has_own_weights(node):
         return "", ()
     groups = node.arguments[6] if len(node.arguments) > 6 else 1
@@ -72,7 +72,8 @@ def _convolution(node: Node) -> tuple[str, tuple[ChannelWeight, ...]]:
 
 
 def _spread(node: Node, weight: WeightSpec) -> ChannelWeight:
-    """A weight that is broadcast: its channels lie where the output's do, if it has more than one."""
+    """Return the axes of a weight that is broadcast: its channels lie where the output's do, if it has more than
+    one."""
     rank = len(node.outputs[0].shape)
     axis = 0 if "prelu" in node.target else len(weight.shape) - rank + 1
     is_cut = 0 <= axis < len(weight.shape) and weight.shape[axis] > 1

@@ -1,4 +1,4 @@
-"""Does a graph read from outside compute what it says? Every node is run on fake tensors, which hold no memory.
+"""Checks that a graph read from outside computes what it says: every node is run on fake tensors, which hold no memory.
 
 Two runs, with 2 and with 3 samples, tell a size that grows with the batch from one that does not.
 """
@@ -26,22 +26,22 @@ from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
 
 LARGEST_RECURRENT_STEPS = 4096
-"""Torch unrolls a recurrent layer step by step wherever shapes are worked out."""
+"""The most time steps of a recurrent layer, which torch unrolls step by step wherever shapes are worked out."""
 
 _one_at_a_time = threading.Lock()
-"""Workers of one process may be threads; what PyTorch keeps of shapes it has worked out is the process's."""
+"""Held while shapes are worked out: workers may be threads of one process, and PyTorch keeps shapes for the process."""
 
 _PROBABILITY = {
     "aten.dropout.default": 1, "aten.feature_dropout.default": 1, "aten.alpha_dropout.default": 1,
     "aten.bernoulli_.float": 1, "aten.bernoulli.p": 1, "aten.scaled_dot_product_attention.default": 4,
 }  # fmt: skip
-"""Random operators, and which argument is their probability."""
+"""Random operators -> the place of the argument that is their probability."""
 
 
 def check_graph(graph: Graph) -> None:
     """Refuse a graph from outside whose operators could not be run, or make other tensors than it says; its loss too.
 
-    Both whoever loads a graph and a worker that is sent one do this before anything is run.
+    Code that loads a graph and a worker that receives one both do this before anything is run.
     """
     if graph.loss is not None:
         check_shapes(graph.loss)
@@ -50,7 +50,7 @@ def check_graph(graph: Graph) -> None:
 
 
 def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
-    """The given tensors are the graph's weights: names, shapes and dtypes."""
+    """Refuse tensors that are not the graph's weights by names, shapes and dtypes."""
     expected = weights_in(graph)
     for name in expected:
         if name not in state:
@@ -58,38 +58,38 @@ def check_state(graph: Graph, state: Mapping[str, torch.Tensor]) -> None:
     check_weights(expected, state)
 
 
-def check_weights(expected: Mapping[str, WeightSpec], given: Mapping[str, torch.Tensor]) -> None:
-    """Each of the given tensors is one of the expected weights. A device may hold some of them only."""
-    for name, tensor in given.items():
+def check_weights(expected: Mapping[str, WeightSpec], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that are not among the expected weights. A device may hold some of them only."""
+    for name, tensor in tensors.items():
         if name not in expected:
             raise BadGraph(f"Weight {name!r:.120} is given, but the graph has no such weight.")
         spec = expected[name]
         actual = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if actual != (spec.shape, spec.dtype):
-            wanted = f"{spec.dtype}{list(spec.shape)}"
-            raise BadGraph(f"Weight {name!r:.120} is {actual[1]}{list(actual[0])}; the graph says {wanted}.")
+            expected_text = f"{spec.dtype}{list(spec.shape)}"
+            raise BadGraph(f"Weight {name!r:.120} is {actual[1]}{list(actual[0])}; the graph says {expected_text}.")
 
 
 def check_loss(graph: Graph, loss: Graph) -> None:
-    """The loss takes what the network returns, and returns one number."""
+    """Refuse a loss that does not take what the network returns, or does not return one number."""
     positional, keywords = loss.input_tree
     if len(positional) != 2 or keywords:
-        given = f"{len(positional)} inputs and {len(keywords)} keywords"
-        raise BadGraph(f"The loss takes {given}; it must take (output, target).")
+        signature = f"{len(positional)} inputs and {len(keywords)} keywords"
+        raise BadGraph(f"The loss takes {signature}; it must take (output, target).")
     if _form(positional[0]) != _form(graph.loss_tree):
         raise BadGraph("The loss takes an output of another structure than the network returns.")
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
     made.update({spec.name: spec for spec in graph.inputs})
-    taken = {spec.name: spec for spec in loss.inputs}
-    for theirs, ours in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
-        taken_spec, made_spec = taken[theirs], made[ours]
+    loss_inputs = {spec.name: spec for spec in loss.inputs}
+    for loss_input, output in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
+        taken_spec, made_spec = loss_inputs[loss_input], made[output]
         if (taken_spec.shape, taken_spec.dtype, taken_spec.batch_axis) != (
             made_spec.shape,
             made_spec.dtype,
             made_spec.batch_axis,
         ):
             raise BadGraph(
-                f"The loss takes {_text(taken_spec)} as {theirs!r:.80}; the network returns {_text(made_spec)}."
+                f"The loss takes {_text(taken_spec)} as {loss_input!r:.80}; the network returns {_text(made_spec)}."
             )
     results = {spec.name: spec for node in loss.nodes for spec in node.outputs}
     spec = results.get(loss.output_tree) if isinstance(loss.output_tree, str) else None
@@ -98,7 +98,7 @@ def check_loss(graph: Graph, loss: Graph) -> None:
 
 
 def _form(tree: Any) -> Any:
-    """A tree without the names of its leaves."""
+    """Return a tree without the names of its leaves."""
     if isinstance(tree, dict):
         return {key: _form(item) for key, item in tree.items()}
     return [_form(item) for item in tree] if isinstance(tree, (list, tuple)) else None
@@ -109,7 +109,7 @@ def _text(spec: TensorSpec) -> str:
 
 
 def check_shapes(graph: Graph) -> None:
-    """Every node makes the shapes and dtypes that the graph says."""
+    """Refuse a graph in which a node makes other shapes or dtypes than the graph says."""
     _check_at(graph, 2)
     _check_at(graph, 3)
 
@@ -119,7 +119,8 @@ def _check_at(graph: Graph, samples: int) -> None:
 
 
 def walk(graph: Graph, samples: int, look: Callable[[Node, list[Any]], None]) -> None:
-    """Look at every node in turn and what it makes of so many samples, on fake tensors. Arguments are checked first."""
+    """Call `look` with every node in turn and what it makes of so many samples, on fake tensors. Arguments are checked
+    first."""
     with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             tensors = {spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}
@@ -157,7 +158,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(step: CompiledNode, slots: list[Any], samples: int) -> None:
-    """Run a node; one whose cost grows with a size rather than with its text is looked at first."""
+    """Run a node; if its cost grows with a size rather than with its text, check that size first."""
     node = step.node
     arguments = step.build(slots, samples)
     try:
@@ -176,13 +177,13 @@ def _run(step: CompiledNode, slots: list[Any], samples: int) -> None:
 
 def _check_probability(node: Node) -> None:
     place = _PROBABILITY[node.target]
-    given = node.arguments[place] if len(node.arguments) > place else 0.0
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
-        raise BadGraph(f"{_called(node)} draws with probability {given!r:.80}; it must be 0 to 1.")
+    probability = node.arguments[place] if len(node.arguments) > place else 0.0
+    if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability <= 1:
+        raise BadGraph(f"{_called(node)} draws with probability {probability!r:.80}; it must be 0 to 1.")
 
 
 def _check_parts(node: Node, arguments: list[Any]) -> None:
-    """Operators that return as many tensors as a size says must not return absurdly many."""
+    """Refuse absurdly many results of an operator that returns as many tensors as a size says."""
     name = node.target.split(".")[1]
     count = 0
     if name == "unbind":
@@ -196,7 +197,7 @@ def _check_parts(node: Node, arguments: list[Any]) -> None:
 
 
 def _run_recurrent(step: CompiledNode, slots: list[Any], samples: int) -> None:
-    """One time step stands for all: shapes do not depend on how many there are, time does."""
+    """Run one time step in place of all: shapes do not depend on how many there are, time does."""
     node = step.node
     arguments = step.build(slots, samples)
     x = arguments[0]

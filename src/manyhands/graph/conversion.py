@@ -1,4 +1,4 @@
-"""The conversion of an exported program under way: what it is given, and what it has made so far."""
+"""The conversion of an exported program while it is under way: its input, and what it has made so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT_MARK = "weight "  # before a weight's name, where it is the memory that a
 
 @dataclass(frozen=True)
 class Exported:
-    """The exported program and what is known of its module."""
+    """The exported program and the facts of its module that the conversion needs."""
 
     program: Any
     name: str
@@ -23,14 +23,14 @@ class Exported:
     output_tree: Any
     granularity: str
     wrappers: tuple[str, ...] = ("inner.",)
-    """What stands before the names of the module's own weights and children; the first that fits is taken off."""
+    """Prefixes before the names of the module's own weights and children; the first that fits is removed."""
     assigned: tuple[str, ...] = ()
     """Buffers that forward assigned anew; the program's last outputs are their new values."""
 
 
 @dataclass
 class Conversion:
-    """The conversion under way."""
+    """The state of a conversion under way."""
 
     nodes: list[Node] = field(default_factory=list)
     arguments: dict[str, Argument] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Conversion:
     root: dict[str, str] = field(default_factory=dict)
     """Value -> the value, or 'weight NAME', whose memory it may share."""
     prefix: str = ""
-    """Set inside a sub-graph, whose names are its own."""
+    """The prefix of names inside a sub-graph, which has its own."""
     buffers: set[str] = field(default_factory=set)
     weight_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class Conversion:
     """Values, and 'weight NAME', through which gradients may flow."""
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     outers: dict[str, int] = field(default_factory=dict)
-    """rows.py's outer factor of values whose samples are interleaved."""
+    """The outer factor (rows.py) of values whose samples are interleaved."""
 
     def add(self, node: Node) -> None:
         self.nodes.append(node)

@@ -1,4 +1,4 @@
-"""What a captured module may not do, and what to write instead."""
+"""The refusals of what a captured module may not do, with hints on what to write instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhands.graph.source_lines import line_of, place_of
 
 
 def refuse_nonlinear_backward(nodes: list[Node]) -> None:
-    """A custom function whose gradient depends on the incoming one other than linearly (custom_functions.py)."""
+    """Refuse a custom function whose gradient is not linear in the incoming gradient (custom_functions.py)."""
     for node in nodes:
         if node.target == "aten.full_like.default" and node.arguments[1] == INCOMING:
             raise CaptureFailed(
@@ -28,7 +28,7 @@ def refuse_nonlinear_backward(nodes: list[Node]) -> None:
 
 
 def autocast_refusal(node: Any) -> CaptureFailed:
-    """A region under torch.autocast: which types it computes in would have to be repeated on every device."""
+    """Return the error for a region under torch.autocast: its types would have to be repeated on every device."""
     inner = getattr(node.graph.owning_module, node.args[4].target).graph
     place = next(
         (line for inner_node in inner.nodes if inner_node.op == "call_function" and (line := place_of(inner_node))), ""
@@ -41,7 +41,7 @@ def autocast_refusal(node: Any) -> CaptureFailed:
 
 
 def refuse_unfit_randomness(node: Node, state: Conversion) -> None:
-    """A mask is drawn sample by sample; so each sample's rows must lie together."""
+    """Refuse a random operator whose mask cannot be drawn sample by sample: each sample's rows must lie together."""
     random = RANDOM_CALLS.get(node.target)
     if random is None or not random.draws(node, training=True):
         return

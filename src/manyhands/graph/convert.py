@@ -1,4 +1,5 @@
-"""torch.export's program -> Graph: names, batch-sized integers, in-place writes and buffers made plain.
+"""Conversion of torch.export's program into a Graph: names, batch-sized integers, in-place writes and buffers made
+plain.
 
 * integers computed from the batch size become `Samples(factor)`, so that no integer ever crosses a cut
 * in-place operators become functional, and later readers read the new value; where another view of the same memory
@@ -51,7 +52,7 @@ _CHECKS = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_scala
 
 
 def convert(exported: Exported) -> Graph:
-    """The Graph of an exported program."""
+    """Return the Graph of an exported program."""
     program = exported.program
     state = Conversion(wrappers=exported.wrappers)
     weights, tensors, aliases = _weights(program, state)
@@ -61,14 +62,14 @@ def convert(exported: Exported) -> Graph:
             _convert_node(node, state)
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
-    kept = _live(state.nodes, set(leaves))
-    refuse_nonlinear_backward(kept)
+    live_nodes = _live(state.nodes, set(leaves))
+    refuse_nonlinear_backward(live_nodes)
     return Graph(
         name=exported.name,
         inputs=inputs,
         input_tree=exported.input_tree,
         output_tree=output_tree,
-        nodes=tuple(kept),
+        nodes=tuple(live_nodes),
         weights=weights,
         aliases=aliases,
         state=tensors,
@@ -80,7 +81,7 @@ def _weights(program: Any, state: Conversion) -> tuple[tuple[WeightSpec, ...], d
     specs: list[WeightSpec] = []
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[int, str] = {}
+    names_by_tensor: dict[int, str] = {}
     parameters = dict(program.named_parameters())
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
@@ -90,12 +91,12 @@ def _weights(program: Any, state: Conversion) -> tuple[tuple[WeightSpec, ...], d
         if not isinstance(tensor, torch.Tensor):
             raise CaptureFailed(f"The module holds a {type(tensor).__name__} ('{spec.target}') that is not a tensor.")
         name = own_name(spec.target, state.wrappers)
-        kept = seen.get(id(parameters.get(spec.target, tensor)))
-        if kept is not None:
-            aliases[name] = kept
-            state.arguments[spec.arg.name] = Weight(kept)
+        original = names_by_tensor.get(id(parameters.get(spec.target, tensor)))
+        if original is not None:
+            aliases[name] = original
+            state.arguments[spec.arg.name] = Weight(original)
             continue
-        seen[id(parameters.get(spec.target, tensor))] = name
+        names_by_tensor[id(parameters.get(spec.target, tensor))] = name
         state.arguments[spec.arg.name] = Weight(name)
         is_parameter = spec.kind is InputKind.PARAMETER
         (state.parameters if is_parameter else state.buffers).add(name)
@@ -107,7 +108,7 @@ def _weights(program: Any, state: Conversion) -> tuple[tuple[WeightSpec, ...], d
             WeightSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype, name), trainable, buffer=not is_parameter)
         )
         tensors[name] = tensor.detach()
-    # Tied parameters that export already folded into one placeholder still answer to both names.
+    # Tied parameters that export already folded into one placeholder are still reachable under both names.
     by_storage = {id(tensor): own_name(name, state.wrappers) for name, tensor in reversed(parameters.items())}
     for full, tensor in program.named_parameters():
         name = own_name(full, state.wrappers)
@@ -173,7 +174,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
         raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).{at(where)}")
     arguments = tuple(_argument(a, state, node) for a in node.args)
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
-    if target == "aten.to.device":  # where a tensor lives is decided by whoever runs the graph
+    if target == "aten.to.device":  # where a tensor lives is decided where the graph is run
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
     if target in _VIEWS_AS and _is_as_before(arguments, state):
         target, arguments = "aten.alias.default", arguments[:1]
@@ -218,18 +219,18 @@ _VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.
 
 
 def _is_as_before(arguments: tuple[Argument, ...], state: Conversion) -> bool:
-    """Whether a tensor is to take the shape that it has."""
-    if not all(isinstance(one, Value) for one in arguments):
+    """Return whether a tensor is to take the shape that it has."""
+    if not all(isinstance(argument, Value) for argument in arguments):
         return False
-    one, other = (state.specs[argument.name] for argument in arguments)
-    return (one.shape, one.batch_axis) == (other.shape, other.batch_axis)
+    source, target = (state.specs[argument.name] for argument in arguments)
+    return (source.shape, source.batch_axis) == (target.shape, target.batch_axis)
 
 
 def _inline(node: Any, state: Conversion) -> None:
-    """A `with torch.no_grad():` region is a sub-graph; its nodes join the others, marked."""
-    enabled, inner, *given = node.args
+    """Convert a `with torch.no_grad():` region, which is a sub-graph: its nodes join the others, marked."""
+    enabled, inner, *values = node.args
     outer, prefix = state.prefix, f"{state.prefix}{inner.name}."
-    arguments = [_argument(value, state, node) for value in given]
+    arguments = [_argument(value, state, node) for value in values]
     state.around.append((node, outer))
     was, state.without_gradient = state.without_gradient, not enabled
     state.prefix = prefix
@@ -264,8 +265,8 @@ def _argument(value: Any, state: Conversion, node: Any) -> Argument:
         return value
     if isinstance(value, torch.device):
         return None
-    what = type(value).__name__
-    raise CaptureFailed(f"{node.target} takes a {what}, which a graph cannot hold.{at(place_of(node))}")
+    kind = type(value).__name__
+    raise CaptureFailed(f"{node.target} takes a {kind}, which a graph cannot hold.{at(place_of(node))}")
 
 
 def _integer(value: Any, node: Any) -> Argument:
@@ -273,11 +274,11 @@ def _integer(value: Any, node: Any) -> Argument:
 
 
 def _live(nodes: list[Node], outputs: set[str]) -> list[Node]:
-    """Nodes whose result is used, or that write a buffer."""
+    """Return the nodes whose result is used, or that write a buffer."""
     needed = set(outputs)
-    kept = []
+    live_nodes = []
     for node in reversed(nodes):
         if node.updates or any(spec.name in needed for spec in node.outputs):
             needed.update(values_of(node))
-            kept.append(node)
-    return kept[::-1]
+            live_nodes.append(node)
+    return live_nodes[::-1]

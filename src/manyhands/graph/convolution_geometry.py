@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def convolution_rank(graph: Graph, node: Node) -> int:
-    """The rank of a convolution's input and weight; 0 where they differ, or the weight is computed."""
+    """Return the rank of a convolution's input and weight; 0 where they differ, or the weight is computed."""
     data, weight = node.arguments[0], node.arguments[1]
     if not isinstance(data, Value) or not isinstance(weight, Weight):
         return 0
@@ -42,17 +42,17 @@ def weight_name(node: Node) -> str:
 
 
 def geometry_of(node: Node, weight_shape: Sequence[int]) -> ConvolutionGeometry:
-    """One form for conv2d, conv2d.padding and conv_transpose2d, whose arguments differ in order and defaults."""
+    """Return one form for conv2d, conv2d.padding and conv_transpose2d, whose arguments differ in order and defaults."""
     axes = len(weight_shape) - 2
-    given = [*node.arguments, *([None] * 9)]
-    stride = _each(given[3], 1, axes)
+    arguments = [*node.arguments, *([None] * 9)]
+    stride = _each(arguments[3], 1, axes)
     if "transpose" in node.target:
         return ConvolutionGeometry(
-            stride=stride, padding=_each(given[4], 0, axes), dilation=_each(given[7], 1, axes), transposed=True,
-            output_padding=_each(given[5], 0, axes), groups=given[6] or 1,
+            stride=stride, padding=_each(arguments[4], 0, axes), dilation=_each(arguments[7], 1, axes), transposed=True,
+            output_padding=_each(arguments[5], 0, axes), groups=arguments[6] or 1,
         )  # fmt: skip
-    dilation, groups = _each(given[5], 1, axes), given[6] or 1
-    padding = given[4]
+    dilation, groups = _each(arguments[5], 1, axes), arguments[6] or 1
+    padding = arguments[4]
     extra: tuple[int, ...] = ()
     if padding == "valid":
         padding = 0
@@ -62,7 +62,7 @@ def geometry_of(node: Node, weight_shape: Sequence[int]) -> ConvolutionGeometry:
 
 
 def _each(value: Any, default: int, axes: int) -> list[int]:
-    """One number for each axis."""
+    """Return one number for each axis."""
     if value is None or value in ([], ()):
         return [default] * axes
     values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -70,7 +70,8 @@ def _each(value: Any, default: int, axes: int) -> list[int]:
 
 
 def _same_padding(extents: Sequence[int], dilation: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
-    """Even parts by the convolution itself; where the sum is odd, one more zero at the far end beforehand."""
+    """Return the padding by the convolution itself, even on both sides, and, where the sum is odd, one more zero at the
+    far end."""
     totals = [step * (extent - 1) for extent, step in zip(extents, dilation, strict=True)]
     extra = tuple(number for total in reversed(totals) for number in (0, total % 2))
     return [total // 2 for total in totals], extra if any(extra) else ()

@@ -1,4 +1,4 @@
-"""How a convolution is run: under a kernel's flags, group by group, or as a product of matrices."""
+"""Calls that run a convolution: under a kernel's flags, group by group, or as a product of matrices."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 _aten = torch.ops.aten
 _MOST_GROUPS = 16
-"""More groups than these (a depthwise convolution has one for each channel) are not run one after another."""
+"""The most groups that are run one after another; a depthwise convolution has one for each channel."""
 
 
 def takes_format(graph: Graph, node: Node) -> bool:
-    """Whether an operator can be told to run in channels_last: a convolution over pictures or volumes."""
+    """Return whether an operator can run in channels_last: a convolution over pictures or volumes."""
     return node.target in ops.CONVOLUTION and convolution_rank(graph, node) in CHANNELS_LAST
 
 
 class _Convolution(torch.autograd.Function):
-    """aten.convolution and its backward, both under a kernel's flags."""
+    """The function aten.convolution and its backward, both under a kernel's flags."""
 
     @staticmethod
     def forward(
@@ -65,11 +65,11 @@ class _Convolution(torch.autograd.Function):
                 gradient, data, weight, ctx.bias_shape, g.stride, g.padding, g.dilation, g.transposed,
                 g.output_padding, g.groups, mask,
             )  # fmt: skip
-        return (*(part if wanted else None for part, wanted in zip(gradients, mask)), None, None)
+        return (*(part if is_needed else None for part, is_needed in zip(gradients, mask)), None, None)
 
 
 def convolution_call(graph: Graph, node: Node, kernel: Kernel) -> Call:
-    """A convolution that converts its input where needed and runs by a kernel."""
+    """Return a call of a convolution that converts its input where needed and runs by a kernel."""
     channels_last = kernel.channels_last and takes_format(graph, node)
     geometry = geometry_of(node, graph.network.weights[weight_name(node)].shape)
     if kernel.is_plain:
@@ -77,16 +77,18 @@ def convolution_call(graph: Graph, node: Node, kernel: Kernel) -> Call:
         may_go_by_groups = channels_last and convolution_rank(graph, node) == 4 and goes_by_groups(geometry.groups)
         may_go_by_groups = may_go_by_groups and not geometry.transposed and not geometry.extra_padding
 
-        def formatted(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
+        def formatted(
+            data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *arguments: Any
+        ) -> Any:
             data, weight = reformat(data, channels_last), reformat(weight, channels_last)
             if may_go_by_groups and not torch.is_grad_enabled():
                 g = geometry
                 return by_groups(data, weight, bias, g.stride, g.padding, g.dilation, g.groups)
-            return operator(data, weight, bias, *rest)
+            return operator(data, weight, bias, *arguments)
 
         return formatted
 
-    def flagged(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *rest: Any) -> Any:
+    def flagged(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *arguments: Any) -> Any:
         data = reformat(data, channels_last)
         if geometry.extra_padding:
             data = reformat(torch.constant_pad_nd(data, geometry.extra_padding), channels_last)
@@ -101,8 +103,11 @@ def _has_acl() -> bool:
 
 
 def goes_by_groups(groups: int) -> bool:
-    """Whether oneDNN is given a convolution at rest group by group: on Arm it computes dense ones by the Arm Compute
-    Library, which has none in groups, and its own take up to seven times as long."""
+    """Return whether a convolution at rest is given to oneDNN group by group.
+
+    On Arm oneDNN computes dense convolutions by the Arm Compute Library, which has no grouped ones; oneDNN's own
+    kernels for those take up to seven times as long.
+    """
     return 1 < groups <= _MOST_GROUPS and _has_acl()
 
 
@@ -110,7 +115,7 @@ def by_groups(
     data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int,
 ) -> torch.Tensor:  # fmt: skip
-    """A convolution in groups as that many dense ones in channels_last, one after another."""
+    """Return a convolution in groups, computed as that many dense ones in channels_last, one after another."""
     biases = [None] * groups if bias is None else bias.chunk(groups)
     made = [
         torch.conv2d(
@@ -122,7 +127,8 @@ def by_groups(
 
 
 def product(data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: Any) -> torch.Tensor:
-    """A convolution of single pixels: rows of channels times a matrix. The result is a view: do not write over it."""
+    """Return a convolution of single pixels, computed as rows of channels times a matrix. The result is a view: do not
+    write over it."""
     rows = reformat(data, True).movedim(1, -1)
     made: torch.Tensor = _aten.linear.default(rows, weight.flatten(1), bias)
     return made.movedim(-1, 1)

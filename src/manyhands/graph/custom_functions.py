@@ -28,12 +28,12 @@ from manyhands.graph.sizes import at
 from manyhands.graph.unsupported import refuse_tensor_hook
 
 INCOMING = 2.0**-77
-"""What stands for an incoming gradient is filled with this number, which nobody writes: convert.py looks for it."""
+"""Stand-ins for an incoming gradient are filled with this number, which no user writes: convert.py looks for it."""
 
 
 @contextmanager
 def with_gradients(met: list[str]) -> Iterator[None]:
-    """Within this context, custom functions are written in operators that have their gradients. The names of those
+    """Write custom functions, within this context, in operators that have their gradients. The names of those
     that were called are added to `met`.
 
     `Function.apply` is often bound to a name long before (`reverse = Reverse.apply`), so it is the method which `apply`
@@ -59,7 +59,7 @@ def with_gradients(met: list[str]) -> Iterator[None]:
 
 
 class _Context:
-    """The `ctx` of a function: whatever its forward writes on it, and what torch's own offers."""
+    """The `ctx` of a function: it holds whatever the function's forward writes on it, and what torch's own offers."""
 
     saved_tensors: tuple[Any, ...] = ()
     materialize_grads = True
@@ -73,7 +73,7 @@ class _Context:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """For forward-mode derivatives, which training does not use."""
+        """Do nothing: forward-mode derivatives are not used in training."""
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         self.constant.update(map(id, tensors))
@@ -112,13 +112,13 @@ def _needs_gradient(argument: Any) -> bool:
 def _with_gradient(
     function: Any, context: _Context, arguments: tuple[Any, ...], values: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What forward made, each with the term whose gradient is the function's own."""
+    """Return what forward made, each with the term whose gradient is the function's own."""
     incoming = [
         torch.full_like(v, INCOMING).requires_grad_() if _is_differentiable(v, context) else _no_gradient(v, context)
         for v in values
     ]
-    wanted = [g for g in incoming if g is not None and g.requires_grad]
-    if not wanted:
+    with_gradient = [g for g in incoming if g is not None and g.requires_grad]
+    if not with_gradient:
         return values
     gradients = _backward(function, context, incoming, len(arguments))
     pairs = [(b, a - a.detach()) for a, b in zip(arguments, gradients) if _needs_gradient(a) and b is not None]
@@ -131,10 +131,10 @@ def _with_gradient(
     if not pairs:
         return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in values)
     terms = torch.autograd.grad(
-        [gradient for gradient, _ in pairs], wanted, [carrier for _, carrier in pairs], create_graph=True,
+        [gradient for gradient, _ in pairs], with_gradient, [carrier for _, carrier in pairs], create_graph=True,
         allow_unused=True,
     )  # fmt: skip
-    by_gradient = dict(zip(map(id, wanted), terms))
+    by_gradient = dict(zip(map(id, with_gradient), terms))
     added = [by_gradient.get(id(g)) if g is not None else None for g in incoming]
     return tuple(v if term is None else v + term for v, term in zip(values, added))
 
@@ -144,36 +144,37 @@ def _is_differentiable(value: Any, context: _Context) -> bool:
 
 
 def _no_gradient(value: Any, context: _Context) -> torch.Tensor | None:
-    """What a backward gets for an output that has no gradient."""
+    """Return what a backward gets for an output that has no gradient."""
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) and context.materialize_grads else None
 
 
 def _backward(function: Any, context: _Context, incoming: list[torch.Tensor | None], inputs: int) -> tuple[Any, ...]:
-    """The gradients of the inputs, recorded by autograd (which `once_differentiable` would prevent)."""
+    """Return the gradients of the inputs, recorded by autograd (which `once_differentiable` would prevent)."""
     try:
         with torch.enable_grad():
-            found = _backward_of(function)(context, *incoming)
+            returned = _backward_of(function)(context, *incoming)
     except CaptureFailed:
         raise
     except Exception as error:  # the function is the user's: anything may go wrong in it
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise _refused(function, f"has a backward that cannot be traced ({reason})", "Write it in torch.") from error
-    gradients = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    gradients = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     return (*gradients, *(None for _ in range(inputs - len(gradients))))
 
 
 def _backward_of(function: Any) -> Any:
-    """torch takes a function's derivative by either name. What `once_differentiable` puts around it is taken off."""
+    """Return a function's derivative, which torch takes by either name. The wrapper of `once_differentiable` is
+    removed."""
     is_vjp = function.vjp is not autograd_function._SingleLevelFunction.vjp
     return inspect.unwrap(function.vjp if is_vjp else function.backward)
 
 
-def _refused(function: Any, what: str, hint: str) -> CaptureFailed:
-    return CaptureFailed(f"The autograd function {function.__name__} {what}.{at(_place(function))}", hint=hint)
+def _refused(function: Any, reason: str, hint: str) -> CaptureFailed:
+    return CaptureFailed(f"The autograd function {function.__name__} {reason}.{at(_place(function))}", hint=hint)
 
 
 def _place(function: Any) -> str:
-    """File and line of a function's backward."""
+    """Return the file and line of a function's backward."""
     try:
         method = _backward_of(function)
         return f"{inspect.getsourcefile(method)}:{inspect.getsourcelines(method)[1]}"

@@ -132,7 +132,7 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
 
 
 def _writes(node: Node) -> tuple[str, ...]:
-    """Buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
+    """Return the buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
     if node.updates:
         return (node.updates,)
     keeps = node.target in ("aten.batch_norm.default", "aten.instance_norm.default") and node.arguments[5]
@@ -149,7 +149,7 @@ def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
 
 @dataclass
 class _Saved:
-    """Storages held for backward; each counts once, for the operator that held it first."""
+    """The storages held for backward; each counts once, for the operator that held it first."""
 
     known: dict[int, Any]
     bytes: int = 0
@@ -166,7 +166,7 @@ def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
     """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are fake.
 
     Recurrent layers are counted as torch's own kernels hold them. oneDNN's, which run them in float32 on a CPU, hold a
-    workspace of their own that no fake tensor shows: two to five times as much. Only measuring tells.
+    workspace of their own that no fake tensor shows: two to five times as much. Only measuring shows it.
     """
     if not graph.nodes:
         return []

@@ -1,6 +1,6 @@
-"""Graph <-> plain document (dicts, lists, texts, numbers), for disk and wire.
+"""Conversion between a graph and a plain document (dicts, lists, texts, numbers), for disk and wire.
 
-What is read is taken for hostile: document_reader.py checks it before anything is allocated, check.py before it is run.
+Input is assumed to be hostile: document_reader.py checks it before anything is allocated, check.py before it is run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """The graph without its weights' values."""
+    """Return the graph as a document, without its weights' values."""
     encoded = msgspec.json.encode(
         {
             "version": VERSION,
@@ -42,7 +42,7 @@ def to_document(graph: Graph) -> dict[str, Any]:
 
 
 def state_of(graph: Graph) -> dict[str, torch.Tensor]:
-    """The weights' values of the graph and its loss, in one dict."""
+    """Return the weights' values of the graph and its loss, in one dict."""
     state = dict(graph.state)
     if graph.loss is not None:
         state.update({LOSS_PREFIX + name: tensor for name, tensor in graph.loss.state.items()})
@@ -50,7 +50,7 @@ def state_of(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def from_document(document: object, state: Mapping[str, torch.Tensor]) -> Graph:
-    """The graph a document and its weights stand for, or BadGraph saying what is wrong with them."""
+    """Return the graph that a document and its weights stand for, or raise BadGraph saying what is wrong with them."""
     graph = read_document(document)
     check_state(graph, state)
     loss = graph.loss

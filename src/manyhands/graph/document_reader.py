@@ -1,4 +1,4 @@
-"""Document -> Graph without weights. What is read is taken for hostile.
+"""Reads a document into a Graph without weights. Input is assumed to be hostile.
 
 Sizes, names, records and the types of arguments are checked here, before anything is allocated or run; shapes are
 checked by check.py.
@@ -37,12 +37,12 @@ from manyhands.graph.trees import tree_leaves
 
 VERSION = 1
 LOSS_PREFIX = "__loss__/"
-"""Before the names of the loss's own weights, where they lie beside the network's."""
+"""The prefix of the names of the loss's own weights, where they lie beside the network's."""
 _RECORDS: dict[str, type[Value] | type[Weight] | type[SampleCount] | type[Enum] | type[Special]] = {
     "value": Value, "weight": Weight, "samples": SampleCount, "enum": Enum, "float": Special,
 }  # fmt: skip
 _ENUMS = frozenset(DTYPE_BYTES) | frozenset(ops.MEMORY_FORMATS)
-# Where a tensor lives is decided by whoever runs the graph; 'out' and 'generator' would reach around it.
+# Where a tensor lives is decided where the graph is run; 'out' and 'generator' would reach around it.
 _REFUSED_OPTIONS = frozenset({"device", "pin_memory", "layout", "out", "generator"})
 
 
@@ -76,7 +76,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def weights_in(graph: Graph) -> dict[str, WeightSpec]:
-    """Every weight of the graph and its loss under the name it is stored by."""
+    """Return every weight of the graph and its loss under the name it is stored by."""
     specs = {spec.name: spec for spec in graph.weights}
     if graph.loss is not None:
         for spec in graph.loss.weights:
@@ -88,7 +88,8 @@ def weights_in(graph: Graph) -> dict[str, WeightSpec]:
 
 
 def read_document(document: object) -> Graph:
-    """The graph without weights: sizes, names, records and types of arguments are checked, shapes are not yet."""
+    """Return the graph without weights: sizes, names, records and types of arguments are checked, shapes are not
+    yet."""
     try:
         graph = _graph(document, is_loss=False)
     except (ValueError, RecursionError, OverflowError) as error:  # e.g. numbers too long to be printed
@@ -142,7 +143,8 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
 
 
 def _loss_combination(raw: _Document) -> LossCombination | Literal[""]:
-    """How the loss combines over samples; a document that does not say so may not share its samples out."""
+    """Return how the loss combines over samples; where a document does not say so, its samples may not be shared
+    out."""
     if raw.loss is None:
         if raw.loss_combination:
             refuse("loss_combination", f"{raw.loss_combination!r:.80} of a graph without a loss")
@@ -171,7 +173,7 @@ def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:
 
 
 def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, TensorSpec]:
-    """The graph's inputs by name; they must be the leaves of the input tree."""
+    """Return the graph's inputs by name; they must be the leaves of the input tree."""
     tensors: dict[str, TensorSpec] = {}
     check_count(len(raw.inputs), LARGEST_LIST, "inputs")
     for spec in raw.inputs:
@@ -191,7 +193,7 @@ def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, Tens
 
 
 def _nodes(raw: list[_Node], tensors: dict[str, TensorSpec], weights: Mapping[str, WeightSpec]) -> tuple[Node, ...]:
-    """The nodes in order; `known` grows by what they make."""
+    """Return the nodes in order, and add what they make to `tensors`."""
     nodes: list[Node] = []
     names: set[str] = set()
     for raw_node in raw:
@@ -220,8 +222,8 @@ def _nodes(raw: list[_Node], tensors: dict[str, TensorSpec], weights: Mapping[st
 def _node(raw: _Node, place: str) -> Node:
     if not raw.target.isascii() or raw.target not in ops.ALLOWED or ops.resolve(raw.target) is None:
         refuse(place, f"operator {raw.target!r:.80} is not on the list of operators manyhands runs")
-    for text, what in ((raw.module, "module"), (raw.where, "where"), (raw.updates, "updates")):
-        check_text(text, f"{place}, {what}")
+    for text, field in ((raw.module, "module"), (raw.where, "where"), (raw.updates, "updates")):
+        check_text(text, f"{place}, {field}")
     refused = _REFUSED_OPTIONS.intersection(raw.options)
     if refused:
         refuse(place, f"option {sorted(refused)[0]!r} is not taken")
@@ -229,10 +231,10 @@ def _node(raw: _Node, place: str) -> Node:
     returns = schema.returns
     is_list = len(returns) > 1 or str(returns[0].type) != "Tensor"
     check_count(len(raw.outputs), LARGEST_LIST, f"{place}, outputs")
-    wanted = len(returns) if len(returns) > 1 else len(raw.outputs) if is_list else 1
-    if raw.several != is_list or len(raw.outputs) != wanted or not raw.outputs:
+    count = len(returns) if len(returns) > 1 else len(raw.outputs) if is_list else 1
+    if raw.several != is_list or len(raw.outputs) != count or not raw.outputs:
         refuse(place, f"says {len(raw.outputs)} outputs (several={raw.several}); {raw.target} returns "
-                f"{wanted or 'some'} (several={is_list})")  # fmt: skip
+                f"{count or 'some'} (several={is_list})")  # fmt: skip
     room = [LARGEST_LIST]
     arguments = tuple(_argument(item, room, 0, raw.target, place) for item in raw.arguments)
     options = {key: _argument(item, room, 0, raw.target, place) for key, item in raw.options.items()}
@@ -243,7 +245,7 @@ def _node(raw: _Node, place: str) -> Node:
 
 
 def _argument(raw: Any, room: list[int], depth: int, target: str, place: str) -> Argument:
-    """A literal, a list or a record; `room` counts down the items a node may still have."""
+    """Return a literal, a list or a record; `room` counts down the items a node may still have."""
     room[0] -= 1
     if room[0] < 0 or depth > DEEPEST_NESTING:
         limit = f"{LARGEST_LIST} items" if room[0] < 0 else f"{DEEPEST_NESTING} lists inside each other"

@@ -1,4 +1,4 @@
-"""Calls torch.export on a module and hands its program to convert.py.
+"""Calls torch.export on a module and passes its program to convert.py.
 
 The module is called through a wrapper with a flat list of tensors, so that tensors, tuples, lists and dicts as inputs
 and outputs all come out as named leaves in a known order.
@@ -35,10 +35,10 @@ class LossModule(nn.Module):
 
 
 class _Flat(nn.Module):
-    """Calls `inner` with arguments rebuilt from a flat list; notes the shape of what it returns.
+    """A module that calls `inner` with arguments rebuilt from a flat list, and notes the shape of what it returns.
 
     Buffers that `inner` assigns anew are put back as they were, and their new values returned after the outputs.
-    `note` is a function since torch.export undoes what tracing assigned to attributes.
+    `note` is a function, since torch.export undoes what tracing assigned to attributes.
     """
 
     def __init__(self, inner: nn.Module, trees: list[Any], note: Callable[[Any, list[str]], None]) -> None:
@@ -68,7 +68,7 @@ class _Flat(nn.Module):
 
 
 def _new_buffer(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor:
-    """What forward assigned to a buffer, if the buffer can hold it."""
+    """Return what forward assigned to a buffer, if the buffer can hold it."""
     if old is not None and new is not None and new.dtype == old.dtype and new.dim() == old.dim():
         sizes = tuple(new.shape)
         if all(isinstance(size, int) for size in sizes) and sizes == tuple(old.shape):
@@ -81,7 +81,7 @@ def _new_buffer(name: str, old: torch.Tensor | None, new: torch.Tensor | None) -
 
 
 def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str, str]:
-    """'#0' -> 'input_ids': names a person recognises, from forward's signature and the dict's keys."""
+    """Return '#0' -> 'input_ids': names that a user recognises, from forward's signature and the dict's keys."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     names: dict[str, str] = {}
 
@@ -103,11 +103,11 @@ def _input_names(module: nn.Module, positional: Any, keywords: Any) -> dict[str,
     return names
 
 
-def _plain_name(text: str, taken: Collection[str]) -> str:
-    """Letters, digits, '_' and '.' only, and no name twice."""
+def _plain_name(text: str, used_names: Collection[str]) -> str:
+    """Return a name of letters, digits, '_' and '.' only that is not used yet."""
     plain = "".join(c if c in "_." or (c.isascii() and c.isalnum()) else "_" for c in text) or "input"
     name, count = plain, 2
-    while name in taken:
+    while name in used_names:
         name, count = f"{plain}_{count}", count + 1
     return name
 
@@ -122,8 +122,8 @@ def export_module(
     granularity: str,
     is_loss: bool = False,
 ) -> tuple[Graph, Any]:
-    """The graph, and an example of what the module returns (for the loss). Custom autograd functions that it calls are
-    added to `functions`, by name."""
+    """Return the graph, and an example of what the module returns (for the loss). Custom autograd functions that it
+    calls are added to `functions`, by name."""
     leaves: list[torch.Tensor] = []
     trees = [flattened(positional, leaves, "the input"), flattened(keywords, leaves, "the input")]
     batch = batch_of(leaves)
@@ -144,8 +144,8 @@ def export_module(
     except Exception as error:
         with last_entered(module) as entered:
             fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), shapes))
-        given = ", ".join(shape_text(leaf.shape) for leaf in leaves)
-        raise explain(error, module, fixed, entered, given, is_loss=is_loss) from error
+        shape_list = ", ".join(shape_text(leaf.shape) for leaf in leaves)
+        raise explain(error, module, fixed, entered, shape_list, is_loss=is_loss) from error
     names = _input_names(module, *trees)
     output_tree, assigned = returned[-1]
     graph = convert(

@@ -1,4 +1,4 @@
-"""What to tell a person whose module torch.export cannot capture: the line, the reason and what to change."""
+"""The error for a module that torch.export cannot capture: the line, the reason and what to change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from manyhands.graph.sizes import at
 from manyhands.graph.user_code import causes, is_library, user_frames
 
 _DEPENDS = ("DataDependent", "ConstraintViolation", "Unbacked")
-"""Parts of the names of torch's errors about values or sizes that tracing does not know."""
+"""Parts of the names of torch's errors about values or sizes that are unknown while tracing."""
 
 
 def explain(
-    error: Exception, module: nn.Module, fixed: str, entered: Entered, given: str, *, is_loss: bool
+    error: Exception, module: nn.Module, fixed: str, entered: Entered, shapes: str, *, is_loss: bool
 ) -> CaptureFailed:
     """Return an error that names the line in the user's code and the first line of torch's own message."""
     forward = inspect.unwrap(type(module).forward)
@@ -43,10 +43,10 @@ def explain(
         )
     elif entered.layer is not None:
         hint = (
-            f"The data gives {given}, of which {entered}. Give samples of the shape that the network was made for, "
+            f"The data gives {shapes}, of which {entered}. Give samples of the shape that the network was made for, "
             "or change that layer."
         )
     else:
-        hint = f"Does {'the loss' if is_loss else 'the module'} itself run on {given}, as the data gives it?"
-    what = "the loss" if is_loss else type(module).__name__
-    return CaptureFailed(f"torch.export cannot capture {what}: {reason}{at(place)}", hint=hint)
+        hint = f"Does {'the loss' if is_loss else 'the module'} itself run on {shapes}, as the data gives it?"
+    subject = "the loss" if is_loss else type(module).__name__
+    return CaptureFailed(f"torch.export cannot capture {subject}: {reason}{at(place)}", hint=hint)

@@ -1,9 +1,10 @@
-"""A graph at rest: batch norms that follow a convolution become part of its weights (DECNN Eq. 1 has constants only).
+"""Folds batch norms that follow a convolution into its weights, in a graph at rest (DECNN Eq. 1 has constants only). 1
+has constants only).
 
     conv ── batch norm ── relu          w·x          ·γ/√(var+ε) + β − mean·γ/√(var+ε)
     conv ──────────────── relu          (γw/√…)·x + (β + (b − mean)·γ/√…)
 
-Nothing of it is approximated; sums are rounded in another order. For inference only: running statistics are constants.
+Nothing is approximated; sums are rounded in another order. For inference only: running statistics are constants.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def _may_fold(graph: Graph, maker: Node, norm: Node, uses: Counter[str]) -> bool
     ):
         return False
     weights = (*weights_of(maker), *weights_of(norm))
-    given = all(argument is None or isinstance(argument, Weight) for argument in maker.arguments[1:3])
-    return given and isinstance(maker.arguments[1], Weight) and all(uses[name] == 1 for name in weights)
+    are_weights = all(argument is None or isinstance(argument, Weight) for argument in maker.arguments[1:3])
+    return are_weights and isinstance(maker.arguments[1], Weight) and all(uses[name] == 1 for name in weights)
 
 
 def _folded(maker: Node, norm: Node, state: dict[str, torch.Tensor]) -> Node:
-    """The convolution that makes what the batch norm made; its bias takes the place of the batch norm's."""
+    """Return the convolution that makes what the batch norm made; its bias takes the place of the batch norm's."""
     gamma, beta, mean, variance = (state[argument.name] for argument in norm.arguments[1:5])
     scale = gamma / torch.sqrt(variance + norm.arguments[7])
     weight, bias = maker.arguments[1], maker.arguments[2] if len(maker.arguments) > 2 else None

@@ -1,4 +1,5 @@
-"""Which line of whose code made a node of an exported program: torch.export notes lines of `forward` methods alone."""
+"""Finds which line of whose code made a node of an exported program: torch.export notes lines of `forward` methods
+only."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from torch.fx.proxy import TracerBase
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep  # torchvision is not torch
 _HERE = str(Path(__file__).parent.parent) + os.sep
-_MODELS = _HERE + "models" + os.sep  # written as anybody's
+_MODELS = _HERE + "models" + os.sep  # written as a user's own would be
 _FILTER = "_filter_traceback_frames"
 
 
 def is_torchs_or_ours(filename: str) -> bool:
-    """Whether a file is of torch, or of manyhands: neither is where a user's line is."""
+    """Return whether a file belongs to torch or to manyhands: a user's line is in neither."""
     return filename.startswith(_TORCH) or (filename.startswith(_HERE) and not filename.startswith(_MODELS))
 
 
 @contextlib.contextmanager
 def whole_stacks() -> Iterator[None]:
-    """Lets torch.export note the lines of functions that `forward` calls too, and of losses, which have no `forward`.
+    """Make torch.export also note the lines of functions that `forward` calls, and of losses, which have no `forward`.
 
-    A version of torch without this hook notes what it does.
+    A version of torch without this hook notes what it usually does.
     """
     before = getattr(TracerBase, _FILTER, None)
     if before is None:
@@ -41,6 +42,7 @@ def whole_stacks() -> Iterator[None]:
 
 
 def _below_forward(tracer: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-    """The frames of the first `forward` and what it calls that are not torch's: those above belong to the caller."""
+    """Return the frames of the first `forward` and what it calls that are not torch's: those above belong to the
+    caller."""
     first = next((place for place, frame in enumerate(stack) if frame.name == "forward"), len(stack))
-    return traceback.StackSummary.from_list([one for one in stack[first:] if not is_torchs_or_ours(one.filename)])
+    return traceback.StackSummary.from_list([frame for frame in stack[first:] if not is_torchs_or_ours(frame.filename)])

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class Graph(msgspec.Struct, frozen=True, dict=True):
-    """Nodes in topological order. `state` holds the weights and is stored apart (store.py)."""
+    """A captured network: nodes in topological order, with inputs, outputs and weights. `state` holds the weights and
+    is stored apart (store.py)."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
     input_tree: Any
-    """How the user passes inputs: a list of positional trees and a dict of keyword trees; leaves are input names."""
+    """The structure of the inputs: a list of positional trees and a dict of keyword trees; leaves are input names."""
     output_tree: Any
-    """What the module returns: a leaf name, a list, or a dict."""
+    """The structure that the module returns: a leaf name, a list, or a dict."""
     nodes: tuple[Node, ...]
     weights: tuple[WeightSpec, ...]
     aliases: dict[str, str]
@@ -35,7 +36,7 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
     granularity: str = "blocks"
     loss: Graph | None = None
     loss_combination: LossCombination | Literal[""] = ""
-    """How the loss combines over samples (loss.py); "" where there is no loss."""
+    """The way in which the loss combines over samples (loss.py); "" where there is no loss."""
     penalties: tuple[str, ...] = ()
     """Tensors made from weights alone that only the loss reads (penalties.py)."""
 
@@ -60,5 +61,5 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def loss_tree(self) -> Any:
-        """What the loss takes as its first argument: what the module returns, with the penalties if there are any."""
+        """The first argument of the loss: what the module returns, with the penalties if there are any."""
         return [self.output_tree, list(self.penalties)] if self.penalties else self.output_tree

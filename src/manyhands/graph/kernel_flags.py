@@ -10,7 +10,8 @@ from manyhands.facts.profile import Kernel
 
 
 class Flags:
-    """oneDNN off and the number of threads, as a kernel asks; the process' own again on leaving, however one leaves."""
+    """A context that turns oneDNN off and sets the number of threads, as a kernel asks, and always restores the
+    process's own."""
 
     __slots__ = ("kernel", "onednn_before", "threads_before")
 

@@ -42,11 +42,11 @@ _VIEWS = {
     "aten._unsafe_view.default": _aten.reshape.default,
     "aten.view_as.default": _aten.reshape_as.default,
 }
-"""Views of a channels_last tensor may need a copy."""
+"""View -> the operator that copies where a channels_last tensor has no such view."""
 
 
 def takes_product(graph: Graph, node: Node) -> bool:
-    """Whether an operator is a convolution of single pixels, each of which counts: a product of matrices."""
+    """Return whether an operator is a convolution of single pixels, each of which is read: a product of matrices."""
     if not takes_format(graph, node) or "transpose" in node.target:
         return False
     shape = graph.network.weights[weight_name(node)].shape
@@ -57,7 +57,8 @@ def takes_product(graph: Graph, node: Node) -> bool:
 
 
 def packable(graph: Graph) -> frozenset[str]:
-    """Convolutions whose weights can stay as oneDNN lays them out: over pictures, in float32, a weight for each."""
+    """Return the convolutions whose weights can stay as oneDNN lays them out: over pictures, in float32, one weight
+    each."""
     if not can_pack():
         return frozenset()
     uses = Counter(name for node in graph.nodes for name in weights_of(node))
@@ -72,14 +73,15 @@ def packable(graph: Graph) -> frozenset[str]:
 
 
 def takes_flags(graph: Graph, node: Node) -> bool:
-    """Whether oneDNN and the number of threads can be chosen for an operator."""
+    """Return whether oneDNN and the number of threads can be chosen for an operator."""
     return (node.target in ops.CONVOLUTION and convolution_rank(graph, node) > 0) or node.target in ops.RECURRENT | {
         _LINEAR
     }
 
 
 def kernel_calls(graph: Graph, choice: Mapping[str, Kernel]) -> dict[str, Call]:
-    """Callables for `Piece(graph, weights, kernels=...)`. Operators at PyTorch's default are absent: no wrapper."""
+    """Return callables for `Piece(graph, weights, kernels=...)`. Operators at PyTorch's default are absent, and have no
+    wrapper."""
     any_channels_last = any(kernel.channels_last for kernel in choice.values())
     may_be_packed = packable(graph) if any(kernel.packed for kernel in choice.values()) else ()
     calls: dict[str, Call] = {}
@@ -109,21 +111,21 @@ def store_weights(graph: Graph, weights: Weights, choice: Mapping[str, Kernel]) 
 
     A weight read in both formats, or outside convolutions, is kept contiguous.
     """
-    wanted: dict[str, set[bool]] = {}
+    formats_by_name: dict[str, set[bool]] = {}
     for node in graph.nodes:
         kernel = choice.get(node.name, Kernel())
         convolved = node.arguments[1] if takes_format(graph, node) else None
         for argument in node.arguments:
             if isinstance(argument, Weight):
-                wanted.setdefault(argument.name, set()).add(argument is convolved and kernel.channels_last)
-    for name, formats in wanted.items():
+                formats_by_name.setdefault(argument.name, set()).add(argument is convolved and kernel.channels_last)
+    for name, formats in formats_by_name.items():
         tensor = weights.tensors.get(name)
         if tensor is not None and tensor.dim() in CHANNELS_LAST:
             reformat_leaf(tensor, memory_format_of(tensor.dim(), formats == {True}))
 
 
 class _Linear(torch.autograd.Function):
-    """aten.linear and its backward, both under a kernel's flags."""
+    """The function aten.linear and its backward, both under a kernel's flags."""
 
     @staticmethod
     def forward(
@@ -154,7 +156,8 @@ def _linear(kernel: Kernel) -> Call:
 
 
 def _recurrent(node: Node, kernel: Kernel) -> Call:
-    """Forward alone decides: what it records for backward are the native steps or oneDNN's layer."""
+    """Return a call of a recurrent operator under a kernel's flags, which matter in forward alone: it records for
+    backward either the native steps or oneDNN's layer."""
     operator = ops.resolve(node.target)
 
     def call(*arguments: Any) -> Any:

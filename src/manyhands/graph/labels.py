@@ -1,4 +1,5 @@
-"""Class numbers in a target: which parts of it a loss takes for them, and whether all of them are classes there are."""
+"""Class numbers in a target: finds the parts that a loss takes as class numbers, and checks that those classes
+exist."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _WHOLE_VIEWS = frozenset({
     "view", "reshape", "view_as", "reshape_as", "_unsafe_view", "flatten", "unflatten", "permute", "transpose", "t",
     "unsqueeze", "squeeze", "movedim", "swapaxes", "clone", "contiguous", "alias", "detach", "to", "_to_copy",
 })  # fmt: skip
-"""Every value of their input is one of their output: a wrong label in a target is a wrong label in the loss."""
+"""Operators that keep every value of their input: a wrong label in a target is a wrong label in the loss."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class ClassLabels:
     leaf: str
     """The loss's input."""
     outputs: int
-    """How many classes the network's output has."""
+    """The number of classes of the network's output."""
     ignored: int
     """The number that stands for no class."""
 
     def wrong(self, target: torch.Tensor) -> tuple[int, int] | None:
-        """The place along the first axis, and the value, of the first label that is no class."""
+        """Return the place along the first axis, and the value, of the first label that is no class."""
         if target.is_meta or target.numel() == 0:
             return None
         numbers = target.long()
@@ -48,7 +49,7 @@ class ClassLabels:
 
 
 def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
-    """The parts of the target that a captured loss takes as class numbers, as they are."""
+    """Return the parts of the target that a captured loss takes as class numbers, as they are."""
     specs = {spec.name: spec for spec in loss.inputs}
     specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
     makers = {spec.name: node for node in loss.nodes for spec in node.outputs}
@@ -81,16 +82,16 @@ def check_labels(graph: Graph, target: Any, which: str = "The targets") -> None:
     check_leaves(labels, bind_inputs(graph.loss, (blank, target)), which)
 
 
-def check_leaves(labels: tuple[ClassLabels, ...], given: Mapping[str, Any], which: str) -> None:
+def check_leaves(labels: tuple[ClassLabels, ...], targets: Mapping[str, Any], which: str) -> None:
     """Check targets given by the names of the loss's inputs."""
     for part in labels:
-        wrong = part.wrong(given[part.leaf])
+        wrong = part.wrong(targets[part.leaf])
         if wrong is not None:
             sample, label = wrong
             hint = f"Number the classes from 0, or give the network {label + 1} outputs."
             if label < 0:
                 hint = f"Number the classes from 0; what is to be left out has the label {part.ignored} (ignore_index)."
-            if given[part.leaf].dim() == 1:
+            if targets[part.leaf].dim() == 1:
                 expression = f"[i for i, (_, y) in enumerate(data) if not 0 <= y < {part.outputs}]"
                 hint += f" All of them, of a data set of pairs: {expression}"
             raise BadData(

@@ -1,4 +1,4 @@
-"""How large anything in a graph from outside may be, and the checks that say so before memory is taken."""
+"""Limits on the size of everything in a graph from outside, and checks of them before memory is allocated."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ LARGEST_WEIGHT_BYTES = 2**38
 LARGEST_TEXT = 1024
 LARGEST_INTEGER = 2**40
 LARGEST_LIST = 4096
-"""Items in one node's arguments, outputs of one node, leaves of an input or output tree."""
+"""The most items in one node's arguments, outputs of one node, or leaves of an input or output tree."""
 DEEPEST_NESTING = 8
 
 _INT64 = 2**63
 
 
-def refuse(place: str, what: str) -> NoReturn:
-    raise BadGraph(f"The graph is refused: {place}: {what}.")
+def refuse(place: str, problem: str) -> NoReturn:
+    raise BadGraph(f"The graph is refused: {place}: {problem}.")
 
 
 def check_integer(number: int, target: str, place: str) -> None:
-    """Sizes are bounded; the ends of int64 stand for 'to the end' in a slice, and are values elsewhere."""
+    """Refuse an integer that is too large; the ends of int64 stand for 'to the end' in a slice, and are values
+    elsewhere."""
     is_end = number in (_INT64 - 1, -_INT64) and (target in ops.POINTWISE or target == "aten.slice.Tensor")
     if abs(number) > LARGEST_INTEGER and not is_end:
         refuse(place, f"integer {str(number)[:40]} is larger than {LARGEST_INTEGER}")

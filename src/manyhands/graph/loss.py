@@ -1,11 +1,11 @@
-"""How a loss combines over samples: what the losses of the shares of a batch say about the loss of the whole batch.
+"""The way in which a loss combines over samples: how the losses of the shares of a batch give the loss of the batch.
 
     mean     loss(batch) = sum of n_i / N * loss(share_i)     F.cross_entropy, F.mse_loss
     sum      loss(batch) = sum of loss(share_i)               reduction="sum"
     whole    neither: all samples must be in one place        class weights, a masked mean, RMSE, a contrastive loss
 
-Numbers alone cannot tell: weights of classes look like a mean where all example targets are alike. So a walk over the
-graph proves it from what each operator does, for any data (loss_proof.py), and a run on drawn data must agree
+Numbers alone cannot show it: weights of classes look like a mean where all example targets are alike. So a walk over
+the graph proves it from what each operator does, for any data (loss_proof.py), and a run on drawn data must agree
 (loss_trial.py). In doubt it is "whole".
 """
 
@@ -28,9 +28,9 @@ from manyhands.graph.trees import tree_leaves, tree_map
 def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
     """Return how `graph.loss` combines over samples. `outputs` and `target` are examples, as the loss takes them.
 
-    A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; whoever shares a batch
-    must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole".
-    An example target that names a class without an output is refused: the loss would fail on it, for another reason.
+    A mean-reduced cross entropy counts as a mean as long as no target is its ignored class; code that shares a batch
+    must look for it (has_ignored). If the example target has one, or there are two such classes, it is "whole". An
+    example target that names a class without an output is refused: the loss would fail on it, for another reason.
     """
     assert graph.loss is not None, "the graph was captured without a loss"
     check_labels(graph, target)
@@ -40,11 +40,11 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
         return "whole"
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
     examples = [torch.ones(made[name].shape, dtype=getattr(torch, made[name].dtype)) for name in graph.penalties]
-    given = bind_inputs(graph.loss, ([outputs, examples] if examples else outputs, target))
-    if _is_found(proof.ignored, given):
+    inputs = bind_inputs(graph.loss, ([outputs, examples] if examples else outputs, target))
+    if _is_found(proof.ignored, inputs):
         return "whole"
     with one_thread():
-        return proved if agrees(graph.loss, proved, given) else "whole"
+        return proved if agrees(graph.loss, proved, inputs) else "whole"
 
 
 def _penalties(graph: Graph) -> frozenset[str]:
@@ -79,6 +79,6 @@ def _ignored(graph: Graph) -> list[tuple[str, int]]:
     return proof.ignored
 
 
-def _is_found(ignored: list[tuple[str, int]], given: Mapping[str, torch.Tensor]) -> bool:
+def _is_found(ignored: list[tuple[str, int]], tensors: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a target holds its ignored class; class numbers given as floats are cut off, as the loss does."""
-    return any(bool((given[leaf].long() == number).any()) for leaf, number in ignored if not given[leaf].is_meta)
+    return any(bool((tensors[leaf].long() == number).any()) for leaf, number in ignored if not tensors[leaf].is_meta)

@@ -1,6 +1,6 @@
 """Proves from a loss's operators, for any data, how the loss combines over samples.
 
-The walk finds out what each tensor of the loss is as a function of the samples. See `loss` for what follows from it.
+The walk determines what each tensor of the loss is as a function of the samples. See `loss` for what follows from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from manyhands.graph.trees import tree_leaves
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a tensor is as a function of the samples, times the number of samples to some power.
+    """The kind of function of the samples that a tensor is, times the number of samples to some power.
 
     fixed     the same for any samples
     each      rows of samples, each made from its own sample only
@@ -56,7 +56,7 @@ _VIEWS = frozenset({
 })  # fmt: skip
 _PARTS = frozenset({"chunk", "split", "split_with_sizes", "unbind"})
 _LINEAR = _VIEWS | _CASTS | {"neg", "expand", "expand_as", "broadcast_to", "stack", "cat", "concat"}
-"""f(a + b) = f(a) + f(b) and f(2a) = 2f(a), for whole tensors."""
+"""Operators with f(a + b) = f(a) + f(b) and f(2a) = 2f(a), for whole tensors."""
 
 
 class LossProof:
@@ -72,7 +72,7 @@ class LossProof:
             spec.name: _EACH for spec in loss.inputs if spec.batch_axis == 0 and spec.rows_per_sample == 1
         } | dict.fromkeys(penalties, _FIXED)
         self.ignored: list[tuple[str, int]] = []
-        """Parts of the target with the class that a mean leaves out of them."""
+        """Parts of the target, each with the class that a mean leaves out."""
 
     def combination(self) -> LossCombination:
         outers: dict[str, int | None] = {}
@@ -94,7 +94,7 @@ class LossProof:
     def _kind(self, node: Node, mixes: bool) -> _Kind | None:
         if any(name not in self.kinds for name in values_of(node)):
             return None
-        given = [self.kinds[name] for name in values_of(node)]
+        kinds = [self.kinds[name] for name in values_of(node)]
         name, output = node.target.split(".")[1], node.outputs[0]
         if node.target in ("aten.mul.Tensor", "aten.mul.Scalar"):
             return self._product(node, 1)
@@ -105,24 +105,24 @@ class LossProof:
         if node.target in ops.LOSS:
             return self._loss_operator(node, mixes)
         if name == "arange":
-            return _Kind("numbers") if node.arguments == (SampleCount(1),) else self._fixed(node, given)
+            return _Kind("numbers") if node.arguments == (SampleCount(1),) else self._fixed(node, kinds)
         if name == "index" and self._picks_one_of_each(node):
             return _EACH
-        if (name in _LINEAR or node.target in _TOTALS) and len(set(given)) == 1 and not weights_of(node):
-            kind = self._linear(node, given[0], mixes)
+        if (name in _LINEAR or node.target in _TOTALS) and len(set(kinds)) == 1 and not weights_of(node):
+            kind = self._linear(node, kinds[0], mixes)
             if kind is not None:
                 return kind
-        if any(kind.what not in ("fixed", "each") or kind.power for kind in given):
+        if any(kind.what not in ("fixed", "each") or kind.power for kind in kinds):
             return None
         if output.batch_axis is None:
-            return self._fixed(node, given)
+            return self._fixed(node, kinds)
         if mixes or (name == "embedding" and _name(node.arguments[0])):
             return None  # an embedding's table is no weight: samples look each other up
         return _EACH
 
-    def _fixed(self, node: Node, given: list[_Kind]) -> _Kind | None:
-        """What is made of nothing but constants, and not of how many samples there are."""
-        if any(kind.what != "fixed" or kind.power for kind in given) or node.outputs[0].batch_axis is not None:
+    def _fixed(self, node: Node, kinds: list[_Kind]) -> _Kind | None:
+        """Return the kind of what is made of nothing but constants, and not of how many samples there are."""
+        if any(kind.what != "fixed" or kind.power for kind in kinds) or node.outputs[0].batch_axis is not None:
             return None
         if any(isinstance(record, SampleCount) for record in records_of(node)):
             return None
@@ -158,15 +158,16 @@ class LossProof:
         return _Kind("each" if "each" in (first.what, second.what) else "fixed", power)
 
     def _total(self, node: Node) -> _Kind | None:
-        """A sum of two. What is fixed is a mean over the samples of itself, or N times itself a sum."""
+        """Return the kind of a sum of two. A fixed summand is the mean over the samples of itself, and N times it is a
+        sum."""
         operands = self._operands(node)
         alpha = node.arguments[2] if len(node.arguments) > 2 else node.options.get("alpha", 1)
         if operands is None or not isinstance(alpha, (int, float)):
             return None
         first, second = operands
-        for kind, rest in ((first, second), (second, first)):
+        for kind, other in ((first, second), (second, first)):
             if kind.what == "fixed" and kind.is_zero:
-                return rest
+                return other
         if "sum" in (first.what, second.what):
             if "each" in (first.what, second.what):
                 return None
@@ -190,7 +191,7 @@ class LossProof:
         return kind if kind.what == "each" and not mixes else None
 
     def _picks_one_of_each(self, node: Node) -> bool:
-        """`x[torch.arange(len(x)), classes]`: every sample looks into its own row."""
+        """Return whether a node is `x[torch.arange(len(x)), classes]`: every sample looks into its own row."""
         source, indices = node.arguments[0], node.arguments[1]
         if not isinstance(source, Value) or self.kinds[source.name] != _EACH or node.outputs[0].batch_axis is None:
             return False
@@ -205,9 +206,9 @@ class LossProof:
 
     def _loss_operator(self, node: Node, mixes: bool) -> _Kind | None:
         name = node.target.split(".")[1]
-        given = [self.kinds[value] for value in values_of(node)]
+        kinds = [self.kinds[value] for value in values_of(node)]
         batched = [self.specs[value] for value in values_of(node) if self.kinds[value].what == "each"]
-        if any(kind.what not in ("fixed", "each") or kind.power for kind in given) or not batched:
+        if any(kind.what not in ("fixed", "each") or kind.power for kind in kinds) or not batched:
             return None
         if name in CLASS_LOSSES | _PAIRS:
             first = batched[0]
@@ -225,7 +226,7 @@ class LossProof:
         return _Kind("sum", -1) if reduction == 1 else _Kind("sum", 0) if reduction == 2 else None
 
     def _is_plain_mean(self, node: Node) -> bool:
-        """Whether a mean over classes divides by the number of targets, but for those of an ignored class."""
+        """Return whether a mean over classes divides by the number of targets, but for those of an ignored class."""
         target = _name(node.arguments[1])
         if ops.argument(node, "weight") is not None or target not in self.specs:
             return False
@@ -239,18 +240,18 @@ class LossProof:
             self.ignored.append((origin, number))
             return True
         maker = self.makers.get(origin)
-        # Elsewhere nobody could look for the ignored class before the loss is run; but places in a row are not below 0.
+        # Elsewhere the ignored class cannot be looked for before the loss is run; but places in a row are not below 0.
         return maker is not None and maker.target.split(".")[1] == "argmax" and number < 0
 
     def _origin(self, name: str) -> str:
-        """The tensor of which another holds some of the values as they are."""
+        """Return the tensor of which another holds some of the values as they are."""
         while name in self.makers and self.makers[name].target.split(".")[1] in _VIEWS | _PARTS | {"to", "_to_copy"}:
             name = values_of(self.makers[name])[0]
         return name
 
 
 def _has_effects(node: Node) -> bool:
-    """Whether a node draws, writes a buffer or uses statistics of the batch."""
+    """Return whether a node draws, writes a buffer or uses statistics of the batch."""
     random = RANDOM_CALLS.get(node.target)
     if node.updates or (random is not None and random.draws(node, training=True)):
         return True

@@ -1,6 +1,6 @@
 """Runs a loss on drawn data, as a whole batch and in shares, and compares the two.
 
-Outputs are drawn, targets resampled, and shares have several sizes.
+Outputs are drawn, targets are resampled, and shares have several sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from manyhands.graph.weights import Weights
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other longer than such small runs take."""
+    """Run on one thread, within this context: torch's threads wait for each other longer than such small runs take."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -34,13 +34,14 @@ def one_thread() -> Iterator[None]:
 
 _TOLERANCE = 1e-9
 _LARGE = 10_000
-"""Elements of one sample above which one draw must do: capture is to stay quick."""
+"""Elements of one sample above which a single draw must do, so that capture stays quick."""
 _DRAWS = (("normal", False), ("between 0 and 1", True), ("probabilities", False), ("normal", True))
-"""How outputs are drawn, and whether targets that are no integers are changed; a loss may not take all of them."""
+"""Ways to draw outputs, each with whether non-integer targets are changed; a loss may not accept all of them."""
 
 
-def agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tensor]) -> bool:
-    """Whether values and gradients of shares add up to those of the whole, on every draw that the loss can take."""
+def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether values and gradients of shares add up to those of the whole, on every draw that the loss
+    accepts."""
     try:
         double = in_double(loss)
         piece = Piece(double, Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()}))
@@ -51,12 +52,12 @@ def agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tensor
     generator = torch.Generator().manual_seed(0)
     batched = {spec.name for spec in loss.inputs if spec.batch_axis is not None}
     of_outputs = set(tree_leaves(loss.input_tree[0][0])) & batched
-    taken = 0
+    draws_run = 0
     for drawing, is_changed in _DRAWS:
         values = {
-            name: _drawn(given[name], samples, generator, drawing if name in of_outputs else "", is_changed)
+            name: _drawn(examples[name], samples, generator, drawing if name in of_outputs else "", is_changed)
             if name in batched
-            else cast_to_double(given[name])
+            else cast_to_double(examples[name])
             for name in piece.inputs
         }
         whole = _run(piece, values, of_outputs, samples)
@@ -67,10 +68,10 @@ def agrees(loss: Graph, claim: LossCombination, given: Mapping[str, torch.Tensor
             shares = [list(islice(order, size)) for size in sizes]
             if not _adds_up(piece, claim, values, of_outputs, whole, shares):
                 return False
-        taken += 1
+        draws_run += 1
         if is_large:
             break
-    return taken > 0
+    return draws_run > 0
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ def _adds_up(
         total += factor * result.value
         size = max(size, abs(factor * result.value))
         for name, gradient in result.gradients.items():
-            wanted = whole.gradients[name][rows]
+            expected = whole.gradients[name][rows]
             # A gradient that is 0 but for rounding is measured by the loss.
-            limit = _TOLERANCE * float(wanted.abs().max()) + 1e-13 * abs(whole.value) if wanted.numel() else 0.0
-            if wanted.numel() and float((wanted - factor * gradient).abs().max()) > limit:
+            limit = _TOLERANCE * float(expected.abs().max()) + 1e-13 * abs(whole.value) if expected.numel() else 0.0
+            if expected.numel() and float((expected - factor * gradient).abs().max()) > limit:
                 return False
     return abs(total - whole.value) <= _TOLERANCE * size
 
@@ -129,20 +130,20 @@ def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str],
 def _drawn(
     example: torch.Tensor, samples: int, generator: torch.Generator, drawing: str, is_changed: bool
 ) -> torch.Tensor:
-    """Return `samples` samples like the example: an output is drawn anew, a target's rows are taken again."""
+    """Return `samples` samples like the example: an output is drawn anew, a target's rows are resampled."""
     example = torch.zeros(example.shape, dtype=example.dtype) if example.is_meta else example.detach().cpu()
     rows = torch.randint(example.shape[0], (samples,), generator=generator)
-    taken = cast_to_double(example[rows])
-    if not taken.is_floating_point():
-        return taken  # class numbers stay valid
+    resampled = cast_to_double(example[rows])
+    if not resampled.is_floating_point():
+        return resampled  # class numbers stay valid
     if not drawing:
-        return taken * (0.5 + _uniform(taken, generator)) if is_changed else taken
+        return resampled * (0.5 + _uniform(resampled, generator)) if is_changed else resampled
     if drawing == "between 0 and 1":
-        return 0.05 + 0.9 * _uniform(taken, generator)
-    normal = torch.randn(taken.shape, generator=generator, dtype=torch.float64)
+        return 0.05 + 0.9 * _uniform(resampled, generator)
+    normal = torch.randn(resampled.shape, generator=generator, dtype=torch.float64)
     if drawing == "probabilities":
-        return normal.softmax(1) if taken.dim() > 1 else normal.sigmoid()
-    return taken + normal
+        return normal.softmax(1) if resampled.dim() > 1 else normal.sigmoid()
+    return resampled + normal
 
 
 def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

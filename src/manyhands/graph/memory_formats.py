@@ -1,4 +1,4 @@
-"""Memory formats: a tensor's axes in another order in memory, its values as they were."""
+"""Memory formats: another order of a tensor's axes in memory, with the same values."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 class _Reformat(torch.autograd.Function):
-    """Another memory format; the gradient comes back in the one the input had."""
+    """A change of memory format; the gradient comes back in the format that the input had."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, wanted: torch.memory_format, before: torch.memory_format) -> torch.Tensor:
+    def forward(
+        ctx: Any, data: torch.Tensor, memory_format: torch.memory_format, before: torch.memory_format
+    ) -> torch.Tensor:
         ctx.before = before
-        return data.contiguous(memory_format=wanted)
+        return data.contiguous(memory_format=memory_format)
 
     @staticmethod
     @once_differentiable
@@ -44,8 +46,10 @@ class _Reformat(torch.autograd.Function):
 
 
 def reformat(data: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """Return `data` in the given format; itself where it already is."""
-    wanted = memory_format_of(data.dim(), channels_last)
-    if data.is_contiguous(memory_format=wanted):
+    """Return `data` in the given format, or `data` itself where it already is."""
+    memory_format = memory_format_of(data.dim(), channels_last)
+    if data.is_contiguous(memory_format=memory_format):
         return data
-    return cast(torch.Tensor, apply_function(_Reformat, data, wanted, memory_format_of(data.dim(), not channels_last)))
+    return cast(
+        torch.Tensor, apply_function(_Reformat, data, memory_format, memory_format_of(data.dim(), not channels_last))
+    )

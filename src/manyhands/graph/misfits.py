@@ -1,4 +1,4 @@
-"""Why a network cannot take an input, or a loss its target: which layer was given what, which type would do.
+"""Explains why a network cannot take an input, or a loss its target: which layer was given what, which type would do.
 
 Linear(in_features=256, ...) is given (batch, 1200)      a network made for other samples
 cross_entropy is given float32 labels, takes int64       labels.long()
@@ -21,7 +21,7 @@ from manyhands.facts.errors import BadData
 
 @dataclass
 class Entered:
-    """The layer that a network was in when it failed, and what that layer was given."""
+    """The layer in which a network failed, and what that layer was given."""
 
     layer: nn.Module | None = None
     name: str = ""
@@ -33,30 +33,30 @@ class Entered:
 
 @contextlib.contextmanager
 def last_entered(module: nn.Module) -> Iterator[Entered]:
-    """Watches which layer without children of its own is under way; after an exception, the one that raised it."""
+    """Record, in the object that this yields, the layer that raised an exception, if it is a layer without children."""
     names = {id(child): name for name, child in module.named_modules() if name}
-    found, under_way = Entered(), list[Entered]()
+    entered, under_way = Entered(), list[Entered]()
 
-    def enter(layer: nn.Module, given: Any) -> None:
-        shapes = ", ".join(shape_text(argument.shape) for argument in given if isinstance(argument, torch.Tensor))
+    def enter(layer: nn.Module, arguments: Any) -> None:
+        shapes = ", ".join(shape_text(argument.shape) for argument in arguments if isinstance(argument, torch.Tensor))
         under_way.append(Entered(layer, names.get(id(layer), ""), shapes))
 
-    def leave(layer: nn.Module, given: Any, output: Any) -> None:
+    def leave(layer: nn.Module, arguments: Any, output: Any) -> None:
         under_way.pop()
 
     handles = [hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave)]
     try:
-        yield found
+        yield entered
     finally:
         for handle in handles:
             handle.remove()
         last = under_way[-1] if under_way else Entered()
         if last.name and last.layer is not None and not list(last.layer.children()):
-            found.layer, found.name, found.given = last.layer, last.name, last.given
+            entered.layer, entered.name, entered.given = last.layer, last.name, last.given
 
 
 def shape_text(shape: Any) -> str:
-    """'(batch, 3, 20, 20)': the first size is how many samples there are."""
+    """Return '(batch, 3, 20, 20)': the first size is the number of samples."""
     return f"({', '.join(['batch', *map(str, shape[1:])])})" if len(shape) else "()"
 
 
@@ -69,7 +69,7 @@ def _lacks_an_axis(tensor: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 class _Remedy(NamedTuple):
-    """Another way to give a target: as it is typed, when it is worth a try, what it does."""
+    """An alternative way to give a target: the expression to type, when it is worth a try, and what it does."""
 
     typed: str
     fits: Callable[[torch.Tensor, torch.Tensor], bool]
@@ -79,19 +79,22 @@ class _Remedy(NamedTuple):
 _REMEDIES = (
     _Remedy(
         "labels.long()",
-        lambda one, output: one.is_floating_point() and bool((one == one.round()).all()),
-        lambda one: one.long(),
+        lambda labels, output: labels.is_floating_point() and bool((labels == labels.round()).all()),
+        lambda labels: labels.long(),
     ),
-    _Remedy("labels.float()", lambda one, output: not one.is_floating_point(), lambda one: one.float()),
-    _Remedy("labels.squeeze(1)", lambda one, output: _is_column(one), lambda one: one.squeeze(1)),
-    _Remedy("labels.squeeze(1).long()", lambda one, output: _is_column(one), lambda one: one.squeeze(1).long()),
-    _Remedy("labels.unsqueeze(1)", _lacks_an_axis, lambda one: one.unsqueeze(1)),
-    _Remedy("labels.unsqueeze(1).float()", _lacks_an_axis, lambda one: one.unsqueeze(1).float()),
+    _Remedy("labels.float()", lambda labels, output: not labels.is_floating_point(), lambda labels: labels.float()),
+    _Remedy("labels.squeeze(1)", lambda labels, output: _is_column(labels), lambda labels: labels.squeeze(1)),
+    _Remedy(
+        "labels.squeeze(1).long()", lambda labels, output: _is_column(labels), lambda labels: labels.squeeze(1).long()
+    ),
+    _Remedy("labels.unsqueeze(1)", _lacks_an_axis, lambda labels: labels.unsqueeze(1)),
+    _Remedy("labels.unsqueeze(1).float()", _lacks_an_axis, lambda labels: labels.unsqueeze(1).float()),
 )
 
 
 def target_misfit(loss: Callable[..., Any], output: Any, target: Any) -> BadData | None:
-    """What is wrong with a target that a loss fails on, where it takes the same in another type or shape; else None."""
+    """Return what is wrong with a target on which a loss fails, where it takes the same in another type or shape; else
+    None."""
     if not isinstance(target, torch.Tensor) or not isinstance(output, torch.Tensor):
         return None
     reason = _failure(loss, output, target)
@@ -113,7 +116,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _failure(loss: Callable[..., Any], output: torch.Tensor, target: torch.Tensor) -> str | None:
-    """The first line of what a loss raises on these; None where it raises nothing."""
+    """Return the first line of what a loss raises on these; None where it raises nothing."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

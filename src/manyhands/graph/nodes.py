@@ -15,7 +15,7 @@ from manyhands.facts.network import TensorSpec
 
 
 class Value(msgspec.Struct, frozen=True, tag="value", tag_field="is"):
-    """A tensor another node made, or a graph input."""
+    """A tensor that another node made, or a graph input."""
 
     name: str
 
@@ -27,7 +27,7 @@ class Weight(msgspec.Struct, frozen=True, tag="weight", tag_field="is"):
 
 
 class SampleCount(msgspec.Struct, frozen=True, tag="samples", tag_field="is"):
-    """An integer that grows with the batch: `factor` times the number of samples at hand."""
+    """An integer that grows with the batch: `factor` times the current number of samples."""
 
     factor: int
 
@@ -50,7 +50,7 @@ Argument: TypeAlias = Any
 
 
 class Node(msgspec.Struct, frozen=True):
-    """One operator call. `outputs` names what it makes; a node with several outputs returns a list."""
+    """A call of one operator. `outputs` names what it makes; a node with several outputs returns a list."""
 
     name: str
     target: str
@@ -59,13 +59,13 @@ class Node(msgspec.Struct, frozen=True):
     outputs: tuple[TensorSpec, ...]
     several: bool = False
     in_place: bool = False
-    """The user wrote the in-place form; it is run in place only where nobody can tell."""
+    """Whether the user wrote the in-place form; it is run in place only where that makes no difference."""
     updates: str = ""
     """The buffer this node writes, in training only."""
     module: str = ""
     where: str = ""
     without_gradient: bool = False
-    """Written under torch.no_grad(): autograd does not record it."""
+    """Whether the node was written under torch.no_grad(), so that autograd does not record it."""
 
 
 def records(argument: Argument) -> Iterator[Record]:

@@ -101,7 +101,8 @@ MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "pre
 
 
 def functional(target: str) -> str | None:
-    """The target without its in-place underscore, if on the list: 'aten.relu_.default' -> 'aten.relu.default'."""
+    """Return the target without its in-place underscore, if on the list: 'aten.relu_.default' ->
+    'aten.relu.default'."""
     _, name, overload = target.split(".", 2)
     if not name.endswith("_") or name.startswith("_"):
         return None
@@ -111,7 +112,7 @@ def functional(target: str) -> str | None:
 
 @cache
 def in_place(target: str) -> str | None:
-    """The in-place form of a target, if ATen has one."""
+    """Return the in-place form of a target, if ATen has one."""
     import torch
 
     _, name, overload = target.split(".", 2)
@@ -121,7 +122,7 @@ def in_place(target: str) -> str | None:
 
 @cache
 def resolve(target: str) -> Any:
-    """The torch operator of a target on the allow-list, or None where this torch does not have it."""
+    """Return the torch operator of a target on the allow-list, or None where this torch does not have it."""
     import torch
 
     base = target.replace("_.", ".", 1) if target not in ALLOWED else target
@@ -132,7 +133,8 @@ def resolve(target: str) -> Any:
 
 
 def argument(node: Any, name: str) -> Any:
-    """What a graph's node gives for an argument, by its name in the operator's schema: its default where not given."""
+    """Return a node's value for an argument, by its name in the operator's schema; its default where it is not
+    given."""
     for place, parameter in enumerate(resolve(node.target)._schema.arguments):
         if parameter.name == name:
             return (

@@ -1,4 +1,4 @@
-"""A convolution whose weight stays as oneDNN lays it out."""
+"""A convolution whose weight stays in the layout that oneDNN gives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _onednn = torch.ops.mkldnn
 @cache
 @torch.no_grad()
 def can_pack() -> bool:
-    """Whether this build of PyTorch lays out weights by oneDNN and convolves with them; it need not have them all."""
+    """Return whether this build of PyTorch lays out weights by oneDNN and convolves with them; it need not have all of
+    these functions."""
     data, weight, ones = torch.ones(1, 4, 3, 3), torch.ones(4, 2, 2, 2), [1, 1]
     try:
         packed = _onednn._reorder_convolution_weight(weight, [0, 0], ones, ones, 2, [1, 4, 3, 3])
@@ -35,8 +36,8 @@ def can_pack() -> bool:
 class PackedConvolution:
     """A convolution whose weight oneDNN lays out once, when it is at rest; until then a plain one in channels_last.
 
-    The layout is the best for one shape of the input. For another oneDNN would change it in every call, which can take
-    a hundred times as long as convolving: then the weight is taken as it was.
+    The layout is the best for one shape of the input. For another shape oneDNN would change it in every call, which can
+    take a hundred times as long as convolving: then the original weight is used.
     """
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -51,7 +52,7 @@ class PackedConvolution:
         self._given = (g.padding, g.stride, g.dilation, g.groups)
 
     def pack(self, weights: Weights, shape: tuple[int, ...], padding: list[int] | None = None) -> bool:
-        """Lay the weight out for calls of this convolution only; returns whether it was not so before."""
+        """Lay the weight out for calls of this convolution only; return whether it was laid out otherwise before."""
         before, g = weights.tensors[self.weight], self.geometry
         if before.device.type != "cpu" or (before.is_mkldnn and shape == self.shape):
             return False
@@ -80,11 +81,12 @@ class PackedConvolution:
         self, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, post: str = "none",
         numbers: Sequence[float] = (), *, padding: list[int] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Convolve with a weight that is laid out; `post`: the activation, as oneDNN names it, and its numbers."""
-        given = self._given if padding is None else (padding, *self._given[1:])
+        """Convolve with a weight that is laid out; `post` is the activation, as oneDNN names it, and `numbers` are its
+        parameters."""
+        settings = self._given if padding is None else (padding, *self._given[1:])
         if not data.is_contiguous(memory_format=torch.channels_last):
             data = reformat(data, True)
-        made: torch.Tensor = _onednn._convolution_pointwise.default(data, weight, bias, *given, post, numbers, "")
+        made: torch.Tensor = _onednn._convolution_pointwise.default(data, weight, bias, *settings, post, numbers, "")
         return made
 
     def added(
@@ -94,10 +96,10 @@ class PackedConvolution:
         """Convolve, add `other` (over it or beside it), and apply the activation of the sum, if any."""
         if not data.is_contiguous(memory_format=torch.channels_last):
             data = reformat(data, True)
-        given: tuple[Any, ...] = (weight, bias, *self._given, "add", 1.0, post, [], "")
+        arguments: tuple[Any, ...] = (weight, bias, *self._given, "add", 1.0, post, [], "")
         made: torch.Tensor = (
-            _onednn._convolution_pointwise_.binary(other, data, *given)
+            _onednn._convolution_pointwise_.binary(other, data, *arguments)
             if overwrites
-            else _onednn._convolution_pointwise.binary(data, other, *given)
+            else _onednn._convolution_pointwise.binary(data, other, *arguments)
         )
         return made

@@ -28,7 +28,8 @@ _PREFIX = "penalty."
 
 
 def with_penalties(graph: Graph, loss: Graph, module: nn.Module) -> Graph:
-    """The graph with its loss, in which all that the loss computes from trained parameters alone has moved over."""
+    """Return the graph with its loss, in which all that the loss computes from trained parameters alone has moved into
+    the network."""
     model_names = _weights_of_model(graph, loss, module)
     if not model_names:
         return msgspec.structs.replace(graph, loss=loss)
@@ -57,7 +58,8 @@ def with_penalties(graph: Graph, loss: Graph, module: nn.Module) -> Graph:
 
 
 def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str, str]:
-    """Constants of the loss that are trained parameters of the module, by their memory -> the parameters' names."""
+    """Return the constants of the loss that are trained parameters of the module, by their memory -> the parameters'
+    names."""
     written = {name for op in graph.network.ops for name in op.writes}
     tensors: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     by_memory = {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if not t.is_meta and t.numel()}
@@ -67,15 +69,15 @@ def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str,
         model_name = by_memory.get(tensor.untyped_storage().data_ptr()) if name in used and tensor.numel() else None
         if model_name is None:
             continue
-        theirs, where = tensors[model_name], at(used[name].where)
+        parameter, where = tensors[model_name], at(used[name].where)
         if model_name in written:
             raise CaptureFailed(
                 f"The loss reads the buffer '{model_name}', which the model writes as it trains.{where}",
                 hint="Return what the loss needs of it from forward.",
             )
-        if not theirs.requires_grad:
+        if not parameter.requires_grad:
             continue  # it stays as it is: a constant
-        if (tensor.shape, tensor.stride()) != (theirs.shape, theirs.stride()):
+        if (tensor.shape, tensor.stride()) != (parameter.shape, parameter.stride()):
             raise CaptureFailed(
                 f"The loss reads a view of the parameter '{model_name}' that was made before it was called.{where}",
                 hint="Make the view inside the loss.",
@@ -91,14 +93,14 @@ def _spec(name: str, module: nn.Module) -> WeightSpec:
 
 
 class _Move:
-    """Sorts the nodes of a loss into those that need weights alone, which move, and the rest."""
+    """A division of a loss's nodes into those that need weights alone, which move, and the others."""
 
     def __init__(self, loss: Graph, model_names: Mapping[str, str]) -> None:
         self.own = model_names
         self.moved: list[Node] = []
         self.rest: list[Node] = []
         self.penalties: list[TensorSpec] = []
-        """What the rest reads of the moved ones."""
+        """The results of moved nodes that the other nodes read."""
         self._specs: dict[str, TensorSpec] = {}
         for node in loss.nodes:
             if self._needs_weights_alone(node):
@@ -139,7 +141,7 @@ class _Move:
         return _with_records(node, lambda r: Value(self._specs[r.name].name) if r.name in self._specs else r)
 
     def _hand_over(self, name: str, weight: WeightSpec) -> None:
-        """A weight that the loss needs as it is."""
+        """Make a penalty of a weight that the loss needs as it is."""
         spec = TensorSpec(f"{_PREFIX}{name}", weight.shape, weight.dtype)
         self._specs[name] = spec
         self.moved.append(Node(spec.name, "aten.alias.default", (Weight(self.own[name]),), {}, (spec,)))
@@ -156,7 +158,8 @@ def _with_records(node: Node, change: Callable[[Value | Weight], Argument]) -> N
 
 
 def _inserted(nodes: tuple[Node, ...], moved: list[Node]) -> tuple[Node, ...]:
-    """Every moved node right after the last one that reads its weights, or that makes what it reads."""
+    """Return the nodes with every moved one right after the last that reads its weights, or that makes what it
+    reads."""
     last_reader = {name: place for place, node in enumerate(nodes) for name in weights_of(node)}
     place_of: dict[str, int] = {}
     after: dict[int, list[Node]] = {}

@@ -1,7 +1,7 @@
 """A runnable piece of a graph: nodes [first, last) as a short list of calls.
 
 A piece is what a stage computes. It takes the tensors that cross its upper cut, returns those that cross its lower
-one, and knows nothing of devices or messages. Autograd records inside a piece as usual.
+one, and does not depend on devices or messages. Autograd records inside a piece as usual.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Call = Callable[..., Any]
 class Context:
     """The settings of one run of a piece, beside its inputs.
 
-    `first_sample` is the place of the first sample at hand in the mini-batch: random operators draw by it.
+    `first_sample` is the place in the mini-batch of this run's first sample: random operators draw by it.
     """
 
     training: bool = True
@@ -55,16 +55,16 @@ class Context:
     step: int = 0
     first_sample: int = 0
     samples: int = 0
-    """How many samples are at hand; 0: as many as the inputs show (a piece without inputs cannot tell)."""
+    """The number of samples in this run; 0: as many as the inputs have (a piece without inputs cannot tell)."""
     moves_buffers: bool = True
-    """Whether running statistics take part: not where a batch is run again."""
+    """Whether running statistics are updated: not where a batch is run again."""
     records: bool = True
-    """Whether autograd does: not where a batch will be run again."""
+    """Whether autograd records: not where a batch will be run again."""
 
 
 @dataclass(frozen=True)
 class CompiledNode:
-    """One compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
+    """A compiled node: `call(*build(slots, samples), **options)` fills `outputs`; then `frees` are dropped."""
 
     node: Node
     call: Call
@@ -77,7 +77,7 @@ class CompiledNode:
 
 @dataclass
 class _Slots:
-    """Names to places in the list of values."""
+    """A mapping of names to places in the list of values."""
 
     places: dict[str, int] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class _Slots:
 
 
 class Piece:
-    """Nodes [first, last) of a graph, compiled."""
+    """The nodes [first, last) of a graph, compiled."""
 
     def __init__(
         self,
@@ -133,15 +133,15 @@ class Piece:
     def _without_counting(
         self, training: bool, moves_buffers: bool
     ) -> tuple[tuple[CompiledNode, ...], tuple[int, ...]]:
-        """The steps but for those that count batches in a buffer which nothing else reads, and where these buffers are:
-        all are counted up at once."""
+        """Return the steps without those that count batches in a buffer which nothing else reads, and the places of
+        these buffers: all are counted up at once."""
         split = self._counted.get((training, moves_buffers))
         if split is None:
             steps, names = self.steps(training, moves_buffers), set(counters(self.nodes, self.outputs).values())
-            rest = tuple(step for step in steps if step.node.updates not in names)
+            other_steps = tuple(step for step in steps if step.node.updates not in names)
             counted = (step.node.updates for step in steps if step.node.updates in names)
             split = self._counted[training, moves_buffers] = (
-                rest, tuple(self._slots.of(_weight_slot(name)) for name in counted)
+                other_steps, tuple(self._slots.of(_weight_slot(name)) for name in counted)
             )  # fmt: skip
         return split
 
@@ -172,7 +172,7 @@ class Piece:
         return next(iter(counts.values()), 1)
 
     def __call__(self, values: Mapping[str, torch.Tensor], context: Context | None = None) -> dict[str, torch.Tensor]:
-        """Run the piece on the tensors that enter it; returns the tensors that leave it."""
+        """Run the piece on the tensors that enter it; return the tensors that leave it."""
         context = context or Context()
         steps, counters = self._without_counting(context.training, context.moves_buffers)
         slots = self.fresh_slots()
@@ -187,7 +187,7 @@ class Piece:
 
 
 def run_steps(steps: Iterable[CompiledNode], slots: list[Any], samples: int, context: Context) -> None:
-    """Run compiled nodes on the list of values. One loop: between two operators as little Python as can be."""
+    """Run compiled nodes on the list of values, in one loop with as little Python as possible between two operators."""
     for step in steps:
         arguments = step.build(slots, samples)
         if step.random is not None:
@@ -222,8 +222,8 @@ def _weight_slot(name: str) -> str:
 
 
 def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[CompiledNode]:
-    kept = set(piece.outputs)
-    nodes, calls = (piece.nodes, {}) if training else fused(piece.nodes, piece.kernels, kept, piece.specs)
+    leaving = set(piece.outputs)
+    nodes, calls = (piece.nodes, {}) if training else fused(piece.nodes, piece.kernels, leaving, piece.specs)
     last_reader = {name: index for index, node in enumerate(nodes) for name in values_of(node)}
     made_by = {spec.name: node for node in nodes for spec in node.outputs}
     for index, node in enumerate(nodes):
@@ -248,15 +248,15 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Comp
             call = (
                 calls.get(node.name)
                 or piece.kernels.get(node.name)
-                or _operator(piece, node, last_reader, index, kept, made_by, training)
+                or _operator(piece, node, last_reader, index, leaving, made_by, training)
             )
         if random is None and node.target in EVERY_CALL:
             call = guarded(node.target, call)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
-        freed = [name for name in values_of(node) if last_reader[name] == index and name not in kept]
-        unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in kept]
+        freed = [name for name in values_of(node) if last_reader[name] == index and name not in leaving]
+        unread = [s.name for s in node.outputs if s.name not in last_reader and s.name not in leaving]
         yield CompiledNode(
             node=node,
             call=call,
@@ -273,7 +273,7 @@ _KEEPS_STATISTICS = frozenset({"aten.batch_norm.default", "aten.instance_norm.de
 
 
 def _without_buffers(arguments: tuple[Argument, ...]) -> tuple[Argument, Argument]:
-    """The running statistics, left out where the batch's own are used anyway."""
+    """Return the running statistics, left out where the batch's own are used anyway."""
     return (None, None) if arguments[5] is True else (arguments[3], arguments[4])
 
 
@@ -282,10 +282,10 @@ def _never(*_: Any) -> Any:
 
 
 def _operator(
-    piece: Piece, node: Node, last_reader: dict[str, int], index: int, kept: set[str], made_by: dict[str, Node],
+    piece: Piece, node: Node, last_reader: dict[str, int], index: int, leaving: set[str], made_by: dict[str, Node],
     training: bool,
 ) -> Call:  # fmt: skip
-    """The torch operator; in its in-place form where the user wrote that and nobody can tell the difference."""
+    """Return the torch operator; in its in-place form where the user wrote that and it makes no difference."""
     operator = ops.resolve(node.target)
     if not node.in_place:
         return operator  # type: ignore[no-any-return]
@@ -294,7 +294,7 @@ def _operator(
     safe = (
         maker is not None
         and last_reader[name] == index
-        and name not in kept
+        and name not in leaving
         and maker.target in ops.CONVOLUTION | ops.NORMALISATION | ops.PRODUCT | {"aten.add.Tensor"}
         and not maker.several
         and piece.kernels.get(maker.name) is not product  # a view
@@ -306,14 +306,14 @@ def _operator(
     if training:
         (made,) = node.outputs
         readers = [other for other in piece.nodes if made.name in values_of(other)]
-        is_alone = made.name not in kept and len(readers) == 1 and readers[0].target in ops.CONVOLUTION
+        is_alone = made.name not in leaving and len(readers) == 1 and readers[0].target in ops.CONVOLUTION
         if (call := overwriting(node.target, is_alone=is_alone)) is not None:
             return call
     return ops.resolve(written)  # type: ignore[no-any-return]
 
 
 def _memory_of(spec: TensorSpec) -> tuple[tuple[int, ...], str, int | None]:
-    """What a tensor's memory looks like."""
+    """Return a description of a tensor's memory."""
     return spec.shape, spec.dtype, spec.batch_axis
 
 
@@ -325,7 +325,7 @@ _CONSTANTS: dict[str, Any] = {
 
 
 def _is_plain(argument: Argument) -> bool:
-    """Whether an argument is the same in every run."""
+    """Return whether an argument is the same in every run."""
     if isinstance(argument, (Value, Weight, SampleCount)):
         return False
     return all(_is_plain(item) for item in argument) if isinstance(argument, (list, tuple)) else True
@@ -357,7 +357,8 @@ def _getter(argument: Argument, slots: _Slots) -> Callable[[list[Any], int], Any
 
 
 def _builder(arguments: tuple[Argument, ...], slots: _Slots) -> Callable[[list[Any], int], list[Any]]:
-    """A function that makes the argument list; the common case (tensors and constants only) without nested calls."""
+    """Return a function that makes the argument list; the common case (tensors and constants only) has no nested
+    calls."""
     base = [_constant(a) if _is_plain(a) else None for a in arguments]
     direct = [(i, slots.of(a.name if isinstance(a, Value) else _weight_slot(a.name)))
               for i, a in enumerate(arguments) if isinstance(a, (Value, Weight))]  # fmt: skip
@@ -376,7 +377,7 @@ def _builder(arguments: tuple[Argument, ...], slots: _Slots) -> Callable[[list[A
 
 
 def _makes_from_nothing(node: Node) -> bool:
-    """Whether a node creates a tensor without another to tell it the device."""
+    """Return whether a node creates a tensor without another that determines its device."""
     return node.target in ops.CREATION and not any(isinstance(a, (Value, Weight)) for a in records_of(node))
 
 

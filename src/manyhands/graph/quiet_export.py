@@ -1,6 +1,6 @@
-"""torch.export without its warnings and logs, and the user's line at which it fixed the batch size.
+"""Runs torch.export without its warnings and logs, and finds the user's line at which it fixed the batch size.
 
-Torch says in its log only that a symbol became a number; the line is found on the stack at that moment.
+Torch only logs that a symbol became a number; the line is found on the stack at that moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
 
 @contextlib.contextmanager
 def only_listener(listener: logging.Handler) -> Iterator[None]:
-    """Torch logs nothing; only `listener` hears of symbolic shapes. An inner call leaves an outer listener in place."""
+    """Silence torch's logs, and send those of symbolic shapes to `listener` alone. An inner call leaves an outer
+    listener in place."""
     logger = logging.getLogger(_SYMBOLIC)
     names = [name for name in logging.root.manager.loggerDict if name.split(".")[0].startswith("torch")]
     others = [(other, other.disabled) for name in names if name != _SYMBOLIC for other in [logging.getLogger(name)]]
@@ -35,7 +36,7 @@ def only_listener(listener: logging.Handler) -> Iterator[None]:
         logger.setLevel(logging.INFO if isinstance(listener, _BatchFixed) else logging.CRITICAL)
     for other, _ in others:
         other.disabled = True
-    parent = logging.getLogger("torch")  # loggers made meanwhile hand what they hear to it
+    parent = logging.getLogger("torch")  # loggers created meanwhile pass their records on to it
     parent_before = (parent.handlers, parent.propagate)
     parent.handlers, parent.propagate = [logging.NullHandler()], False
     try:
@@ -49,7 +50,8 @@ def only_listener(listener: logging.Handler) -> Iterator[None]:
 
 
 class _BatchFixed(logging.Handler):
-    """Hears that a symbol became a number, and looks up the stack for the user's line that did it."""
+    """A log handler that notices when a symbol became a number, and looks up the stack for the user's line that did
+    it."""
 
     place = ""
 
@@ -59,19 +61,20 @@ class _BatchFixed(logging.Handler):
             begins = max((i for i, frame in enumerate(stack) if frame.name == quiet_export.__name__), default=0)
             user_frames = [
                 frame for frame in stack[begins:] if not is_library(frame.filename)
-            ]  # not who called capture
+            ]  # not the caller of capture
             inside = [frame for frame in user_frames if frame.name != "<module>"]
             if inside:
                 self.place = f"{inside[-1].filename}:{inside[-1].lineno}, in {inside[-1].name}:\n    {inside[-1].line}"
 
 
 def _is_number(replaced: Any) -> bool:
-    """Whether a symbol was replaced by a number, of torch's log of (symbol, by what, ...); not by another symbol."""
+    """Return whether a record of torch's log, of (symbol, by what, ...), says that a symbol was replaced by a number,
+    not by another symbol."""
     return isinstance(replaced, tuple) and len(replaced) > 1 and str(replaced[1]).isdecimal()
 
 
 def where_batch_was_fixed(again: Callable[[], Any]) -> str:
-    """Export once more and listen: the line at which the batch size became a number, or ''."""
+    """Export once more with a listener and return the line at which the batch size became a number, or ''."""
     listener = _BatchFixed()
     with only_listener(listener), contextlib.suppress(Exception):
         again()
@@ -79,7 +82,7 @@ def where_batch_was_fixed(again: Callable[[], Any]) -> str:
 
 
 def quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: Any) -> Any:
-    """torch.export in training IR, without its warnings and graph dumps."""
+    """Return torch.export's program in training IR, without its warnings and graph dumps."""
     export = getattr(torch.export, "export_for_training", torch.export.export)
     quiet = only_listener(logging.NullHandler())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():

@@ -1,6 +1,6 @@
 """Counter-based random numbers: hash(seed, step, operator, sample, place), the same on one device and on any share.
 
-Every element of a random tensor is a pure function of who it is, not of when it was drawn. So a device that holds
+Every element of a random tensor is a pure function of its identity, not of when it was drawn. So a device that holds
 samples 5..8, or rows 100..200, computes its own part of the very mask one device would have drawn, and a replay draws
 it again. The hash is two rounds of a 32-bit mixer (Wellons' `lowbias32`) over the place inside the sample, keyed by
 (seed, step, operator, sample) in between.
@@ -25,14 +25,14 @@ _MASK = 0xFFFFFFFF
 _FACTOR_1, _FACTOR_2 = numpy.uint32(0x7FEB352D), numpy.uint32(0x846CA68B)
 _SHIFT_15, _SHIFT_16 = numpy.uint32(15), numpy.uint32(16)
 _SMALL = 2**16
-"""Up to this many numbers are drawn by numpy."""
+"""The most numbers in one draw that are drawn by numpy."""
 _KEPT = 2**13
-"""Boxes of up to this many elements keep their places: the next round draws for the same samples."""
+"""The most elements of a box whose places are cached: the next round draws for the same samples."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a draw depends on: the run's seed, the training step, the operator, and which of its streams."""
+    """The identity of a draw: the run's seed, the training step, the operator, and which of its streams."""
 
     seed: int
     step: int
@@ -41,7 +41,7 @@ class Draw:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32, in place, on int32 (multiplication wraps; shifts are made logical by masks)."""
+    """Apply lowbias32 in place, on int32 (multiplication wraps; shifts are made logical by masks)."""
     x ^= (x >> 16) & 0xFFFF
     x *= _MULTIPLY_1
     x ^= (x >> 15) & 0x1FFFF
@@ -74,7 +74,7 @@ def _keys(draw: Draw) -> tuple[int, int]:
 def bits(
     draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Uniform int32 numbers for the elements in `box` of a tensor.
+    """Return uniform int32 numbers for the elements in `box` of a tensor.
 
     `sample_shape` is the whole tensor's shape for one sample; along `batch_axis` it says how many rows a sample has,
     and `box` counts rows of the whole batch.
@@ -104,7 +104,8 @@ def bits(
 
 
 def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None) -> NDArray[numpy.int32]:
-    """Draw the same bits by numpy, whose calls take less time than torch's: for a few numbers that is all the time."""
+    """Return the same bits, drawn by numpy: its calls take less time than torch's, which dominates for a few
+    numbers."""
     place, sample = (_places if box.volume <= _KEPT else _places.__wrapped__)(box, sample_shape, batch_axis)
     first, second = (_mix_array(sample ^ numpy.uint32(key)) for key in _keys(draw))
     mixed = _mix_array(place ^ first)
@@ -116,7 +117,8 @@ def _small_bits(draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis:
 def _places(
     box: Box, sample_shape: tuple[int, ...], batch_axis: int | None
 ) -> tuple[NDArray[numpy.uint32], NDArray[numpy.uint32]]:
-    """Return, for every element in a box, its place inside its sample and its sample. Not to be written to."""
+    """Return, for every element in a box, its place inside its sample and its sample. The result must not be
+    modified."""
     rank = len(sample_shape)
     place = sample = numpy.zeros([1] * rank, numpy.uint32)
     stride = 1
@@ -131,7 +133,7 @@ def _places(
 
 
 def _mix_array(x: NDArray[numpy.uint32]) -> NDArray[numpy.uint32]:
-    """lowbias32, in place."""
+    """Apply lowbias32 in place."""
     x ^= x >> _SHIFT_16
     x *= _FACTOR_1
     x ^= x >> _SHIFT_15
@@ -141,12 +143,12 @@ def _mix_array(x: NDArray[numpy.uint32]) -> NDArray[numpy.uint32]:
 
 
 def _wrap(x: torch.Tensor) -> torch.Tensor:
-    """The low 32 bits of an int64, as int32."""
+    """Return the low 32 bits of an int64, as int32."""
     return (x & _MASK).sub_((x & 0x80000000) << 1).to(torch.int32)
 
 
 def keep_mask(random_bits: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
-    """1 with the given probability, else 0."""
+    """Return a mask that is 1 with the given probability, else 0."""
     threshold = round(probability * 2**32) - 2**31
     if threshold >= 2**31:
         return torch.ones_like(random_bits, dtype=dtype)
@@ -154,11 +156,11 @@ def keep_mask(random_bits: torch.Tensor, probability: float, dtype: torch.dtype)
 
 
 def uniform(random_bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers in [0, 1) with 24 random bits."""
+    """Return numbers in [0, 1) with 24 random bits."""
     return ((random_bits >> 8) & 0xFFFFFF).to(dtype) * 2.0**-24
 
 
 def normal(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Standard normal numbers (Box–Muller) from two streams of bits."""
+    """Return standard normal numbers (Box–Muller) from two streams of bits."""
     radius = (-2.0 * torch.log(1.0 - uniform(first, torch.float64))).sqrt()
     return (radius * torch.cos(2.0 * math.pi * uniform(second, torch.float64))).to(dtype)

@@ -1,7 +1,7 @@
 """Random operators of a graph, drawn by counter (random.py) in training and at rest in evaluation.
 
 At rest nothing is drawn: a random operator is its expectation. Dropouts do nothing, a coin of probability p is p,
-`rand_like` is 0.5 and `randn_like` is 0. So a captured graph, which knows only the training form of a module, evaluates
+`rand_like` is 0.5 and `randn_like` is 0. So a captured graph, which has only the training form of a module, evaluates
 noise that is scaled back (stochastic depth: `noise.bernoulli_(p).div_(p)`) as the module does.
 """
 
@@ -28,13 +28,13 @@ def _bits(
     node: Node, seed: int, step: int, first_sample: int, like: torch.Size, spec: TensorSpec, device: torch.device,
     stream: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Bits for a tensor of shape `like`, whose whole form is `spec`; the samples at hand start at `first_sample`."""
+    """Return bits for a tensor of shape `like`, whose whole form is `spec`; its samples start at `first_sample`."""
     box = _box(spec, first_sample, like)
     return bits(Draw(seed, step, node.name, stream), box, spec.shape, spec.batch_axis, device)
 
 
 def _box(spec: TensorSpec, first_sample: int, shape: torch.Size) -> Box:
-    """All of the samples at hand, the first of which is `first_sample` of the mini-batch."""
+    """Return the box of a tensor's samples in the mini-batch, the first of which is `first_sample`."""
     intervals = [(0, extent) for extent in shape]
     if spec.batch_axis is not None:
         start = first_sample * spec.rows_per_sample
@@ -45,18 +45,19 @@ def _box(spec: TensorSpec, first_sample: int, shape: torch.Size) -> Box:
 def dropped(
     node: Node, seed: int, step: int, box: Box, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a dropout multiplies the elements in `box` with, and what it adds; `box` counts rows of the mini-batch."""
+    """Return what a dropout multiplies the elements in `box` by, and what it adds; `box` counts rows of the
+    mini-batch."""
     p, spec = float(node.arguments[1]), node.outputs[0]
     if p >= 1:
         return torch.zeros((), dtype=dtype, device=device), None
     shape = spec.shape
     if "feature" in node.target:  # whole channels at once: one draw per sample and channel
         shape, box = (*shape[:2], *(1 for _ in shape[2:])), Box((*box.intervals[:2], *((0, 1) for _ in shape[2:])))
-    kept = keep_mask(bits(Draw(seed, step, node.name), box, shape, spec.batch_axis, device), 1 - p, dtype)
+    mask = keep_mask(bits(Draw(seed, step, node.name), box, shape, spec.batch_axis, device), 1 - p, dtype)
     if "alpha" not in node.target:
-        return kept.div_(1 - p), None
+        return mask.div_(1 - p), None
     a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-    return kept * a, (kept - 1) * (_ALPHA * a) + _ALPHA * a * p
+    return mask * a, (mask - 1) * (_ALPHA * a) + _ALPHA * a * p
 
 
 def _dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _attention(
     node: Node, seed: int, step: int, first_sample: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     mask: torch.Tensor | None = None, p: float = 0.0, is_causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention with dropout, written out so that the mask can be drawn by counter."""
+    """Return attention with dropout, written out so that the mask can be drawn by counter."""
     scale = node.options.get("scale")
     if scale is None:
         scale = 1.0 / math.sqrt(query.shape[-1])
@@ -127,20 +128,20 @@ def _always(node: Node, number: float) -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True)
 class RandomOperator:
-    """How one random target is drawn, and what it is when nothing is drawn."""
+    """The way one random target is drawn, and its value when nothing is drawn."""
 
     call: RandomCall
     takes: int
-    """How many leading arguments the call takes."""
+    """The number of leading arguments that the call takes."""
     probability: int | None = None
-    """Which argument is the probability of dropping; 0 draws nothing."""
+    """The place of the argument that is the probability of dropping; with probability 0 nothing is drawn."""
     expectation: float | None = None
-    """Its expectation where that does not depend on its input; a coin's is its second argument."""
+    """The expectation where that does not depend on the input; a coin's is its second argument."""
 
     def draws(self, node: Node, training: bool) -> bool:
         if self.probability is not None:
-            given = node.arguments[self.probability] if len(node.arguments) > self.probability else 0.0
-            if not given:
+            probability = node.arguments[self.probability] if len(node.arguments) > self.probability else 0.0
+            if not probability:
                 return False
             if self.takes == 2 and len(node.arguments) > 2 and node.arguments[2] is False:
                 return False  # captured in evaluation mode: F.dropout(x, p, training=False)
@@ -150,12 +151,12 @@ class RandomOperator:
         return node.arguments[: self.takes]
 
     def at_rest(self, node: Node) -> tuple[Callable[..., Any], tuple[Argument, ...]]:
-        """The call where nothing is drawn: the expectation."""
+        """Return the call where nothing is drawn, which gives the expectation, and its arguments."""
         if node.target == "aten.scaled_dot_product_attention.default":
-            given = list(node.arguments)
-            if len(given) > 4:
-                given[4] = 0.0
-            return ops.resolve(node.target), tuple(given)
+            arguments = list(node.arguments)
+            if len(arguments) > 4:
+                arguments[4] = 0.0
+            return ops.resolve(node.target), tuple(arguments)
         if self.expectation is not None:
             return _always(node, self.expectation), node.arguments[:1]
         if node.target in _COINS:
@@ -179,8 +180,8 @@ RANDOM_CALLS: dict[str, RandomOperator] = {
 
 
 def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor | None:
-    """What `node` draws in step 0 of seed 0, where torch's own kernel of it makes `call` (a coin for every element of
-    a dropout's mask, say); None if that is no call of this node."""
+    """Return what `node` draws in step 0 of seed 0, where torch's own kernel of it makes `call` (a coin for every
+    element of a dropout's mask, say); None if that is no call of this node."""
     spec, like = node.outputs[0], arguments[0]
     rank_fits = spec.batch_axis is None or spec.batch_axis < like.dim()
     if not rank_fits or call not in _DRAWN_BY.get(node.target, _COIN):
@@ -204,7 +205,7 @@ def _probability(arguments: tuple[Any, ...]) -> float:
 
 
 _COIN = frozenset({"aten.bernoulli_.float"})
-"""How torch draws the mask of a dropout, inside an attention too."""
+"""The operator by which torch draws the mask of a dropout, inside an attention too."""
 _DRAWN_BY = {
     "aten.bernoulli.default": frozenset({"aten.bernoulli.default"}),
     "aten.bernoulli.p": frozenset({"aten.bernoulli.p"}),

@@ -1,4 +1,4 @@
-"""Which part of its inputs each operator reads (facts/reads.py), from its target and arguments.
+"""Read rules (facts/reads.py): which part of its inputs each operator reads, from its target and arguments.
 
 Where nothing better is known an operator needs its inputs whole, sample by sample: correct, never too little.
 """
@@ -20,14 +20,14 @@ WeightSpecs = Mapping[str, WeightSpec]
 
 
 def reads_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[Read, ...]:
-    """One Read per activation the node's first output is made from."""
+    """Return one Read per activation from which the node's first output is made."""
     return tuple(Read(name, _rules(node, specs[name], specs, weights)) for name in values_of(node))
 
 
 def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None) -> bool:
-    """Whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
+    """Return whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
 
-    `outers` (rows.py) tells of tensors that hold their samples interleaved; to make one counts as mixing, since no
+    `outers` (rows.py) names the tensors that hold their samples interleaved; making one counts as mixing, since no
     range of its rows belongs to some samples.
     """
     if any(spec.batch_axis is not None and (outers or {}).get(spec.name, 1) != 1 for spec in node.outputs):
@@ -45,7 +45,8 @@ def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | N
 
 
 def _counts_samples(node: Node) -> bool:
-    """Whether the number of samples enters as a value (x / x.shape[0]) or numbers them (arange), not as a size."""
+    """Return whether the number of samples enters as a value (x / x.shape[0]) or numbers them (arange), not as a mere
+    size."""
     counts = any(isinstance(record, SampleCount) for record in records_of(node))
     if "full" in node.target:
         value = node.arguments[2 if "new_full" in node.target else 1]
@@ -59,7 +60,7 @@ def _given(node: Node, position: int, name: str, default: Argument = None) -> Ar
     return node.arguments[position] if len(node.arguments) > position else node.options.get(name, default)
 
 
-# Operators that work along axes: which argument says so, its name, and what is meant where it is not given.
+# Operators that work along axes: the place of the argument that says so, its name, and its meaning where it is absent.
 _ALONG: dict[str, tuple[int, str, Argument]] = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "prod", "logsumexp",
                      "all", "any"), (1, "dim", None)),
@@ -75,7 +76,7 @@ _LOOKS_UP = frozenset({"index", "index_select", "gather", "take_along_dim"})
 
 
 def _axes_along(node: Node, source: TensorSpec) -> set[int]:
-    """Axes of its first batched input along which an operator moves or combines elements."""
+    """Return the axes of a node's first batched input along which it moves or combines elements."""
     rank = len(source.shape)
     name = node.target.split(".")[1]
     if name in _LOOKS_UP and node.arguments[0] != Value(source.name):
@@ -116,14 +117,14 @@ def _axes_along(node: Node, source: TensorSpec) -> set[int]:
     return set()
 
 
-def _axes(given: Argument, rank: int) -> set[int]:
-    if given is None or isinstance(given, bool):
+def _axes(axes_argument: Argument, rank: int) -> set[int]:
+    if axes_argument is None or isinstance(axes_argument, bool):
         return set(range(rank))
-    if isinstance(given, int):
-        return {given % rank} if rank else set()
-    if not isinstance(given, (list, tuple)):
+    if isinstance(axes_argument, int):
+        return {axes_argument % rank} if rank else set()
+    if not isinstance(axes_argument, (list, tuple)):
         return set(range(rank))
-    return {axis % rank for axis in given} if given else set(range(rank))
+    return {axis % rank for axis in axes_argument} if axes_argument else set(range(rank))
 
 
 def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -> tuple[Rule, ...]:
@@ -181,7 +182,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
 
 
 def _unknown(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
-    """Whole, but for leading axes both share and the batch."""
+    """Return rules that read the whole input, but for the batch and leading axes that input and output share."""
     rules: list[Rule] = [Whole() for _ in source.shape]
     if source.batch_axis is None or output.batch_axis is None:
         return tuple(rules)
@@ -197,7 +198,8 @@ def _keeps_rows(source: TensorSpec, output: TensorSpec) -> bool:
 
 
 def _reshaping(source: tuple[int, ...], output: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Axes that stay, are split, or are joined; among several that become several others, any may need all."""
+    """Return rules for axes that stay, are split, or are joined; where several become several others, any may need
+    all."""
     rules: list[Rule] = []
     place = 0
     while len(rules) < len(source):
@@ -227,7 +229,7 @@ def _reshaping(source: tuple[int, ...], output: tuple[int, ...]) -> tuple[Rule, 
 
 
 def _aligned(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
-    """Broadcasting aligns axes from the right; an axis of one element serves all."""
+    """Return rules for broadcasting, which aligns axes from the right; an axis of one element serves all."""
     offset = len(output.shape) - len(source.shape)
     rules: list[Rule] = []
     for axis, extent in enumerate(source.shape):
@@ -239,12 +241,12 @@ def _aligned(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _pair(given: Argument, count: int, default: int) -> list[Any]:
-    if given is None or given == ():
+def _pair(values: Argument, count: int, default: int) -> list[Any]:
+    if values is None or values == ():
         return [default] * count
-    if isinstance(given, int):
-        return [given] * count
-    return list(given) if len(given) == count else [given[0]] * count
+    if isinstance(values, int):
+        return [values] * count
+    return list(values) if len(values) == count else [values[0]] * count
 
 
 def _argument(node: Node, position: int, default: Argument) -> Argument:
@@ -262,11 +264,11 @@ def _convolution(
     groups = _argument(node, groups_at, 1)
     weight = node.arguments[1]
     kernel = (weights if isinstance(weight, Weight) else specs)[weight.name].shape[2:]
-    given = _argument(node, 4, 0)
-    if given == "same":
+    padding_argument = _argument(node, 4, 0)
+    if padding_argument == "same":
         padding = [dilation[a] * (kernel[a] - 1) // 2 for a in range(spatial)]
     else:
-        padding = _pair(0 if given == "valid" else given, spatial, 0)
+        padding = _pair(0 if padding_argument == "valid" else padding_argument, spatial, 0)
     channels: Rule = Whole() if groups == 1 else Blocks(1, source.shape[1] // groups, output.shape[1] // groups)
     kind = Spread if transposed else Window
     windows = [kind(a + 2, kernel[a], stride[a], padding[a], dilation[a]) for a in range(spatial)]
@@ -297,7 +299,8 @@ def _adaptive_pooling(name: str, source: TensorSpec, output: TensorSpec) -> tupl
 
 
 def _group_normalisation(name: str, rank: int) -> tuple[Rule, ...]:
-    """On maps, rows and columns element by element: what is summed over them travels apart (Op.tiling, "norm")."""
+    """Return the rules of a group norm. On maps, rows and columns are read element by element: what is summed over them
+    travels apart (Op.tiling, "norm")."""
     inner = [Window(a) if rank == 4 else Whole() for a in range(2, rank)]
     return (Window(0), Window(1) if name == "instance_norm" else Whole(), *inner)
 
@@ -330,15 +333,15 @@ def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rul
 
 
 def resampling_factors(node: Node, axes: int) -> list[float | None]:
-    """The factors that were given for the axes, if any."""
-    given = node.arguments[3 if "bilinear" in node.target else 2 :]
+    """Return the factors that a node has for the axes, if any."""
+    factors = node.arguments[3 if "bilinear" in node.target else 2 :]
     if node.target.endswith(".vec"):
-        given = (given[0] if given else None) or ()
-    return [given[axis] if axis < len(given) else None for axis in range(axes)]
+        factors = (factors[0] if factors else None) or ()
+    return [factors[axis] if axis < len(factors) else None for axis in range(axes)]
 
 
 def resampling_scales(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> list[float]:
-    """Input elements per output element on each axis, as torch computes them."""
+    """Return the input elements per output element on each axis, as torch computes them."""
     if "bilinear" in node.target and node.arguments[2]:
         return [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in zip(before, after, strict=True)]
     factors = resampling_factors(node, len(before))
@@ -346,7 +349,7 @@ def resampling_scales(node: Node, before: tuple[int, ...], after: tuple[int, ...
 
 
 def is_exact_factor(factor: int, scale: float, extent: int) -> bool:
-    """Whether every element is copied `factor` times, also in the rounded arithmetic of both kinds of floats."""
+    """Return whether every element is copied `factor` times, also in the rounded arithmetic of both kinds of floats."""
     if abs(scale * factor - 1) > 1e-12:
         return False
     places = torch.arange(extent)

@@ -1,4 +1,4 @@
-"""What autograd is not to record."""
+"""Keeps autograd from recording certain calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _R = TypeVar("_R")
 
 
 def unrecorded(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Nothing of a call is recorded by autograd; asking first costs less than saying so again."""
+    """Return a call of which autograd records nothing; asking whether it records costs less than disabling it again."""
 
     @wraps(call)
     def inner(*arguments: _P.args, **options: _P.kwargs) -> _R:

@@ -27,7 +27,7 @@ def _simple(inputs: Any, state: Any, weights: Any, has_biases: bool, layers: int
 
 
 def _with_gradient(made: tuple[Any, ...], *read: Any) -> tuple[Any, ...]:
-    """Marks what was made as autograd would: a custom function further on asks whether its inputs need gradients."""
+    """Mark results as autograd would: a later custom function checks whether its inputs need gradients."""
     needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
     return tuple(tensor.requires_grad_(needed) for tensor in made)
 
@@ -38,7 +38,7 @@ def _output(inputs: Any, state: Any, bidirectional: bool) -> Any:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Within, `aten.lstm` and its kin on fake tensors return empty tensors of the right shape."""
+    """Make `aten.lstm` and its kin on fake tensors, within this context, return empty tensors of the right shape."""
     aten = torch.ops.aten
     replaced: list[tuple[Any, dict[Any, Any]]] = []
     for operator, shapes in (

@@ -32,16 +32,16 @@ def check_recurrent(target: str, arguments: Sequence[Any]) -> None:
     hidden, cell = _states(target, states)
     for name, state in (("hidden", hidden), ("cell", cell)):
         _check_shape(f"its {name} state", state, (layers * directions, batch, state.shape[-1]), data)
-    wanted = list(_weight_shapes(_GATES[target], layers, directions, bool(has_biases), features,
+    shapes = list(_weight_shapes(_GATES[target], layers, directions, bool(has_biases), features,
                                  cell.shape[-1], hidden.shape[-1]))  # fmt: skip
-    if len(weights) != len(wanted):
-        raise BadGraph(f"{len(weights)} weights; {layers} layers in {directions} directions have {len(wanted)}")
-    for place, (weight, shape) in enumerate(zip(weights, wanted, strict=True)):
+    if len(weights) != len(shapes):
+        raise BadGraph(f"{len(weights)} weights; {layers} layers in {directions} directions have {len(shapes)}")
+    for place, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
         _check_shape(f"its weight {place}", weight, shape, data)
 
 
 def _states(target: str, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden and the cell state; those without a cell have the hidden state for both."""
+    """Return the hidden and the cell state; layers without cells have the hidden state for both."""
     if target == "aten.lstm.input":
         if len(states) != 2:
             raise BadGraph(f"{len(states)} states; an LSTM has 2")
@@ -57,7 +57,8 @@ def _states(target: str, states: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _weight_shapes(
     gates: int, layers: int, directions: int, has_biases: bool, features: int, cell: int, hidden: int
 ) -> Iterator[tuple[int, ...]]:
-    """In PyTorch's order. A hidden state of another size than the cell's is a projection of it (LSTM only)."""
+    """Yield the shapes of a layer's weights in PyTorch's order. A hidden state of another size than the cell's is a
+    projection of it (LSTM only)."""
     for layer in range(layers):
         read = features if layer == 0 else hidden * directions
         for _ in range(directions):
@@ -70,16 +71,16 @@ def _weight_shapes(
                 yield hidden, cell
 
 
-def _check_tensor(name: str, given: Any, rank: int) -> None:
-    if not isinstance(given, torch.Tensor):
-        raise BadGraph(f"{name} is {given!r:.40}; it must be a tensor")
-    if given.dim() != rank or not given.is_floating_point():
-        raise BadGraph(f"{name} is {given.dtype} {list(given.shape)}; it must be floats in {rank} axes")
+def _check_tensor(name: str, value: Any, rank: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise BadGraph(f"{name} is {value!r:.40}; it must be a tensor")
+    if value.dim() != rank or not value.is_floating_point():
+        raise BadGraph(f"{name} is {value.dtype} {list(value.shape)}; it must be floats in {rank} axes")
 
 
-def _check_shape(name: str, given: Any, shape: tuple[int, ...], like: torch.Tensor) -> None:
-    _check_tensor(name, given, len(shape))
-    if tuple(given.shape) != shape or given.dtype != like.dtype:
+def _check_shape(name: str, value: Any, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    _check_tensor(name, value, len(shape))
+    if tuple(value.shape) != shape or value.dtype != like.dtype:
         raise BadGraph(
-            f"{name} is {given.dtype} {list(given.shape)}; with this input it must be {like.dtype} {list(shape)}"
+            f"{name} is {value.dtype} {list(value.shape)}; with this input it must be {like.dtype} {list(shape)}"
         )

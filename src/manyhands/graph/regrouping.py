@@ -1,4 +1,4 @@
-"""A graph's nodes in another order: what is made from some devices' inputs alone first, device after device.
+"""Puts a graph's nodes in another order: first what is made from some devices' inputs alone, device after device.
 
 forward     a b a ab b' …       as the module was written
 regrouped   a a │ b b' │ ab …   as stages need it, which are runs of nodes
@@ -15,7 +15,7 @@ from manyhands.graph.nodes import Node, values_of
 def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:
     """Return the graph with nodes ordered by the group of inputs that they are made from; what has several comes last.
 
-    Inputs may be in several groups: what is made from them alone goes with whoever reads it first.
+    Inputs may be in several groups: what is made from them alone goes with the first node that reads it.
     """
     places = _places(graph.nodes, groups)
     order = sorted(range(len(places)), key=places.__getitem__)  # as it was within each group
@@ -24,7 +24,7 @@ def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:
 
 
 def _places(nodes: Sequence[Node], groups: Sequence[Collection[str]]) -> list[int]:
-    """The group of each node; their count: none."""
+    """Return the group of each node; the number of groups for a node of none."""
     everybody = frozenset(range(len(groups)))
     made: dict[str, int] = {spec.name: index for index, node in enumerate(nodes) for spec in node.outputs}
     allowed: list[frozenset[int]] = []

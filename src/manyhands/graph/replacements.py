@@ -1,4 +1,4 @@
-"""What to write in place of an operator that manyhands does not run: for whoever reads the refusal."""
+"""Suggests what to write in place of an operator that manyhands does not run, for the refusal's hint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAME = {
     "upsample_linear1d": "F.interpolate(x.unsqueeze(2), size=(1, n), mode='bilinear').squeeze(2)",
     "var_mean": "(x.var(1), x.mean(1))",
 }
-"""Operator -> what gives the same, and runs; x, y and z stand for its tensors, n and k its numbers, 1 its axis."""
+"""Operator -> code that gives the same, and runs; x, y and z stand for its tensors, n and k its numbers, 1 its axis."""
 
 _DRAWN = "torch.rand_like(x), torch.randn_like(x) or dropout: random numbers are drawn sample by sample"
 _BY_VALUE = "torch.where(mask, x, y), or x * mask: shapes may not depend on values"
@@ -54,11 +54,11 @@ OTHERS = {
     "index_add": "x.scatter_add(1, index, y), with an index for every element",
     "max_pool2d_with_indices": "F.max_pool2d(x, 2), without return_indices",
 }  # fmt: skip
-"""Operator -> what may do in its place."""
+"""Operator -> a substitute that may do in its place."""
 
 
 def advice(target: str) -> str:
-    """What a person can do about an operator that is not run."""
+    """Return what a user can do about an operator that is not run."""
     name = target.split(".")[1]
     name = name.rstrip("_") if not name.startswith("__") else name
     forms = sorted(form.removeprefix("aten.") for form in ops.ALLOWED if form.split(".")[1] == name)

@@ -1,4 +1,4 @@
-"""Which way round a merged axis holds its samples.
+"""The order in which a merged axis holds its samples.
 
 An axis that grows with the batch may hold several rows per sample. `outer` says how: the axis counts as
 [outer][samples][rows / outer]. 1 is batch first, each sample's rows together; anything else interleaves the samples,
@@ -21,9 +21,9 @@ _JOINS = frozenset({"cat", "concat", "vstack", "hstack"})
 
 
 def outer_of(node: Node, specs: Mapping[str, TensorSpec], outers: Mapping[str, int | None]) -> int | None:
-    """The outer factor of what a node makes; None where no such factor exists: samples are torn apart.
+    """Return the outer factor of what a node makes; None where no such factor exists, since samples are torn apart.
 
-    `specs` and `outers` know the node's inputs.
+    `specs` and `outers` must hold the node's inputs.
     """
     output = node.outputs[0]
     batched = [name for name in values_of(node) if specs[name].batch_axis is not None]
@@ -34,8 +34,8 @@ def outer_of(node: Node, specs: Mapping[str, TensorSpec], outers: Mapping[str, i
     source, rows = specs[first], output.rows_per_sample
     if name in _RESHAPES and source.batch_axis is not None:
         before = math.prod(source.shape[: source.batch_axis]) * (outers.get(first, 1) or 1)
-        whole, rest = divmod(before, math.prod(output.shape[: output.batch_axis]) or 1)
-        return whole if not rest and whole and rows % whole == 0 else None
+        whole, remainder = divmod(before, math.prod(output.shape[: output.batch_axis]) or 1)
+        return whole if not remainder and whole and rows % whole == 0 else None
     if name in _JOINS and rows > specs[batched[0]].rows_per_sample:
         return rows // specs[batched[0]].rows_per_sample * max(outers.get(name, 1) or 1 for name in batched)
     if name in ("repeat", "tile") and source.batch_axis is not None and rows > source.rows_per_sample:

@@ -1,4 +1,5 @@
-"""Shapes as torch.export gives them, with symbols -> shapes for one sample and the axis that grows with the batch."""
+"""Conversion of shapes as torch.export gives them, with symbols, into shapes for one sample and the axis of the
+batch."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from manyhands.graph.nodes import SampleCount
 
 
 def at(where: str) -> str:
-    """The line of an error that says where, if that is known."""
+    """Return the line of an error that says where, if that is known."""
     return f"\n  at {where}" if where else ""
 
 
 def sized(value: Any, where: str) -> int | SampleCount:
-    """An integer, or a multiple of the number of samples."""
+    """Return an integer, or a multiple of the number of samples."""
     expression = value.node.expr
     symbols = sorted(expression.free_symbols, key=str)
     if not symbols:

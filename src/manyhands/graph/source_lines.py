@@ -13,13 +13,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _own_frames(node: Any) -> list[tuple[str, str]]:
-    """(file, line) of the user's frames, innermost last."""
+    """Return (file, line) of the user's frames, innermost last."""
     frames: list[tuple[str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
     return [frame for frame in frames if not is_torchs_or_ours(frame[0])]
 
 
 def line_of(node: Any) -> str:
-    """The whole path and the text of the user's line; else the layer's name."""
+    """Return the whole path and the text of the user's line; else the layer's name."""
     frames = _own_frames(node)
     if not frames:
         return f"layer '{where}'" if (where := place_of(node)) else ""
@@ -29,7 +29,7 @@ def line_of(node: Any) -> str:
 
 
 def place_of(node: Any) -> str:
-    """'FILE:LINE' of the innermost frame that is not torch's; else the path of the child module, or ''."""
+    """Return 'FILE:LINE' of the innermost frame that is not torch's; else the path of the child module, or ''."""
     frames = _own_frames(node)
     if frames:
         return f"{Path(frames[-1][0]).name}:{frames[-1][1]}"

@@ -1,4 +1,4 @@
-"""A graph in a folder: graph.json and weights.safetensors. No code, no pickle; what is read is taken for hostile."""
+"""A graph in a folder: graph.json and weights.safetensors. No code, no pickle; input is assumed to be hostile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SAFETENSORS_DTYPES = {
 
 
 def save(graph: Graph, folder: str | Path) -> None:
-    """Write the graph into a folder. Each file is replaced as a whole; weights first, so a new graph finds its own."""
+    """Write the graph into a folder. Each file is replaced as a whole, and the weights first, so that a new graph
+    always finds its weights."""
     folder = Path(folder)
     weights_in(graph)  # refuses names that would collide
     _write_weights(_plain(state_of(graph)), folder / WEIGHTS_FILE)
@@ -67,15 +68,16 @@ def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def separate(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors in main memory that share none of it, as safetensors asks; tied weights become two."""
+    """Return contiguous tensors in main memory that share none of it, as safetensors requires; tied weights become
+    two."""
     plain: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in state.items():
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != copy.nbytes:
+        if storage.data_ptr() in addresses or storage.nbytes() != copy.nbytes:
             copy = copy.clone()
-        seen.add(storage.data_ptr())
+        addresses.add(storage.data_ptr())
         plain[name] = copy
     return plain
 
@@ -105,21 +107,21 @@ def _read_json(path: Path) -> Any:
         _refuse(path, f"not JSON: {error}"[:300])
 
 
-def _read(path: Path, how: Any) -> bytes:
+def _read(path: Path, read: Any) -> bytes:
     try:
         with open(path, "rb") as file:
-            content: bytes = how(file)
+            content: bytes = read(file)
             return content
     except OSError as error:
         raise BadGraph(f"{path}: cannot be read: {error.strerror or error}.") from error
 
 
-def _refuse(path: Path, what: str) -> NoReturn:
-    raise BadGraph(f"{path}: {what}.")
+def _refuse(path: Path, problem: str) -> NoReturn:
+    raise BadGraph(f"{path}: {problem}.")
 
 
 def _check_header(path: Path, graph: Graph) -> None:
-    """Names, dtypes, shapes and places of all tensors, before a byte of them is read."""
+    """Check the names, dtypes, shapes and places of all tensors, before a byte of them is read."""
     sizes = [0, 0]
 
     def read(file: BinaryIO) -> bytes:

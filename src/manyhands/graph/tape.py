@@ -1,4 +1,4 @@
-"""Tensors of a batch by name, and one piece run backwards.
+"""Names the tensors of a batch, and runs one piece backwards.
 
 Each piece sees detached inputs, as if they had come over a wire, and hands back gradients for them: what the profiler
 measures.
@@ -16,19 +16,19 @@ from manyhands.graph.trees import tree_map
 
 
 def bind_inputs(graph: Graph, batch: Any) -> dict[str, torch.Tensor]:
-    """Name the tensors of a batch given the way the module takes it."""
+    """Return the tensors of a batch, in the form in which the module takes it, by the names of the graph's inputs."""
     positional, keywords = graph.input_tree
     if isinstance(batch, (tuple, list)):
-        given: tuple[list[Any], dict[str, Any]] = (list(batch), {})
+        parts: tuple[list[Any], dict[str, Any]] = (list(batch), {})
     elif isinstance(batch, dict) and keywords:
-        given = ([], batch)
+        parts = ([], batch)
     else:
-        given = ([batch], {})
-    return bind_tree(positional, given[0]) | bind_tree(keywords, given[1])
+        parts = ([batch], {})
+    return bind_tree(positional, parts[0]) | bind_tree(keywords, parts[1])
 
 
 def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
-    """The tensors of `value` by the names that stand in the same places of `tree`."""
+    """Return the tensors of `value` by the names that stand in the same places of `tree`."""
     bound: dict[str, torch.Tensor] = {}
 
     def visit(tree: Any, value: Any) -> None:
@@ -46,10 +46,12 @@ def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
 
 
 def backward_piece(
-    entered: Mapping[str, torch.Tensor], left: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+    entered: Mapping[str, torch.Tensor], returned: Mapping[str, torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """One piece backwards: `gradients` gives those of what left it, and takes those of what entered."""
-    roots = [(tensor, gradients[name]) for name, tensor in left.items() if tensor.requires_grad and name in gradients]
+    """Run one piece backwards: `gradients` holds those of what left it, and receives those of what entered it."""
+    roots = [
+        (tensor, gradients[name]) for name, tensor in returned.items() if tensor.requires_grad and name in gradients
+    ]
     if roots:
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
     for name, tensor in entered.items():
@@ -58,5 +60,5 @@ def backward_piece(
 
 
 def outputs_of(graph: Graph, values: Mapping[str, torch.Tensor]) -> Any:
-    """The network's outputs in the structure the module returns them in."""
+    """Return the network's outputs in the structure in which the module returns them."""
     return tree_map(values.__getitem__, graph.output_tree)

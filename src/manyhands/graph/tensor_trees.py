@@ -11,7 +11,7 @@ from manyhands.graph.trees import tree_leaves, tree_map
 
 
 def flattened(value: Any, leaves: list[torch.Tensor], where: str) -> Any:
-    """Replace every tensor in `value` by its number in `leaves`, as '#3'."""
+    """Return `value` with every tensor replaced by its number in `leaves`, as '#3'."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return f"#{len(leaves) - 1}"
@@ -39,10 +39,10 @@ def exported_samples(batch: int) -> int:
 
 
 def as_many(target: Any, example_batch: Any) -> Any:
-    """The example target with as many samples as the module was exported with."""
-    given: list[torch.Tensor] = []
-    flattened(example_batch, given, "the input")
-    batch = batch_of(given)
+    """Return the example target with as many samples as the module was exported with."""
+    inputs: list[torch.Tensor] = []
+    flattened(example_batch, inputs, "the input")
+    batch = batch_of(inputs)
     leaves: list[torch.Tensor] = []
     tree = flattened(target, leaves, "the target")
     is_batched = [leaf.dim() > 0 and leaf.shape[0] == batch for leaf in leaves]
@@ -57,7 +57,7 @@ def resized(leaf: torch.Tensor, samples: int) -> torch.Tensor:
 
 
 def example_outputs(program: Any, tree: Any, extra: int) -> Any:
-    """Zero tensors shaped as the module's outputs, for capturing the loss."""
+    """Return zero tensors shaped as the module's outputs, for capturing the loss."""
     output = next(node for node in program.graph.nodes if node.op == "output")
     nodes = output.args[0][: len(output.args[0]) - extra]
     metas = [node.meta["val"] for node in nodes][-len(list(tree_leaves(tree))) :]

@@ -1,4 +1,4 @@
-"""How a tiled stage computes each operator, what its gradient reads, and which sums tiles exchange for it.
+"""The way a tiled stage computes each operator, what its gradient reads, and which sums tiles exchange for it.
 
 These are facts of an operator as if its inputs were maps: (sample, channel, row, column), split by rows and columns.
 Maps of five axes, whose channels are in groups, are only put together and taken apart. On tensors that every tile has
@@ -25,8 +25,8 @@ _LOCAL = frozenset({
 })  # fmt: skip
 # They move channels, if they leave rows and columns as they are.
 _REGROUPING = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"})
-# Their result is a tensor of a shape of its own; the input only says where, and of which type.
-_SHAPED = frozenset(f"aten.new_{what}.default" for what in ("empty", "zeros", "ones", "full"))
+# Their result is a tensor of another shape; the input only gives its device and type.
+_SHAPED = frozenset(f"aten.new_{kind}.default" for kind in ("empty", "zeros", "ones", "full"))
 
 _FROM_NOTHING = frozenset({
     "conv2d", "conv_transpose2d", "add", "sub", "rsub", "cat", "concat", "avg_pool2d", "adaptive_avg_pool2d",
@@ -39,7 +39,7 @@ _FROM_OUTPUT = frozenset({"relu", "sigmoid", "tanh", "hardtanh", "relu6"})
 
 
 def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
-    """ "local", "norm", "pool" or "" (Op.tiling)."""
+    """Return "local", "norm", "pool" or "" (Op.tiling)."""
     if node.several or node.updates or not values_of(node):
         return ""
     output, source = node.outputs[0], specs[values_of(node)[0]]
@@ -81,7 +81,7 @@ def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs
 
 
 def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
-    """Whether an operator on channels in groups leaves samples, rows and columns in place."""
+    """Return whether an operator on channels in groups leaves samples, rows and columns in place."""
     name, rank = node.target.split(".")[1], len(source.shape)
     if name in ("cat", "concat"):
         axis = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
@@ -91,8 +91,8 @@ def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
     if name == "permute":
         order = [axis % rank for axis in node.arguments[1]]
         return (order[0], *order[-2:]) == (0, rank - 2, rank - 1)
-    kept = (source.shape[0], *source.shape[-2:]) == (output.shape[0], *output.shape[-2:])
-    return name in _REGROUPING and kept and len(values_of(node)) == 1
+    is_in_place = (source.shape[0], *source.shape[-2:]) == (output.shape[0], *output.shape[-2:])
+    return name in _REGROUPING and is_in_place and len(values_of(node)) == 1
 
 
 def _is_map(spec: TensorSpec) -> bool:
@@ -100,12 +100,12 @@ def _is_map(spec: TensorSpec) -> bool:
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the same for all rows and columns of the map it is combined with."""
+    """Return whether a tensor is the same for all rows and columns of the map it is combined with."""
     return all(extent == 1 for extent in shape[-2:])
 
 
 def _is_pool(node: Node, source: TensorSpec) -> bool:
-    """Whether an operator is the mean or sum of every whole map."""
+    """Return whether an operator is the mean or sum of every whole map."""
     if not _is_map(source) or len(source.shape) != 4:
         return False
     if node.target == "aten.adaptive_avg_pool2d.default":
@@ -117,7 +117,7 @@ def _is_pool(node: Node, source: TensorSpec) -> bool:
 
 
 def derives_from(node: Node, specs: Specs) -> tuple[str, ...]:
-    """Activations whose values the gradients of the node's inputs read (Op.derives_from)."""
+    """Return the activations whose values the gradients of the node's inputs read (Op.derives_from)."""
     inputs, output = values_of(node), tuple(spec.name for spec in node.outputs[:1])
     name = node.target.split(".")[1]
     if name in _FROM_NOTHING or node.updates or not any(specs[value].differentiable for value in inputs):
@@ -138,7 +138,7 @@ def derives_from(node: Node, specs: Specs) -> tuple[str, ...]:
 
 
 def _other_factors(node: Node, specs: Specs) -> tuple[str, ...]:
-    """The factors of those through which a gradient flows."""
+    """Return the factors of those through which a gradient flows."""
     first, second = node.arguments[:2]
     if isinstance(first, Value) and isinstance(second, Value):
         pairs = ((first.name, second.name), (second.name, first.name))
@@ -147,7 +147,7 @@ def _other_factors(node: Node, specs: Specs) -> tuple[str, ...]:
 
 
 def tile_sums(node: Node, tiling: str) -> int:
-    """Numbers per sample that tiles add up for an operator (Op.tile_sums)."""
+    """Return the numbers per sample that tiles add up for an operator (Op.tile_sums)."""
     if tiling == "pool":
         return 0 if node.target in _SHAPED else node.outputs[0].elements
     if tiling == "norm" and node.target == "aten.group_norm.default":

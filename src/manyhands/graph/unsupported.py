@@ -1,4 +1,4 @@
-"""What changes training on one device but is in no captured graph: refused by name, before anything starts."""
+"""Refuses by name, before anything starts, whatever changes training on one device but is in no captured graph."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _place(hook: Callable[..., Any]) -> str:
-    """File and line of a hook's beginning."""
+    """Return the file and line where a hook begins."""
     try:
         plain = inspect.unwrap(getattr(hook, "__func__", hook))
         return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"

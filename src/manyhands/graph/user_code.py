@@ -1,4 +1,4 @@
-"""Which lines of a traceback are the user's own."""
+"""Finds the lines of a traceback that are the user's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
-    """Frames of the user's own code in an exception and its causes, innermost last."""
+    """Yield the frames of the user's own code in an exception and its causes, innermost last."""
     for cause in reversed(causes(error)):
         for frame in traceback.extract_tb(cause.__traceback__):
             if not is_library(frame.filename):
@@ -20,12 +20,12 @@ def user_frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]
 
 
 def causes(error: BaseException | None) -> list[BaseException]:
-    """An exception and what caused it, outermost first."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
+    """Return an exception and what caused it, outermost first."""
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
         error = error.__cause__ or error.__context__
-    return seen
+    return errors
 
 
 def is_library(filename: str) -> bool:

@@ -1,8 +1,6 @@
-"""The self-check: does a captured graph train as the module itself does?
-
-Loss, gradients and buffers of one small batch are computed twice, by the module under plain autograd and by the graph,
-and compared. Both run the same operators in the same order, so they differ by rounding at most; whatever torch.export
-did not see (a hook, a tensor from elsewhere, a value that Python decided) shows here, before the first step.
+"""The self-check, which compares how a captured graph trains with how the module itself does. Both run the same
+operators in the same order, so they differ by rounding at most; whatever torch.export did not see (a hook, a tensor
+from elsewhere, a value that Python decided) shows here, before the first step.
 
 A random operator draws by its name in the graph (random.py); the module is made to draw the same numbers.
 """
@@ -33,30 +31,30 @@ from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
 
 _ROUNDINGS = 64
-"""Of the type computed in: above so many a second opinion is taken in float64."""
+"""Difference, in roundings of the type computed in, above which the comparison is repeated in float64."""
 _IN_DOUBLE = 1e-9
 """Relative difference in float64 beyond which two gradients are not the same. Where the module itself rounds to a
-smaller type, a second opinion is none, and `_ROUNDED` holds."""
+smaller type, repeating it in float64 proves nothing, and `_ROUNDED` holds."""
 _ROUNDED = 1e-3
 _NEGLIGIBLE = 1e-3
-"""A gradient that is so many times smaller than the largest of all is measured by that: zero but for rounding."""
+"""A gradient below this part of the largest of all is measured by that part: it is zero but for rounding."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What the self-check did."""
+    """The outcome of the self-check."""
 
     samples: int
     seconds: float
     difference: float
     """The largest relative difference between a gradient of the graph and the module's own."""
     note: str = ""
-    """Why nothing was compared; "": it was."""
+    """The reason why nothing was compared; "" if it was."""
 
 
 @dataclass
 class _Step:
-    """What one forward and backward pass gave."""
+    """The results of one forward and backward pass."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -72,30 +70,30 @@ def verify(
     are left as they were.
     """
     start = time.perf_counter()
-    given = _Given(graph, module, loss, example_batch, target)
+    check = _Given(graph, module, loss, example_batch, target)
     try:
-        difference = _difference(given, given.by_module(), given.by_graph())
-        if not difference.is_within(_ROUNDINGS * torch.finfo(given.dtype).eps):
+        difference = _difference(check, check.by_module(), check.by_graph())
+        if not difference.is_within(_ROUNDINGS * torch.finfo(check.dtype).eps):
             if _rounds_itself(graph):
                 doubtful = not difference.is_within(_ROUNDED)
             else:
-                with given.in_float64():
-                    difference = _difference(given, given.by_module(), given.by_graph())
+                with check.in_float64():
+                    difference = _difference(check, check.by_module(), check.by_graph())
                     doubtful = not difference.is_within(_IN_DOUBLE)
             if doubtful:
-                raise _differs(given, difference)
+                raise _differs(check, difference)
     except _OtherDraws:
         note = "the module draws random numbers in another order than its captured graph"
-        return Verified(given.samples, time.perf_counter() - start, 0.0, note)
-    return Verified(given.samples, time.perf_counter() - start, difference.largest)
+        return Verified(check.samples, time.perf_counter() - start, 0.0, note)
+    return Verified(check.samples, time.perf_counter() - start, difference.largest)
 
 
 class _OtherDraws(Exception):
-    """The module asked for random numbers which no node of the graph draws next."""
+    """The module drew random numbers which no node of the graph draws next."""
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Random operators give what the graph's nodes draw, one after another."""
+    """A mode in which random operators give what the graph's nodes draw, one after another."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +114,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(node: Node) -> bool:
-    """Whether torch asks for random numbers at a node: not for a dropout of everything."""
+    """Return whether torch draws random numbers at a node: not for a dropout of everything."""
     random = RANDOM_CALLS.get(node.target)
     if random is None or not random.draws(node, training=True):
         return False
@@ -143,19 +141,19 @@ class _Given:
         self.samples = next((len(leaves[spec.name]) for spec in graph.inputs if spec.batch_axis == 0), 0)
 
     def by_module(self, watch: Callable[[str, torch.Tensor], None] | None = None) -> _Step:
-        """The module's own step. `watch` is told what each child returns."""
+        """Run the module's own step. `watch` is called with what each child returns."""
         positional, keywords = bound_arguments(self.module, self.batch)
         with _restored(self.module), in_training_mode(self.module), torch.enable_grad(), _watched(self.module, watch):
             with _Draws(self.graph) as draws:
                 value = self.loss(self.module(*positional, **keywords), self.target)
             draws.check_all_drawn()
-            found = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+            results = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
             buffers = {name: tensor.detach().clone() for name, tensor in self.module.named_buffers()}
-        gradients = {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+        gradients = {name: g for name, g in zip(self.parameters, results, strict=True) if g is not None}
         return _Step(value.detach(), gradients, buffers)
 
     def by_graph(self) -> _Step:
-        """The graph's step. It reads the module's own parameters, and writes to copies of its buffers."""
+        """Run the graph's step. It reads the module's own parameters, and writes to copies of its buffers."""
         graph = self.graph
         assert graph.loss is not None
         tensors = {
@@ -169,16 +167,17 @@ class _Given:
             value = Piece(graph.loss, Weights.copied(graph.loss))(returned, Context(samples=self.samples))
             number = value[graph.loss.outputs[0]]
             trained = [s.name for s in graph.weights if s.trainable]
-            found: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
+            results: tuple[torch.Tensor | None, ...] = (None,) * len(trained)
             if number.requires_grad and trained:
-                found = torch.autograd.grad(number, [tensors[name] for name in trained], allow_unused=True)
-        gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+                results = torch.autograd.grad(number, [tensors[name] for name in trained], allow_unused=True)
+        gradients = {name: g for name, g in zip(trained, results, strict=True) if g is not None}
         buffers = {s.name: tensors[s.name] for s in graph.weights if s.buffer}
         return _Step(number.detach(), gradients, buffers)
 
     @contextmanager
     def in_float64(self) -> Iterator[None]:
-        """Module, graph and batch computing in float64. The parameters stay the same objects: a loss may know them."""
+        """Make module, graph and batch compute in float64, within this context. The parameters stay the same objects: a
+        loss may refer to them."""
         before = self.graph, self.batch, self.target
         tensors = [*self.module.parameters(), *self.module.buffers()]
         data = [tensor.data for tensor in tensors]
@@ -201,7 +200,7 @@ def _every_tensor(change: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """The module's buffers as they were, whatever is written to them or put in their place."""
+    """Restore the module's buffers afterwards, whatever was written to them or put in their place."""
     before = [(child, dict(child._buffers)) for child in module.modules()]
     copies = [(tensor, tensor.clone()) for tensor in module.buffers()]
     try:
@@ -216,7 +215,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(module: nn.Module, watch: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
-    """`watch` is called with the path of every child and the tensor that it returns, if that is one."""
+    """Call `watch` with the path of every child and the tensor that it returns, if that is one."""
     handles = []
     for path, child in module.named_modules() if watch is not None else ():
 
@@ -237,7 +236,7 @@ def _watched(module: nn.Module, watch: Callable[[str, torch.Tensor], None] | Non
 
 @dataclass(frozen=True)
 class _Difference:
-    """How far two steps are apart, relative to what they are about."""
+    """The distance between two steps, relative to their size."""
 
     loss: float
     gradients: dict[str, float]
@@ -252,32 +251,33 @@ class _Difference:
         return next((n for n in numbers if n != n), max(numbers))
 
 
-def _difference(given: _Given, module: _Step, graph: _Step) -> _Difference:
+def _difference(check: _Given, module: _Step, graph: _Step) -> _Difference:
     names = list(dict.fromkeys((*module.gradients, *graph.gradients)))
     largest = max((float(g.abs().max()) for g in module.gradients.values() if g.numel()), default=0.0)
     gradients = {
         name: _apart(module.gradients.get(name), graph.gradients.get(name), _NEGLIGIBLE * largest) for name in names
     }
-    written = {name for op in given.network.ops for name in op.writes}
+    written = {name for op in check.network.ops for name in op.writes}
     buffers = {name: _apart(module.buffers[name], graph.buffers[name], 0.0) for name in written & set(module.buffers)}
     return _Difference(_apart(module.loss, graph.loss, 0.0), gradients, buffers)
 
 
 def _apart(first: torch.Tensor | None, second: torch.Tensor | None, least: float) -> float:
-    """The largest difference between two tensors over their largest element, or over `least`; None is all zeros."""
+    """Return the largest difference between two tensors over their largest element, or over `least`; None is all
+    zeros."""
     if first is None or second is None:
         present = first if second is None else second
         first, second = (torch.zeros(()), torch.zeros(())) if present is None else (present, torch.zeros_like(present))
     if not first.numel() or torch.equal(first, second):
         return 0.0
-    if bool((torch.isnan(first) == torch.isnan(second)).all()):  # both are no numbers at the same places
+    if bool((torch.isnan(first) == torch.isnan(second)).all()):  # both are NaN at the same places
         first, second = first.nan_to_num(), second.nan_to_num()
     size = max(float(first.abs().max()), float(second.abs().max()), least)
     return float((first.double() - second.double()).abs().max()) / size if size else 0.0
 
 
 def _rounds_itself(graph: Graph) -> bool:
-    """Whether the module casts to a smaller type by itself, as float64 cannot show."""
+    """Return whether the module casts to a smaller type by itself, as float64 cannot show."""
     names = {name for node in graph.nodes for spec in node.outputs for name in (spec.dtype,)}
     return len(names & {"float32", "float16", "bfloat16"}) > 1 or len(names & {"float64", "float32"}) > 1
 
@@ -285,30 +285,30 @@ def _rounds_itself(graph: Graph) -> bool:
 # What differs first
 
 
-def _differs(given: _Given, difference: _Difference) -> CaptureFailed:
-    limit = _ROUNDED if _rounds_itself(given.graph) else _IN_DOUBLE
+def _differs(check: _Given, difference: _Difference) -> CaptureFailed:
+    limit = _ROUNDED if _rounds_itself(check.graph) else _IN_DOUBLE
     hint = (
         "torch.export did not see all that the module does: look there for state that changes from call to call, "
         "values that Python decides, or gradients that are changed by hand.\nverify=False trains the captured graph "
         "as it is."
     )
     if not difference.loss <= limit:
-        place = _first_value_apart(given)
+        place = _first_value_apart(check)
         text = f"first in {place}" if place else "in the loss function"
         return CaptureFailed(
-            f"The captured graph of {given.graph.name} does not compute what the module does: on {given.samples} "
+            f"The captured graph of {check.graph.name} does not compute what the module does: on {check.samples} "
             f"samples the loss differs by {difference.loss:.2g} of itself, {text}.",
             hint=hint,
         )
-    network = given.network
+    network = check.network
     for layer in reversed(network.layers):
         for name in layer.weights:
             if not difference.gradients.get(name, 0.0) <= limit:
                 where = next((op.where for op in network.ops[layer.first : layer.last] if name in op.weights), "")
                 return CaptureFailed(
-                    f"The captured graph of {given.graph.name} does not train as the module does: going back from the "
+                    f"The captured graph of {check.graph.name} does not train as the module does: going back from the "
                     f"loss, the first layer with another gradient is {layer.name} ({name} differs by "
-                    f"{difference.gradients[name]:.2g} of its largest element, on {given.samples} samples).{at(where)}",
+                    f"{difference.gradients[name]:.2g} of its largest element, on {check.samples} samples).{at(where)}",
                     hint=hint,
                 )
     kind, name, apart = next(
@@ -317,17 +317,18 @@ def _differs(given: _Given, difference: _Difference) -> CaptureFailed:
         for name, apart in numbers.items()
         if not apart <= limit
     )
-    what = "gets another gradient" if kind == "parameter" else "is written otherwise"
+    change = "gets another gradient" if kind == "parameter" else "is written otherwise"
     return CaptureFailed(
-        f"The captured graph of {given.graph.name} does not train as the module does: the {kind} {name} {what} "
-        f"(differs by {apart:.2g} of its largest element, on {given.samples} samples).",
+        f"The captured graph of {check.graph.name} does not train as the module does: the {kind} {name} {change} "
+        f"(differs by {apart:.2g} of its largest element, on {check.samples} samples).",
         hint=hint,
     )
 
 
-def _first_value_apart(given: _Given) -> str:
-    """The first child of the module that returns something else than the graph's nodes of it; '' if none does."""
-    values, made_last = _every_value(given), {node.module: node for node in given.graph.nodes if not node.updates}
+def _first_value_apart(check: _Given) -> str:
+    """Return the first child of the module that returns something else than the graph's nodes of it; '' if none
+    does."""
+    values, made_last = _every_value(check), {node.module: node for node in check.graph.nodes if not node.updates}
     apart: list[str] = []
     calls: dict[str, int] = {}
 
@@ -336,29 +337,29 @@ def _first_value_apart(given: _Given) -> str:
         node = made_last.get(path)
         if apart or node is None or calls[path] > 1:
             return
-        value_here = values.get(node.outputs[0].name)
+        graph_value = values.get(node.outputs[0].name)
         if (
-            value_here is not None
-            and value_here.shape == output.shape
-            and not _apart(output.detach(), value_here, 0.0) <= _ROUNDED
+            graph_value is not None
+            and graph_value.shape == output.shape
+            and not _apart(output.detach(), graph_value, 0.0) <= _ROUNDED
         ):
-            apart.append(f"{path or type(given.module).__name__} ({node.where})" if node.where else path)
+            apart.append(f"{path or type(check.module).__name__} ({node.where})" if node.where else path)
 
-    given.by_module(watch)
+    check.by_module(watch)
     return apart[0] if apart else ""
 
 
-def _every_value(given: _Given) -> dict[str, torch.Tensor]:
-    """Copies of all that the graph's nodes make: some overwrite what others made."""
-    graph, inputs = given.graph, bind_inputs(given.graph, given.batch)
+def _every_value(check: _Given) -> dict[str, torch.Tensor]:
+    """Return copies of all that the graph's nodes make: some overwrite what others made."""
+    graph, inputs = check.graph, bind_inputs(check.graph, check.batch)
     piece = Piece(graph, Weights.copied(graph))
     steps = piece.steps(training=True)
     slots, values = piece.fresh_slots(), dict(inputs)
     for place, name in enumerate(piece.inputs):
         slots[place] = inputs[name]
-    context = Context(samples=given.samples)
+    context = Context(samples=check.samples)
     for step in steps:
-        run_steps([replace(step, frees=())], slots, given.samples, context)
+        run_steps([replace(step, frees=())], slots, check.samples, context)
         made = zip(step.node.outputs, step.outputs, strict=True)
         values.update((spec.name, slots[place].detach().clone()) for spec, place in made)
     return values

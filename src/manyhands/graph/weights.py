@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Weights:
-    """Tensors by name. Trainable ones are leaves that collect gradients."""
+    """The tensors of a piece's weights, by name. Trainable ones are leaves that collect gradients."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
         self.tensors = tensors
@@ -22,10 +22,10 @@ class Weights:
     @classmethod
     def copied(cls, graph: Graph, names: Iterable[str] | None = None, device: torch.device | str = "cpu") -> Weights:
         """Copy the graph's weights (all, or those named) to a device."""
-        wanted = set(names) if names is not None else None
+        requested = set(names) if names is not None else None
         tensors: dict[str, torch.Tensor] = {}
         for spec in graph.weights:
-            if wanted is None or spec.name in wanted:
+            if requested is None or spec.name in requested:
                 copy = graph.state[spec.name].detach().to(device, copy=True)
                 tensors[spec.name] = copy.requires_grad_(spec.trainable)
         return cls(tensors, device)
@@ -33,9 +33,9 @@ class Weights:
     @classmethod
     def shared(cls, graph: Graph, module: nn.Module) -> Weights:
         """Share the module's own parameters and buffers: training the graph trains the module."""
-        tensors_here: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        tensors_here.update(module.named_buffers(remove_duplicate=False))
-        tensors = {spec.name: tensors_here.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
+        module_tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        module_tensors.update(module.named_buffers(remove_duplicate=False))
+        tensors = {spec.name: module_tensors.get(spec.name, graph.state[spec.name]) for spec in graph.weights}
         return cls(tensors, next((tensor.device for tensor in tensors.values()), "cpu"))
 
     def trainable(self) -> dict[str, torch.Tensor]:

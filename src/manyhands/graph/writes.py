@@ -1,4 +1,4 @@
-"""Writes in place, to activations and to buffers, made plain.
+"""Makes writes in place, to activations and to buffers, plain.
 
 An in-place operator becomes functional, and later readers read the new value. Where another view of the same memory is
 read later the module is refused, since the two would differ.
@@ -31,10 +31,10 @@ MASKED_WRITES = {
 def masked_fill(
     target: str, arguments: tuple[Argument, ...], where: str, state: Conversion
 ) -> tuple[str, tuple[Argument, ...]]:
-    """`x[mask] = number` is a masked fill; any other write at computed places has no operator on the list."""
-    written, indices, value, *rest = arguments
+    """Return `x[mask] = number` as a masked fill; any other write at computed places has no operator on the list."""
+    written, indices, value, *others = arguments
     specs = [state.specs[argument.name] for argument in (written, *indices) if isinstance(argument, Value)]
-    if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(rest):
+    if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(others):
         whole, mask = specs
         if mask.dtype == "bool" and (mask.shape, mask.batch_axis) == (whole.shape, whole.batch_axis):
             return MASKED_WRITES[target], (written, indices[0], value)
@@ -42,7 +42,7 @@ def masked_fill(
 
 
 def _is_scalar(argument: Argument, state: Conversion) -> bool:
-    """Whether an argument is a tensor of one number without axes."""
+    """Return whether an argument is a tensor of one number without axes."""
     if isinstance(argument, Value):
         return state.specs[argument.name].shape == ()
     return isinstance(argument, Weight) and state.weight_shapes.get(argument.name) == ()
@@ -69,7 +69,7 @@ def memory_root(source: Value | Weight, state: Conversion) -> str:
 
 
 def check_write(target: str, name: str, where: str, state: Conversion) -> None:
-    """An in-place write to an activation must be expressible as an operator of its own."""
+    """Refuse an in-place write to an activation that cannot be expressed as a separate operator."""
     root = state.root[name]
     if root.startswith(WEIGHT_MARK):
         raise CaptureFailed(
@@ -103,7 +103,7 @@ def convert_buffer_write(
 
 
 def assign_buffer(node: Any, name: str, state: Conversion) -> None:
-    """`self.buffer = value`, as a write to the buffer after the last node that reads the old one."""
+    """Add `self.buffer = value`, as a write to the buffer after the last node that reads the old one."""
     record = state.arguments[node.name]
     if record == Weight(name):
         return
@@ -126,7 +126,7 @@ def assign_buffer(node: Any, name: str, state: Conversion) -> None:
 
 
 def check_no_other_view(node: Any, name: str, where: str, state: Conversion) -> None:
-    """An in-place write is plain only if nobody reads the same memory under another name afterwards."""
+    """Refuse an in-place write if the same memory is read under another name afterwards."""
     root = state.root[name]
     shared = {n for n, r in state.root.items() if r == root and n != name}
     for start, prefix in [(node, state.prefix), *reversed(state.around)]:

@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, length, hidden) to (batch, heads, length, hidden / heads)."""
+        """Turn (batch, length, hidden) into (batch, heads, length, hidden / heads)."""
         return torch.unflatten(x, 2, (self.heads, x.shape[2] // self.heads)).transpose(1, 2)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a two-layer perceptron, each added to its input and then normalised."""
+    """A layer of attention and a two-layer perceptron, each added to its input and then normalised."""
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class EncoderLayer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Embeddings, encoder layers, the pooler over the first token, and a classifier.
+    """The model: embeddings, encoder layers, the pooler over the first token, and a classifier.
 
     The mask holds 1 for tokens and 0 for padding. All tokens belong to the first segment.
     """
@@ -122,7 +122,7 @@ def bert_small(num_classes: int = 2, *, vocabulary: int = 30522, max_length: int
 
 
 def example_inputs(batch_size: int, input_shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
-    """Random sentences of different lengths, zero after their end."""
+    """Return random sentences of different lengths, zero after their end."""
     (length,) = input_shape
     lengths = torch.randint(max(1, length // 2), length + 1, (batch_size, 1), generator=generator)
     mask = (torch.arange(length) < lengths).long()

@@ -15,7 +15,7 @@ _EXAMPLE_VOCABULARY = 1000
 
 
 class BiLSTM(nn.Module):
-    """Embedding, two bidirectional LSTM layers, mean and maximum over time, and a linear classifier."""
+    """A classifier of an embedding, two bidirectional LSTM layers, mean and maximum over time, and a linear layer."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class BiLSTM(nn.Module):
 
 
 def bilstm(num_classes: int = 2, *, vocabulary: int = 25002, dropout: float = 0.5) -> BiLSTM:
-    """The default vocabulary is IMDB's 25,000 commonest words, padding and "unknown"."""
+    """Return the model; the default vocabulary is IMDB's 25,000 commonest words, padding and "unknown"."""
     return BiLSTM(num_classes, vocabulary=vocabulary, dropout=dropout)
 
 
 def example_inputs(batch_size: int, input_shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Random reviews, all of full length."""
+    """Return random reviews, all of full length."""
     return torch.randint(1, _EXAMPLE_VOCABULARY, (batch_size, *input_shape), generator=generator)

@@ -22,12 +22,13 @@ def _linear(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _unpool_convolution(inputs: int, outputs: int, scale: int) -> nn.ConvTranspose2d:
-    """Unpooling (each value in the corner of an empty scale x scale square) and a 5x5 convolution, as one layer."""
+    """Return unpooling (each value in the corner of an empty scale x scale square) and a 5x5 convolution, as one
+    layer."""
     return nn.ConvTranspose2d(inputs, outputs, 5, stride=scale, padding=2, output_padding=scale - 1)
 
 
 class Chair(nn.Module):
-    """Draws a picture of 3x128x128 from a description of 825 numbers."""
+    """A network that draws a picture of 3x128x128 from a description of 825 numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,10 +60,13 @@ def chair() -> Chair:
 
 
 def example_inputs(batch_size: int, input_shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A style each as a one-hot vector, and random view and transformation."""
+    """Return a style for each sample as a one-hot vector, and random view and transformation."""
     styles = torch.randint(0, INPUT_PARTS[0], (batch_size,), generator=generator)
-    rest = torch.randn(batch_size, input_shape[0] - INPUT_PARTS[0], generator=generator)
-    return torch.cat((nn.functional.one_hot(styles, INPUT_PARTS[0]).to(rest.dtype), rest), dim=1)
+    view_and_transformation = torch.randn(batch_size, input_shape[0] - INPUT_PARTS[0], generator=generator)
+    return torch.cat(
+        (nn.functional.one_hot(styles, INPUT_PARTS[0]).to(view_and_transformation.dtype), view_and_transformation),
+        dim=1,
+    )
 
 
 def example_pictures(

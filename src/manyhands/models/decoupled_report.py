@@ -1,4 +1,4 @@
-"""What decoupling would do to a model known by name."""
+"""Reports of what decoupling would do to a model known by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from manyhands.facts.errors import BadValue
 
 
 def parse_shuffles(text: str) -> int | str:
-    """'3' -> 3; 'all' as it is."""
+    """Return '3' as 3, and 'all' as it is."""
     if text == "all":
         return text
     try:
@@ -19,7 +19,7 @@ def parse_shuffles(text: str) -> int | str:
 def decouple_named(
     model: str, *, groups: int, shuffles: int | str, widen: float, input_shape: tuple[int, ...] | None = None
 ) -> DecoupleReport:
-    """The report of decoupling a model of that name. The zoo's are built without memory for their weights."""
+    """Return the report of decoupling a model of that name. The zoo's are built without memory for their weights."""
     import torch
 
     from manyhands.decoupling.decouple import decouple

@@ -29,7 +29,8 @@ class Dice(nn.Module):
 
 
 class ActivationUnit(nn.Module):
-    """How much each film of the history matters for the candidate. The weights are not normalised, as in the paper."""
+    """A network that computes how much each film of the history matters for the candidate. Weights are not normalised,
+    as in the paper."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -45,7 +46,8 @@ class ActivationUnit(nn.Module):
 
 
 class DeepInterestNetwork(nn.Module):
-    """One number per sample: the logit that this user clicks this film. Id 0 and mask 0 are padding."""
+    """A network that gives one number per sample: the logit that this user clicks this film. Id 0 and mask 0 are
+    padding."""
 
     def __init__(self, *, movies: int, genres: int, embedding: int) -> None:
         super().__init__()
@@ -75,12 +77,12 @@ class DeepInterestNetwork(nn.Module):
 
 
 def din(*, movies: int = 27278, genres: int = 21, embedding: int = 128) -> DeepInterestNetwork:
-    """Default sizes are those of MovieLens-20M, Table 1 of the paper."""
+    """Return the model; default sizes are those of MovieLens-20M, Table 1 of the paper."""
     return DeepInterestNetwork(movies=movies, genres=genres, embedding=embedding)
 
 
 def example_inputs(batch_size: int, input_shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
-    """Random histories of different lengths, zero after their end, and one candidate each."""
+    """Return random histories of different lengths, zero after their end, and one candidate each."""
     (length,) = input_shape
 
     def ids(limit: int, *shape: int) -> Tensor:

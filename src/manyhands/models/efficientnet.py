@@ -13,7 +13,7 @@ from manyhands.models.mobilenet import ConvClassifier, InvertedResidual, Squeeze
 
 
 class StochasticDepth(nn.Module):
-    """In training, drops a sample's whole residual with probability `rate` and scales up the others."""
+    """A layer that, in training, drops a sample's whole residual with probability `rate` and scales up the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ _B0_STAGES = (
 def efficientnet(
     *, width: float, depth: float, num_classes: int, dropout: float, stochastic_depth: float
 ) -> ConvClassifier:
-    """The B0 stages, made `width` times wider and `depth` times deeper."""
+    """Return the B0 stages, made `width` times wider and `depth` times deeper."""
     inputs = round_channels(32 * width)
     blocks: list[nn.Module] = [*conv_norm(3, inputs, 3, 2), nn.SiLU(inplace=True)]
     total = sum(math.ceil(repeats * depth) for *_, repeats in _B0_STAGES)

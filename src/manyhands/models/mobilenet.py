@@ -16,7 +16,7 @@ Norm = Callable[[int], nn.Module]
 
 
 def round_channels(channels: float, divisor: int = 8) -> int:
-    """The nearest multiple of `divisor`, but never more than a tenth below `channels`."""
+    """Return the nearest multiple of `divisor`, but never more than a tenth below `channels`."""
     rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * channels else rounded
 
@@ -24,14 +24,14 @@ def round_channels(channels: float, divisor: int = 8) -> int:
 def conv_norm(
     inputs: int, outputs: int, kernel: int = 1, stride: int = 1, *, groups: int = 1, norm: Norm = nn.BatchNorm2d
 ) -> list[nn.Module]:
-    """A convolution without bias that keeps the size at stride 1, and its normalisation."""
+    """Return a convolution without bias that keeps the size at stride 1, and its normalisation."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
     return [convolution, norm(outputs)]
 
 
 class SqueezeExcite(nn.Module):
-    """Scales each channel by a gate computed from all channels' means."""
+    """A layer that scales each channel by a gate computed from all channels' means."""
 
     def __init__(self, channels: int, squeezed: int, *, activation: nn.Module, gate: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,8 @@ class SqueezeExcite(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widen by 1x1, filter each channel, narrow by 1x1; added to the input where the shapes agree."""
+    """A block that widens by 1x1, filters each channel and narrows by 1x1; added to the input where the shapes
+    agree."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class ConvClassifier(nn.Module):
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer started as both papers' code starts it."""
+    """Return a linear layer initialised as in both papers' code."""
     layer = nn.Linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=0.01)
     nn.init.zeros_(layer.bias)
@@ -122,7 +123,7 @@ _V2_STAGES = (
 
 
 def mobilenet_v2(num_classes: int = 1000, *, dropout: float = 0.2, small_images: bool = False) -> ConvClassifier:
-    """`small_images` keeps full size for two more stages, as is usual for 32x32 pictures."""
+    """Return MobileNetV2; `small_images` keeps full size for two more stages, as is usual for 32x32 pictures."""
     blocks: list[nn.Module] = [*conv_norm(3, 32, 3, 1 if small_images else 2), nn.ReLU6(inplace=True)]
     inputs = 32
     for stage, (expansion, outputs, repeats, stage_stride) in enumerate(_V2_STAGES):
@@ -157,7 +158,7 @@ _V3_LARGE_BLOCKS = (
 
 
 def mobilenet_v3_large(num_classes: int = 1000, *, dropout: float = 0.2, small_images: bool = False) -> ConvClassifier:
-    """`small_images` keeps full size for two more stages, as is usual for 32x32 pictures."""
+    """Return MobileNetV3-Large; `small_images` keeps full size for two more stages, as is usual for 32x32 pictures."""
     # Eps and momentum are torchvision's for this model.
     norm: Norm = partial(nn.BatchNorm2d, eps=0.001, momentum=0.01)
     blocks: list[nn.Module] = [*conv_norm(3, 16, 3, 1 if small_images else 2, norm=norm), nn.Hardswish(inplace=True)]

@@ -22,7 +22,7 @@ _DEFAULT_CLASSES = 1000
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """What is known of a model without building it. `macs` is for one sample of `input_shape`."""
+    """The facts of a model that are known without building it. `macs` is for one sample of `input_shape`."""
 
     name: str
     description: str
@@ -35,7 +35,7 @@ class ModelEntry:
     loss: str = "cross_entropy"
     # Zero where the output is no choice among classes.
     num_classes: int = _DEFAULT_CLASSES
-    # "module:function" giving examples, where random pictures and class numbers will not do.
+    # "module:function" that gives examples, where random pictures and class numbers will not do.
     inputs: str = ""
     target: str = ""
 
@@ -108,16 +108,16 @@ DECOUPLED = "decoupled"
 
 
 def build(name_or_path: str, **kwargs: Any) -> nn.Module:
-    """A new model with random weights: a zoo name, `module:factory`, `torchvision:NAME`, `timm:NAME` or
+    """Return a new model with random weights: a zoo name, `module:factory`, `torchvision:NAME`, `timm:NAME` or
     `decoupled:` and one of those."""
     return _call(name_or_path, factory(name_or_path), kwargs)
 
 
 def from_file(name: str, place: str) -> str:
-    """A model's name as it was read from `place`, a file, if it may be.
+    """Return a model's name as it was read from `place`, a file, if it may be used.
 
-    Building a `module:factory` runs the module's code. Whoever writes a plan or a run's folder may not choose that for
-    whoever reads it: only a person who types the name does.
+    Building a `module:factory` runs the module's code. The author of a plan or a run's folder may not choose that for
+    its reader: only a person who types the name does.
     """
     if runs_code(name):
         raise BadFile(
@@ -128,20 +128,20 @@ def from_file(name: str, place: str) -> str:
 
 
 def runs_code(name: str) -> bool:
-    """Whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
+    """Return whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
     library, colon, _ = original_name(name).partition(":")
     return bool(colon) and library not in ("torchvision", "timm")
 
 
 def factory(name_or_path: str) -> Callable[..., Any]:
-    """What builds a model of that name."""
+    """Return the callable that builds a model of that name."""
     if name_or_path in ZOO:
         return _load(ZOO[name_or_path].factory)
     library, colon, name = name_or_path.partition(":")
     if not colon or not library or not name:
         error = unknown("model", name_or_path, ZOO)
-        how = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
-        raise UnknownName(error.message, hint=f"{error.hint} {how}".strip())
+        other_forms = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
+        raise UnknownName(error.message, hint=f"{error.hint} {other_forms}".strip())
     if _is_decoupled(name_or_path):
         return _decoupled_factory(name, _decoupled_options(library))
     if library in ("torchvision", "timm"):
@@ -154,7 +154,7 @@ def factory(name_or_path: str) -> Callable[..., Any]:
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """What `module:attribute` names."""
+    """Return what `module:attribute` names."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -180,7 +180,7 @@ def _load(path: str) -> Callable[..., Any]:
 
 
 def _library_factory(library: str, name: str) -> Callable[..., Any]:
-    """A function that builds `name` from torchvision or timm, without pretrained weights."""
+    """Return a function that builds `name` from torchvision or timm, without pretrained weights."""
     try:
         module: Any = importlib.import_module("torchvision.models" if library == "torchvision" else "timm")
     except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision built for another torch
@@ -203,12 +203,12 @@ def _is_decoupled(name: str) -> bool:
 
 
 def original_name(name: str) -> str:
-    """The model behind `decoupled:NAME`; any other name is its own."""
+    """Return the model behind `decoupled:NAME`; any other name is its own."""
     return original_name(name.partition(":")[2]) if _is_decoupled(name) else name
 
 
 def _decoupled_options(library: str) -> dict[str, Any]:
-    """'decoupled,groups=2,widen=1.75' -> {"groups": 2, "widen": 1.75}"""
+    """Return the options in 'decoupled,groups=2,widen=1.75': {"groups": 2, "widen": 1.75}."""
     kinds: dict[str, Callable[[str], Any]] = {
         "groups": int, "widen": float, "weights": str, "shuffles": lambda text: text if text == "all" else int(text),
     }  # fmt: skip
@@ -227,29 +227,31 @@ def _decoupled_options(library: str) -> dict[str, Any]:
 
 
 def _decoupled_factory(name: str, options: dict[str, Any]) -> Callable[..., Any]:
-    """A function that builds `name` and decouples it; it takes what `name` takes and how to decouple."""
+    """Return a function that builds `name` and decouples it; it takes what `name` takes and how to decouple."""
     from manyhands.decoupling.decouple import decouple
 
     inner = factory(name)
-    own = inspect.signature(decouple).parameters
-    how = {key: own[key] for key in ("groups", "shuffles", "widen", "weights")}
+    decouple_parameters = inspect.signature(decouple).parameters
+    options_of_decouple = {key: decouple_parameters[key] for key in ("groups", "shuffles", "widen", "weights")}
 
     def build_decoupled(**kwargs: Any) -> Any:
-        chosen = {**options, **{key: kwargs.pop(key) for key in how if key in kwargs}}
+        chosen = {**options, **{key: kwargs.pop(key) for key in options_of_decouple if key in kwargs}}
         entry = _entry(name)
         return decouple(_call(name, inner, kwargs), **chosen, inputs=entry.input_shape[1:] if entry else None)
 
     try:
-        given = inspect.signature(inner).parameters
+        model_parameters = inspect.signature(inner).parameters
     except ValueError:
         return build_decoupled
     keywords = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in how.values()
-        if parameter.name not in given
+        for parameter in options_of_decouple.values()
+        if parameter.name not in model_parameters
     ]
-    last = [parameter for parameter in given.values() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
-    others = [parameter for parameter in given.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    last = [parameter for parameter in model_parameters.values() if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+    others = [
+        parameter for parameter in model_parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     named: Any = build_decoupled
     named.__signature__ = inspect.Signature([*others, *keywords, *last])
     return build_decoupled
@@ -264,7 +266,7 @@ def _call(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> nn.
         takes = ", ".join(inspect.signature(factory).parameters) or "nothing"
         raise BadValue(f"Model '{name}' cannot be built: {error}.", hint=f"It takes: {takes}.") from error
     except ValueError:
-        pass  # Some built-in callables do not tell their signature; then calling them tells.
+        pass  # Some built-in callables have no readable signature; then only calling them shows.
     try:
         model = factory(**kwargs)
     except ManyhandsError:
@@ -280,12 +282,12 @@ def _call(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> nn.
 
 
 def entry_of(name: str) -> ModelEntry | None:
-    """The zoo's entry, also of a decoupled model of the zoo; nothing for a model from elsewhere."""
+    """Return the zoo's entry, also of a decoupled model of the zoo; None for a model from elsewhere."""
     return ZOO.get(original_name(name))
 
 
 def _entry(name: str) -> ModelEntry | None:
-    """The zoo's entry, nothing for a model from elsewhere, an error for a name of neither."""
+    """Return the zoo's entry, None for a model from elsewhere, or raise an error for a name of neither."""
     name = original_name(name)
     if name not in ZOO and ":" not in name:
         raise unknown("model", name, ZOO)
@@ -300,17 +302,18 @@ def example_batch(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor | dict[str, Tensor]:
-    """Random inputs: one tensor, or a dict by argument name where the model takes several. `dtype` is for floats.
+    """Return random inputs: one tensor, or a dict by argument name where the model takes several. `dtype` is for
+    floats.
 
-    A user's module that holds `example_batch(batch_size)` beside its factory says itself what its models take.
+    A user's module that holds `example_batch(batch_size)` beside its factory defines what its models take.
     """
     import torch
 
     entry = _entry(name)
     factory = getattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch", None)
     if entry is None and callable(factory) and input_shape is None:
-        given: Tensor | dict[str, Tensor] = factory(batch_size)
-        return given
+        batch: Tensor | dict[str, Tensor] = factory(batch_size)
+        return batch
     shape = input_shape or (entry.input_shape if entry else _DEFAULT_IMAGE)
     generator = torch.Generator().manual_seed(seed)
     if entry is None or not entry.inputs:
@@ -329,7 +332,7 @@ def example_target(
     seed: int = 0,
     num_classes: int | None = None,
 ) -> Tensor:
-    """Random targets for the model's loss. Give `num_classes` when the model was built with another number."""
+    """Return a random target for the model's loss. Give `num_classes` when the model was built with another number."""
     import torch
 
     entry = _entry(name)
@@ -345,7 +348,7 @@ def example_target(
 
 
 def loss_function(name: str) -> Callable[..., Tensor]:
-    """The function (output, target) -> scalar of that name."""
+    """Return the function (output, target) -> scalar of that name."""
     import torch.nn.functional as F
 
     from manyhands.models.yolov2 import region_loss

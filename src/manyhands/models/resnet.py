@@ -17,7 +17,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> lis
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, or a 1x1-3x3-1x1 bottleneck, added to a shortcut."""
+    """A block of two 3x3 convolutions, or a 1x1-3x3-1x1 bottleneck, added to a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Tiny(nn.Module):
-    """Three convolutions and two linear layers, for pictures of 16x16 to 32x32."""
+    """A network of three convolutions and two linear layers, for pictures of 16x16 to 32x32."""
 
     def __init__(self, num_classes: int = 10, *, channels: int = 1, width: int = 16, dropout: float = 0.1) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def _double_convolution(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Up(nn.Module):
-    """Doubles the size, joins the skipped features and convolves twice."""
+    """A block that doubles the size, joins the skipped features and convolves twice."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Five levels of features, the first `width` channels wide. Sides must be multiples of 16."""
+    """A network of five levels of features, the first `width` channels wide. Sides must be multiples of 16."""
 
     def __init__(self, num_classes: int = 2, *, channels: int = 3, width: int = 64) -> None:
         super().__init__()
@@ -66,5 +66,5 @@ def unet(num_classes: int = 2, *, channels: int = 3, width: int = 64) -> UNet:
 def example_labels(
     batch_size: int, input_shape: tuple[int, ...], num_classes: int, generator: torch.Generator
 ) -> Tensor:
-    """A random class for each pixel."""
+    """Return a random class for each pixel."""
     return torch.randint(0, num_classes, (batch_size, *input_shape[1:]), generator=generator)

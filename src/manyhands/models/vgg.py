@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class VGG(nn.Module):
-    """Five groups of 3x3 convolutions, each closed by a max-pool, and three linear layers."""
+    """A network of five groups of 3x3 convolutions, each closed by a max-pool, and three linear layers."""
 
     def __init__(
         self, group_sizes: Sequence[int], *, num_classes: int = 1000, batch_norm: bool = False, dropout: float = 0.5

@@ -53,7 +53,8 @@ def _stack(inputs: int, layers: Sequence[tuple[int, int] | None]) -> nn.Sequenti
 
 
 class YOLOv2(nn.Module):
-    """Darknet-19, two more convolutions, finer features passed through, and 5 boxes per cell of 32x32 pixels."""
+    """A detector: Darknet-19, two more convolutions, finer features passed through, and 5 boxes per cell of 32x32
+    pixels."""
 
     def __init__(self, num_classes: int = 20) -> None:
         super().__init__()
@@ -77,12 +78,12 @@ def yolov2(num_classes: int = 20) -> YOLOv2:
 
 
 def yolov2_first16() -> nn.Sequential:
-    """Twelve convolutions and four max-pools."""
+    """Return twelve convolutions and four max-pools."""
     return _stack(3, _DARKNET19[:16])
 
 
 def _overlap(first: Tensor, second: Tensor) -> Tensor:
-    """Intersection over union of boxes given as (..., 4) centre x, y, width, height."""
+    """Return the intersection over union of boxes given as (..., 4) centre x, y, width, height."""
     low = torch.maximum(first[..., :2] - first[..., 2:] / 2, second[..., :2] - second[..., 2:] / 2)
     high = torch.minimum(first[..., :2] + first[..., 2:] / 2, second[..., :2] + second[..., 2:] / 2)
     shared = (high - low).clamp(min=0).prod(dim=-1)
@@ -91,7 +92,7 @@ def _overlap(first: Tensor, second: Tensor) -> Tensor:
 
 
 def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, float]] = VOC_ANCHORS) -> Tensor:
-    """The mean over the batch of darknet's region cost.
+    """Return the mean over the batch of darknet's region cost.
 
     `output` is (batch, anchors * (5 + classes), height, width). `target` is (batch, boxes, 5): class, centre x, centre
     y, width and height as fractions of the picture; rows of zeros are padding. Each box belongs to the cell of its
@@ -117,12 +118,12 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
     centres, shapes = boxes[..., :2] * grid, boxes[..., 2:] * grid
     cells = torch.minimum(centres.floor().clamp(min=0), grid - 1)
 
-    # Which anchor each box takes: overlap of the bare shapes.
+    # The anchor that each box takes: overlap of the bare shapes.
     flat_shapes = torch.cat((torch.zeros_like(shapes), shapes), dim=-1)
     best = _overlap(flat_shapes.unsqueeze(2), torch.cat((torch.zeros_like(sizes), sizes), dim=-1)).argmax(dim=2)
     place = best * (height * width) + (cells[..., 1] * width + cells[..., 0]).long()
 
-    # Objectness where there is nothing: every prediction that is neither taken nor close to a box.
+    # Objectness where there is nothing: every prediction that is neither assigned to a box nor close to one.
     with torch.no_grad():
         guessed = torch.cat(
             (predicted[..., :2].sigmoid() + corners, predicted[..., 2:4].clamp(max=8).exp() * priors), dim=-1
@@ -130,8 +131,8 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
         truth = torch.cat((centres, shapes), dim=-1)
         closeness = (_overlap(guessed.unsqueeze(2), truth.unsqueeze(1)) * real.unsqueeze(1)).amax(dim=2)
         everywhere = torch.arange(places, device=output.device)
-        taken = ((place.unsqueeze(2) == everywhere) & (real > 0).unsqueeze(2)).any(dim=1)
-        empty = ((closeness <= _IGNORE_ABOVE) & ~taken).to(output.dtype)
+        assigned = ((place.unsqueeze(2) == everywhere) & (real > 0).unsqueeze(2)).any(dim=1)
+        empty = ((closeness <= _IGNORE_ABOVE) & ~assigned).to(output.dtype)
     objectness = predicted[..., 4].sigmoid()
     empty_loss = (empty * objectness.square()).sum()
 
@@ -144,11 +145,11 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
     # Small boxes count up to twice as much.
     weight = real * (2.0 - boxes[..., 2] * boxes[..., 3])
     position = (chosen[..., :2].sigmoid() - (centres - cells)).square().sum(dim=2)
-    wanted = (shapes.clamp(min=1e-6) / sizes[best]).log()
-    extent = (chosen[..., 2:4] - wanted).square().sum(dim=2)
+    log_scales = (shapes.clamp(min=1e-6) / sizes[best]).log()
+    extent = (chosen[..., 2:4] - log_scales).square().sum(dim=2)
     place_loss = (weight * (position + extent)).sum()
     class_loss = (real * F.cross_entropy(chosen[..., 5:].transpose(1, 2), classes, reduction="none")).sum()
-    # Halves, because darknet's deltas are the slopes of half squares.
+    # Halves, because darknet's gradients are those of half squares.
     total: Tensor = 0.5 * (empty_loss + object_loss + place_loss) + class_loss
     return total / output.shape[0]
 
@@ -156,7 +157,7 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
 def example_boxes(
     batch_size: int, input_shape: tuple[int, ...], num_classes: int, generator: torch.Generator
 ) -> Tensor:
-    """One to four random boxes per picture, padded with zeros."""
+    """Return one to four random boxes per picture, padded with zeros."""
     classes = torch.randint(0, num_classes, (batch_size, _EXAMPLE_BOXES, 1), generator=generator).float()
     centres = 0.2 + 0.6 * torch.rand(batch_size, _EXAMPLE_BOXES, 2, generator=generator)
     shapes = 0.1 + 0.3 * torch.rand(batch_size, _EXAMPLE_BOXES, 2, generator=generator)
@@ -166,6 +167,6 @@ def example_boxes(
 
 
 def example_map(batch_size: int, input_shape: tuple[int, ...], num_classes: int, generator: torch.Generator) -> Tensor:
-    """A random map of the shape that the first sixteen layers give."""
+    """Return a random map of the shape that the first sixteen layers give."""
     _, height, width = input_shape
     return torch.randn(batch_size, 256, height // 16, width // 16, generator=generator)
