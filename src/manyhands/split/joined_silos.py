@@ -1,4 +1,4 @@
-"""Training by the command line over devices that join with their own data: none of it is here, nor is a data set needed."""
+"""Training by the command line over devices that join with data of their own: none of it need be here."""
 
 from __future__ import annotations
 

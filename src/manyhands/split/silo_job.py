@@ -56,7 +56,7 @@ def as_baseline(config: SplitConfig) -> SplitConfig:
 
 
 def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: str, codec: Codec) -> tuple[Stage, ...]:
-    """Return for each edge a stage of the layers that read only its inputs, one after another, then the server's stage."""
+    """Return for each edge a stage of the layers that read its inputs alone, one after another; then the server's."""
     places: dict[str, tuple[int, int]] = {}
     edge, cut = "", 0
     owners = list(_owners(network, {name: inputs for name, inputs in holders.items() if name != server}))
