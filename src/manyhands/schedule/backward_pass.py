@@ -54,7 +54,7 @@ class BackwardPass:
     ) -> tuple[list[Action], list[Action]]:
         """Return the backward pass over operators [first, last), cut at statistics and at the ends of gradient buckets.
 
-        The second list is what follows where something `leaves` after the first. Nobody waits for weight gradients:
+        The second list is what follows where something `leaves` after the first. No device waits for weight gradients:
         those of tiles are computed while sums travel, or what leaves.
         """
         geometry, network = self.geometry, self.geometry.network

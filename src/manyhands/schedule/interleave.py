@@ -99,7 +99,7 @@ class InterleavedOrder(MiniBatches):
 
 
 def _joined(action: Action, following: Action) -> Action | None:
-    """Return two forward actions of which one continues the other as one; None: they are not such."""
+    """Return two forward actions as one, if the second continues the first; else None."""
     if not isinstance(action, Forward) or not isinstance(following, Forward) or action.part or following.part:
         return None
     if action.stage != following.stage or action.last != following.first:

@@ -114,7 +114,7 @@ class DeviceMemory:
 
 
 class _StageBytes:
-    """The bytes that a stage takes on a device: for good, for each micro-batch in flight, and while an operator runs."""
+    """The bytes that a stage takes on a device: for good, per micro-batch in flight, and while an operator runs."""
 
     def __init__(self, plan: Plan, network: Network, geometry: StageGeometry, device: str) -> None:
         self.first, self.last = geometry.first, geometry.last
@@ -161,7 +161,7 @@ def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device:
 
 
 def weight_part(geometry: StageGeometry, device: str, weight: WeightSpec) -> float:
-    """Return the fraction of a weight that a device keeps: by channels what its own need, otherwise all of it."""
+    """Return the fraction of a weight that a device keeps: by channels, what its channels need; otherwise all of it."""
     box = geometry.weight_box(device, weight.name)
     return 1.0 if box is None or not weight.elements else box.volume / weight.elements
 

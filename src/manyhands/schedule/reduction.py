@@ -153,7 +153,10 @@ def messages_each(reduce: Reduce) -> int:
 
 
 def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:
-    """Return for each operator in [first, last) the trained weights whose gradient is complete once backward has passed it."""
+    """Return for each operator of a stage [first, last) the trainable weights whose gradient it completes.
+
+    Such a gradient is complete once backward has passed the operator.
+    """
     assigned: set[str] = set()
     completed: dict[int, list[str]] = defaultdict(list)
     for op in range(first, last):
