@@ -37,7 +37,7 @@ from manyhands.observe.watching import RunWatch
 from manyhands.plans import networks
 from manyhands.profiler.store import load_profile
 from manyhands.runtime.record import COLUMNS, read_config, read_decided
-from manyhands.split.calibration import calibration_path, find_calibration
+from manyhands.split.stored_calibration import calibration_path, find_calibration
 
 SEEDS = Path(__file__).parent / "seeds"
 NETWORK = chain(4)

@@ -19,14 +19,9 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.split import calibration as calibrating
-from manyhands.split.calibration import (
-    KS,
-    CalibrationSet,
-    calibrate,
-    calibrated,
-    calibration_path,
-    find_calibration,
-)
+from manyhands.split import stored_calibration
+from manyhands.split.calibration import KS, CalibrationSet, CalibrationSettings, calibrate
+from manyhands.split.stored_calibration import calibrated, calibration_path, find_calibration
 
 SGD = Optimizer("SGD", lr=0.1, momentum=0.9)
 
@@ -120,10 +115,10 @@ def test_searches_find_what_is_so(
         return (bits >= need or bits == UNPACKED) and k <= most
 
     monkeypatch.setattr(calibrating._Trials, "is_enough", is_enough)
-    monkeypatch.setattr(calibrating._Trials, "reference", lambda self, drop, later=False: (0.9, 0.0))
+    monkeypatch.setattr(calibrating._Trials, "reference", lambda self, later=False: (0.9, 0.0))
     monkeypatch.setattr(calibrating._Trials, "limits", {False: 0.0}, raising=False)
     monkeypatch.setattr(calibrating, "_TIMED_STEPS", 1)
-    trials = calibrating._Trials(graph, *sets, None, SGD, "grouped", 1, "cpu", lambda: 0.0, 1.0)  # type: ignore[arg-type]
+    trials = calibrating._Trials(graph, *sets, None, SGD, CalibrationSettings(), 1.0)  # type: ignore[arg-type]
     assert trials.fewest_bits(1, 0) == need
     assert trials.largest_k(1, KS, later=False) == max((k for k in KS if k <= most), default=0)
 
@@ -161,7 +156,7 @@ def test_it_is_done_once(graph: Graph, tmp_path: Path, monkeypatch: pytest.Monke
     first = calibrated(graph, samples(64, 0), None, SGD, **words, **few)
     path = calibration_path(graph.network, "drawn/../samples", 32, tmp_path)
     assert [one.resolve() for one in tmp_path.iterdir()] == [path.resolve()]
-    monkeypatch.setattr(calibrating, "calibrate", None)
+    monkeypatch.setattr(stored_calibration, "calibrate", None)
     assert calibrated(graph, samples(64, 0), None, SGD, **words) == first
     assert find_calibration(graph.network, "other", 32, folder=tmp_path) is None
     assert find_calibration(graph.network, "drawn/../samples", 16, folder=tmp_path) is None

@@ -1,11 +1,11 @@
-"""What a device does, as plain actions that print and parse. Simulator and executor interpret the same ones.
+"""The actions of a device: plain data that prints and parses. Simulator and executor interpret the same ones.
 
 forward s0 m3 0:12                                  operators 0..11 of stage 0 on micro-batch 3
 loss s1 m3                                          the loss, and the gradients of what the network returns
 backward s0 m3 0:12
 forward s0 m3 4:5 interior                          what operator 4 makes without other tiles' data; 'rim': the rest
-forward s0 m3 8:9 partial                           sums over this device's own inputs; 'sum': of everybody's
-forward s0 m3 0:12 ahead                            keeps what comes in only: it is run 'again' before its backward pass
+forward s0 m3 8:9 partial                           sums over this device's own inputs; 'sum': of all devices'
+forward s0 m3 0:12 ahead                            keeps only what comes in: it is run 'again' before its backward pass
 backward s0 m3 4:5 inputs                           only the gradients of what operator 4 reads; 'weights': the others
 backward s0 m3 7:8 rim                              of a normalisation's input, only the gradients in others' tiles
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
@@ -60,7 +60,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """What travels from one device to another at once: boxes of tensors of one micro-batch, packed."""
+    """The unit that travels from one device to another: boxes of tensors of one micro-batch, packed."""
 
     kind: Kind
     stage: int
@@ -75,7 +75,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def topic(self) -> str:
-        """Its name on the wire: what it prints as, or where that is long, its beginning and a digest of all of it."""
+        """The message's name on the wire: its text or, where that is long, its beginning and a digest of all of it."""
         text = str(self)
         if len(text) <= LONGEST_TOPIC:
             return text
@@ -90,9 +90,13 @@ class Forward(msgspec.Struct, frozen=True, gc=False, tag="forward"):
     first: int
     last: int
     part: ForwardPart = ""
-    """Of one operator only what needs nothing from other tiles, or only the rest; or partial sums from own channels,
-    and then the sum of everybody's. Of a whole stage: without what a backward pass needs; or once more with it, on the
-    weights of now (SPLIT Eq. 3): the same masks, no buffer moves."""
+    """The part that is computed; "": all of it.
+
+    Of one operator: only what needs nothing from other tiles ("interior"), or only the rest ("rim"); or partial sums
+    from own channels ("partial"), and then the sum of all devices' ("sum"). Of a whole stage: without what a backward
+    pass needs ("ahead"); or once more with it ("again"), on the current weights (SPLIT Eq. 3): the same masks, and no
+    buffer changes.
+    """
 
     def __str__(self) -> str:
         part = f" {self.part}" if self.part else ""
@@ -110,15 +114,19 @@ class Loss(msgspec.Struct, frozen=True, gc=False, tag="loss"):
 
 
 class Backward(msgspec.Struct, frozen=True, gc=False, tag="backward"):
-    """Gradients of operators [first, last), last to first."""
+    """Compute the gradients of operators [first, last), last to first."""
 
     stage: int
     micro_batch: int
     first: int
     last: int
     part: BackwardPart = ""
-    """Of one operator only the gradients of its inputs, which others wait for, or only those of its weights. Of a
-    normalisation: of its input, only what belongs to others' tiles, which needs nobody's sums."""
+    """The part that is computed; "": all of it.
+
+    Of one operator: only the gradients of its inputs ("inputs"), which others wait for, or only those of its weights
+    ("weights"). Of a normalisation: of its input's gradient, only what belongs to others' tiles ("rim"), which needs no
+    other device's sums.
+    """
 
     def __str__(self) -> str:
         part = f" {self.part}" if self.part else ""
@@ -146,8 +154,10 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 
 
 class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
-    """Add up among `devices`. Gradients travel while computing goes on; statistics are waited for, at once or by an
-    `Await`."""
+    """Add up numbers among `devices`.
+
+    Gradients travel while computing goes on; statistics are waited for, at once or by an `Await`.
+    """
 
     stage: int
     what: Literal["gradients", "statistics"]
@@ -156,7 +166,7 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     devices: tuple[str, ...]
     bytes: int
     micro_batch: int = -1
-    """-1: once per round."""
+    """The micro-batch; -1: once per round."""
     backward: bool = False
     """Statistics of the backward pass."""
     later: bool = False
@@ -164,7 +174,7 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
 
     @property
     def key(self) -> ReduceKey:
-        """Which reduction this is; cheaper to compare than the list of devices."""
+        """The reduction's identity; cheaper to compare than the list of devices."""
         return (self.stage, self.what, self.first, self.last, self.micro_batch, self.backward)
 
     def __str__(self) -> str:
@@ -175,7 +185,7 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
 
 
 class Await(msgspec.Struct, frozen=True, gc=False, tag="await"):
-    """Wait for everybody's part of statistics to which this device has given its own."""
+    """Wait for every device's part of statistics to which this device has given its own."""
 
     stage: int
     first: int
@@ -185,7 +195,7 @@ class Await(msgspec.Struct, frozen=True, gc=False, tag="await"):
 
     @property
     def key(self) -> ReduceKey:
-        """Of the reduction."""
+        """The key of the reduction that is waited for."""
         return (self.stage, "statistics", self.first, self.last, self.micro_batch, self.backward)
 
     def __str__(self) -> str:
@@ -197,7 +207,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, tag="step"):
 
     stage: int
     micro_batch: int = -1
-    """-1: once per round."""
+    """The micro-batch; -1: once per round."""
 
     def __str__(self) -> str:
         return f"step s{self.stage}" if self.micro_batch < 0 else f"step s{self.stage} m{self.micro_batch}"
@@ -216,12 +226,14 @@ class Discard(msgspec.Struct, frozen=True, gc=False, tag="discard"):
 Action = Forward | Loss | Backward | Send | Receive | Reduce | Await | Step | Discard
 
 
-def is_urgent(what: object) -> bool:
-    """Whether somebody's computing waits for what travels. Weights and their gradients are bulk: only the step waits
-    for them, so they stand back where a device has both to send."""
-    if isinstance(what, Message):
-        return what.kind not in ("weights", "weight-gradient")
-    return isinstance(what, Reduce) and what.what == "statistics"
+def is_urgent(transfer: object) -> bool:
+    """Return whether some device's computing waits for what travels.
+
+    Weights and their gradients are bulk: only the step waits for them, so they go last where a device has both to send.
+    """
+    if isinstance(transfer, Message):
+        return transfer.kind not in ("weights", "weight-gradient")
+    return isinstance(transfer, Reduce) and transfer.what == "statistics"
 
 
 _COMPUTE = re.compile(
@@ -240,7 +252,7 @@ _DISCARD = re.compile(r"discard s(\d+) m(\d+)")
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`."""
+    """Return the action that prints as `text`."""
     text = text.strip()
     if match := _COMPUTE.fullmatch(text):
         stage, micro_batch, first, last = map(int, match.groups()[1:5])
@@ -257,9 +269,9 @@ def parse_action(text: str) -> Action:
         message = Message(kind, int(stage_text), int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
         return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
-        stage_text, what, at, back, first_text, last_text, devices, size, later = match.groups()
+        stage_text, summed, at, back, first_text, last_text, devices, size, later = match.groups()
         return Reduce(
-            int(stage_text), what, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
+            int(stage_text), summed, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
             int(at) if at is not None else -1, bool(back), bool(later),
         )  # fmt: skip
     if match := _AWAIT.fullmatch(text):
@@ -273,24 +285,24 @@ def parse_action(text: str) -> Action:
 
 
 def print_schedule(actions: dict[str, tuple[Action, ...]]) -> str:
-    """Every device's list, one action a line."""
+    """Return every device's list as text, one action per line."""
     lines = []
-    for device, own in actions.items():
+    for device, listed in actions.items():
         lines.append(f"device {device}")
-        lines.extend(f"  {action}" for action in own)
+        lines.extend(f"  {action}" for action in listed)
     return "\n".join(lines) + "\n"
 
 
 def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
-    """What `print_schedule` wrote."""
-    found: dict[str, list[Action]] = {}
+    """Return the actions that `print_schedule` wrote."""
+    lists: dict[str, list[Action]] = {}
     current: list[Action] | None = None
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("device "):
             name = line.removeprefix("device ").strip()
-            if name in found:
+            if name in lists:
                 raise BadSchedule(f"line {number}: device '{name}' has a list already.")
-            current = found[name] = []
+            current = lists[name] = []
         elif line.strip():
             if current is None:
                 raise BadSchedule(f"line {number}: '{line.strip():.60}' comes before any 'device NAME' line.")
@@ -298,4 +310,4 @@ def parse_schedule(text: str) -> dict[str, tuple[Action, ...]]:
                 current.append(parse_action(line))
             except BadSchedule as error:
                 raise BadSchedule(f"line {number}: {error.message}", hint=error.hint) from None
-    return {device: tuple(actions) for device, actions in found.items()}
+    return {device: tuple(actions) for device, actions in lists.items()}

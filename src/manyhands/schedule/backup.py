@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose state (ASTEROID §3.4): stages of one device at the next stage, the last at the first."""
+"""Copies of devices' state (ASTEROID §3.4): stages of one device keep them at the next stage, the last at the first."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from collections.abc import Collection, Mapping
 from manyhands.facts.plan import Plan
 
 LINK_PART = 0.1
-"""Of a link's time that copies may take."""
+"""The fraction of a link's time that copies may take."""
 COPY_BYTES_PER_SECOND = 4e9
 COPY_PART = 0.01
-"""Of a round's time that taking a copy may take."""
+"""The fraction of a round's time that taking a copy may take."""
 MOST_REPLAYED_SECONDS = 30.0
-"""However dear copies are: rounds are not run again for longer than this."""
+"""However expensive copies are, rounds are not run again for longer than this."""
 
 
 def holders(plan: Plan, weights: Mapping[str, Collection[str]]) -> dict[str, str]:
-    """Device -> who holds a copy of its state. Devices all of whose weights others have too need nobody."""
-    found: dict[str, str] = {}
-    for device, own in weights.items():
+    """Return for each device the one that holds a copy of its state.
+
+    A device all of whose weights others have too needs none.
+    """
+    holder_of: dict[str, str] = {}
+    for device, weight_names in weights.items():
         elsewhere = {name for other, names in weights.items() if other != device for name in names}
-        if set(own) <= elsewhere:
+        if set(weight_names) <= elsewhere:
             continue
-        next_one = _next_device(plan, device)
-        if next_one is not None:
-            found[device] = next_one
-    return found
+        next_device = _next_device(plan, device)
+        if next_device is not None:
+            holder_of[device] = next_device
+    return holder_of
 
 
 def _next_device(plan: Plan, device: str) -> str | None:
-    """The first device of the next stage that has another one."""
+    """Return the first device of the next stage that has another one; None: no stage has."""
     places = [place for place, stage in enumerate(plan.stages) if device in stage.devices]
     last = places[-1] if places else -1
     for distance in range(1, len(plan.stages) + 1):
@@ -42,12 +45,12 @@ def _next_device(plan: Plan, device: str) -> str | None:
 
 
 def is_due(before: int, after: int, every: int) -> bool:
-    """Whether a copy is taken after a round: one of its steps was the next of `every`; 0: never."""
+    """Return whether a copy is taken after a round: one of its steps completed another `every` steps; 0: never."""
     return bool(every) and before // every != after // every
 
 
 def rounds_between(state_bytes: float, link_bytes_per_second: float, round_seconds: float) -> int:
-    """How many rounds lie between two backups, so that copying and sending them is hardly felt."""
+    """Return how many rounds lie between two backups, so that copying and sending them costs next to nothing."""
     seconds = state_bytes / COPY_BYTES_PER_SECOND / COPY_PART
     if link_bytes_per_second < math.inf:
         seconds = max(seconds, state_bytes / link_bytes_per_second / LINK_PART)

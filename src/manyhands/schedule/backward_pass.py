@@ -12,7 +12,7 @@ from manyhands.schedule.reduction import completed_at
 
 
 class BackwardPass:
-    """One stage's backward pass, device by device.
+    """The backward pass of one stage, device by device.
 
     `arriving`: gradients from later stages; `leaving`: to earlier ones; `returned`: from the device of this stage that
     computes the loss to the others.
@@ -36,7 +36,7 @@ class BackwardPass:
         )
 
     def actions(self, buckets: Mapping[int, Reduce]) -> dict[str, list[Action]]:
-        """Returns each device's actions; `buckets`: sums of gradients, by the operator at which each is complete."""
+        """Return each device's actions; `buckets`: sums of gradients, by the operator at which each is complete."""
         computed = [self._run(*span, buckets, leaves=not leaving.is_empty) for span, _, leaving in self._runs]
         return {device: self._device_actions(device, computed) for device in self.geometry.devices}
 
@@ -52,9 +52,9 @@ class BackwardPass:
     def _run(
         self, first: int, last: int, ends: Mapping[int, Reduce], *, leaves: bool
     ) -> tuple[list[Action], list[Action]]:
-        """Backward over operators [first, last), stopping at statistics and at the ends of gradient buckets.
+        """Return the backward pass over operators [first, last), cut at statistics and at the ends of gradient buckets.
 
-        The second list is what follows where something `leaves` after the first. Nobody waits for weight gradients:
+        The second list is what follows where something `leaves` after the first. No device waits for weight gradients:
         those of tiles are computed while sums travel, or what leaves.
         """
         geometry, network = self.geometry, self.geometry.network
@@ -102,7 +102,7 @@ class BackwardPass:
 
 
 def gradient_buckets(geometry: StageGeometry) -> dict[int, Reduce]:
-    """Returns, for each operator at which a bucket of gradients is complete in backward, the sum of that bucket."""
+    """Return, for each operator at which a bucket of gradients is complete in backward, the sum of that bucket."""
     if not geometry.sums_gradients:
         return {}
     network, bucket_bytes = geometry.network, geometry.plan.bucket_bytes

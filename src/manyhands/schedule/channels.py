@@ -1,11 +1,11 @@
 """The boxes of a stage shared by channels (DECNN §3.2): inference only.
 
     split    each device has its own channels (axis 1) of every sample, in proportion to the groups it takes
-    whole    every device has all of it: pictures, what no device can have a part of, sums that all are given
+    whole    every device has all of it: pictures, what no device can have a part of, sums that all devices get
 
-Between two shuffles a decoupled network asks nothing of other devices. Where an operator reads channels that a device
-has not got, they are fetched: that begins a group. A dense operator may instead be *input-based*: each device reads its
-own channels and makes partial sums, which go to whoever owns the output.
+Between two shuffles a decoupled network needs nothing from other devices. Where an operator reads channels that a
+device does not have, they are fetched: that begins a group. A dense operator may instead be *input-based*: each device
+reads its own channels and makes partial sums, which go to the devices that own the output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANNELS = 1
 """The axis of the channels."""
 
 Boxes = tuple[Box, ...]
-"""Parts of a tensor that are held as one, one after another along the channels."""
+"""Parts of a tensor that are held as one tensor, one after another along the channels."""
 
 
 class ChannelGeometry(StageGeometry):
@@ -42,30 +42,30 @@ class ChannelGeometry(StageGeometry):
         self.split, self.input_based = self._decided()
 
     def _named(self, layers: tuple[int | str, ...]) -> set[int]:
-        """The dense operators of layers, or operators, named in a plan."""
-        found: set[int] = set()
+        """Return the dense operators of layers, or operators, named in a plan."""
+        dense: set[int] = set()
         for first in group_ops(layers, self.network):
             layer = self.network.layers[self.network.layer_of_op[first]] if first < self.last else None
             ops = range(first, layer.last) if layer is not None and layer.first == first else (first,)
-            found.update(op for op in ops if op < self.last and self.network.ops[op].channels == "dense")
-        return found
+            dense.update(op for op in ops if op < self.last and self.network.ops[op].channels == "dense")
+        return dense
 
-    # Who has what
+    # What each device has
 
     def _decided(self) -> tuple[frozenset[str], frozenset[int]]:
-        """Tensors of which each device has its own channels, and operators that make partial sums."""
+        """Return the tensors of which each device has its own channels, and the operators that make partial sums."""
         split = {name for name in self._entering_tensors if self._may_split(name)}
         sums: set[int] = set()
-        asked = None if self.share.input_based is None else self._named(self.share.input_based)
+        chosen = None if self.share.input_based is None else self._named(self.share.input_based)
         used = [name for op in self.ops for name in dict.fromkeys(op.weights)]
         shared = {name for name in used if used.count(name) > 1}
         for index in range(self.first, self.last):
             op = self.network.ops[index]
             if not op.channels or shared.intersection(op.weights):
                 continue
-            name, reads_split = op.outputs[0], [one for one in op.inputs if one in split]
+            name, reads_split = op.outputs[0], [tensor for tensor in op.inputs if tensor in split]
             if op.channels == "dense" and reads_split and len(op.inputs) == 1:
-                based = self._sends_less(op) if asked is None else index in asked
+                based = self._sends_less(op) if chosen is None else index in chosen
                 if based or not self._may_split(name):
                     sums.add(index)
             is_whole = index in sums and index in self._everywhere
@@ -76,16 +76,16 @@ class ChannelGeometry(StageGeometry):
 
     @property
     def _entering_tensors(self) -> list[str]:
-        """What earlier stages made; the network's inputs everybody has whole."""
+        """The tensors that earlier stages made; every device has the network's inputs whole."""
         read = dict.fromkeys(name for op in self.ops for name in op.inputs)
         return [name for name in read if not self.is_made_here(name) and name not in self.network.inputs]
 
     def _sends_less(self, op: Op) -> bool:
-        """Whether partial sums of the output are fewer numbers than the input (§3.2.2)."""
+        """Return whether partial sums of the output are fewer numbers than the input (§3.2.2)."""
         return prod(self.shape(op.outputs[0])) <= prod(self.shape(op.inputs[0]))
 
     def _may_split(self, tensor: str) -> bool:
-        """Whether there are channels for everybody."""
+        """Return whether a tensor has channels for every device."""
         spec = self.network.tensors[tensor]
         if spec.batch_axis != 0 or len(spec.shape) < 2:
             return False
@@ -97,7 +97,7 @@ class ChannelGeometry(StageGeometry):
         return points[place], points[place + 1]
 
     def _is_exact(self, op: Op) -> bool:
-        """Whether an operator on what some channels read makes these channels, no more."""
+        """Return whether an operator, run on what some channels read, makes these channels and no more."""
         blocks = [
             rule for read in op.reads for rule in read.rules if isinstance(rule, Blocks) and rule.axis == CHANNELS
         ]
@@ -126,18 +126,18 @@ class ChannelGeometry(StageGeometry):
         return self.owned(tensor) if tensor in self.split else Layout.whole(self.shape(tensor), self.devices[:1])
 
     def weight_box(self, device: str, name: str) -> Box | None:
-        """The part of a weight that a device has; None: all of it."""
+        """Return the part of a weight that a device has; None: all of it."""
         return self._weight_boxes[device].get(name)
 
     @cached_property
     def _weight_boxes(self) -> dict[str, dict[str, Box]]:
-        found: dict[str, dict[str, Box]] = {device: {} for device in self.devices}
+        boxes: dict[str, dict[str, Box]] = {device: {} for device in self.devices}
         for index in range(self.first, self.last):
             op = self.network.ops[index]
             is_sum = index in self.input_based
             if not is_sum and not any(name in self.split for name in op.outputs):
                 continue
-            for device, own in found.items():
+            for device, weight_boxes in boxes.items():
                 made = self.own(device, op.outputs[0])
                 read = self._needs(device, op, {op.outputs[0]: made})[op.inputs[0]]
                 for weight in op.channel_weights:
@@ -146,10 +146,10 @@ class ChannelGeometry(StageGeometry):
                         box = box.replace(weight.reads, read.intervals[CHANNELS])
                     elif weight.makes is not None:
                         box = box.replace(weight.makes, made.intervals[CHANNELS])
-                    own[weight.name] = box
-        return found
+                    weight_boxes[weight.name] = box
+        return boxes
 
-    # Who needs what
+    # What each device needs
 
     def _needs(self, device: str, op: Op, made: dict[str, Box]) -> dict[str, Box]:
         if self.network.op_index[op.name] in self.input_based:
@@ -157,7 +157,7 @@ class ChannelGeometry(StageGeometry):
         return super()._needs(device, op, made)
 
     def needs(self, device: str, index: int) -> dict[str, Box]:
-        """What a device reads of each input of an operator to make its own part of the output."""
+        """Return what a device reads of each input of an operator to make its own part of the output."""
         op = self.network.ops[index]
         return self._needs(device, op, {name: self.own(device, name) for name in op.outputs})
 
@@ -176,7 +176,7 @@ class ChannelGeometry(StageGeometry):
         return tuple(sorted(starts - {self.last}))
 
     def shuffles(self, index: int) -> bool:
-        """Whether an operator takes parts of every group."""
+        """Return whether an operator takes parts of every group."""
         op = self.network.ops[index]
         return op.channels == "shuffle" and op.outputs[0] in self.split
 
@@ -185,17 +185,17 @@ class ChannelGeometry(StageGeometry):
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        found = []
+        groups = []
         for walk, boxes in zip(self._walks, self.reading):
             fetches: dict[str, tuple[Move, ...]] = {}
             for tensor in walk.read:
-                wanted = {
-                    d: own[tensor]
-                    for d, own in boxes.items()
-                    if tensor in own and (d, tensor) in self._fetched[walk.first]
+                fetched = {
+                    d: read[tensor]
+                    for d, read in boxes.items()
+                    if tensor in read and (d, tensor) in self._fetched[walk.first]
                 }
-                if wanted:
-                    between = moves(self.owned(tensor), Layout.of(wanted))
+                if fetched:
+                    between = moves(self.owned(tensor), Layout.of(fetched))
                     fetches[tensor] = tuple(move for move in between if not move.is_local)
             sums = {}
             if walk.first in self.input_based:
@@ -206,11 +206,14 @@ class ChannelGeometry(StageGeometry):
                     for source in self.devices
                     if source != target
                 )
-            found.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}, sums))
-        return tuple(found)
+            groups.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}, sums))
+        return tuple(groups)
 
     def ready_at(self, group: Group) -> int:
-        """As soon as all of it is made: what is computed before the group itself hides their way."""
+        """Return the operator before which a group's fetches leave.
+
+        That is as soon as all of them are made: what is computed before the group itself hides the time they take.
+        """
         made = [self.network.producer[tensor] + 1 for tensor in group.fetches]
         return max(made, default=group.first)
 
@@ -227,45 +230,48 @@ class ChannelGeometry(StageGeometry):
     @cached_property
     def _read(self) -> tuple[tuple[dict[str, dict[str, Boxes]], set[tuple[str, str]]], ...]:
         have: dict[tuple[str, str], list[Box]] = {}
-        found = []
+        per_group = []
         for walk in self._walks:
             boxes: dict[str, dict[str, Boxes]] = {device: {} for device in self.devices}
             fetched: set[tuple[str, str]] = set()
-            for tensor, wanted in walk.read.items():
-                for device, box in wanted.items():
+            for tensor, by_device in walk.read.items():
+                for device, box in by_device.items():
                     if self.shuffles(walk.first):
                         boxes[device][tensor] = self._dealt(device, walk.first, tensor)
                         fetched |= {(device, tensor)} if self.is_made_here(tensor) else set()
                     elif self.is_made_here(tensor):
-                        known = have.setdefault((device, tensor), [self.own(device, tensor)])
-                        at_hand = next((one for one in known if one.contains(box)), None)
+                        held = have.setdefault((device, tensor), [self.own(device, tensor)])
+                        at_hand = next((candidate for candidate in held if candidate.contains(box)), None)
                         if at_hand is None:
                             at_hand = box
-                            known.append(box)
+                            held.append(box)
                             fetched.add((device, tensor))
                         boxes[device][tensor] = (at_hand,)
-            found.append((boxes, fetched))
-        return tuple(found)
+            per_group.append((boxes, fetched))
+        return tuple(per_group)
 
     def _dealt(self, device: str, index: int, tensor: str) -> Boxes:
-        """Of every group the part that makes a device's channels of a shuffled tensor."""
+        """Return the part of every group that makes a device's channels of a shuffled tensor."""
         op = self.network.ops[index]
         rule = op.reads[0].rules[CHANNELS]
         assert isinstance(rule, Dealt)
         whole = Box.whole(self.shape(tensor))
-        wanted = rule.pieces(self._channels_of(device, op.outputs[0]), self.shape(tensor)[CHANNELS])
-        return tuple(whole.replace(CHANNELS, interval) for interval in wanted)
+        intervals = rule.pieces(self._channels_of(device, op.outputs[0]), self.shape(tensor)[CHANNELS])
+        return tuple(whole.replace(CHANNELS, interval) for interval in intervals)
 
     def fractions(self, device: str) -> tuple[float, ...]:
-        found = []
+        fractions = []
         for index in range(self.first, self.last):
             op = self.network.ops[index]
             name = op.inputs[0] if index in self.input_based else op.outputs[0] if op.outputs else ""
-            found.append(self.own(device, name).volume / prod(self.shape(name)) if name else 0.0)
-        return tuple(found)
+            fractions.append(self.own(device, name).volume / prod(self.shape(name)) if name else 0.0)
+        return tuple(fractions)
 
     def continues(self, group: Group) -> bool:
-        """A group that fetches nothing begins where a shuffle or a partial sum ended, on this device alone."""
+        """Return whether a group fetches nothing.
+
+        Such a group begins where a shuffle or a partial sum ended, on this device alone.
+        """
         return not group.fetches
 
     @property

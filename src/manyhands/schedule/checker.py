@@ -29,7 +29,7 @@ _LONGEST_ACTION = 80
 
 @dataclass(frozen=True)
 class Checked:
-    """What the proof found on the way."""
+    """The figures that the proof gathers on the way."""
 
     actions: int
     messages: int
@@ -40,7 +40,7 @@ class Checked:
 
 @dataclass
 class _World:
-    """Untimed state of all devices."""
+    """The untimed state of all devices."""
 
     actions: Mapping[str, Sequence[Action]]
     place: dict[str, int] = field(default_factory=dict)
@@ -54,16 +54,18 @@ class _World:
 
 
 def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[tuple[str, str], int]]:
-    """Every send has its receive and the reverse; every reduction is joined by exactly its members, and one that is
-    waited for later is."""
+    """Check that every send has its receive and the reverse; return the number of messages, and bytes between devices.
+
+    Every reduction must be joined by exactly its members, and one that is to be waited for later must be.
+    """
     sent: Counter[tuple[str, str, Message]] = Counter()
     received: Counter[tuple[str, str, Message]] = Counter()
     members: dict[ReduceKey, Counter[str]] = defaultdict(Counter)
     reductions: dict[ReduceKey, Reduce] = {}
     bytes_between: dict[tuple[str, str], int] = defaultdict(int)
-    for device, own in actions.items():
-        awaited = {action.key for action in own if isinstance(action, Await)}
-        for action in own:
+    for device, listed in actions.items():
+        awaited = {action.key for action in listed if isinstance(action, Await)}
+        for action in listed:
             if isinstance(action, Send):
                 sent[(device, action.to, action.message)] += 1
                 bytes_between[(device, action.to)] += action.message.bytes
@@ -87,21 +89,21 @@ def check_matching(actions: Mapping[str, Sequence[Action]]) -> tuple[int, dict[t
 
 
 def check_progress(actions: Mapping[str, Sequence[Action]]) -> None:
-    """Every device reaches the end of its list."""
+    """Check that every device reaches the end of its list."""
     world = _World(actions, place=dict.fromkeys(actions, 0))
     ready = deque(actions)
     while ready:
         _advance(world, ready.popleft(), ready)
-    stuck = [device for device, own in actions.items() if world.place[device] < len(own)]
+    stuck = [device for device, listed in actions.items() if world.place[device] < len(listed)]
     if stuck:
         raise BadSchedule(_report(world, stuck))
 
 
 def _advance(world: _World, device: str, ready: deque[str]) -> None:
-    """Run a device until it must wait; whoever it wakes goes to `ready`."""
-    own = world.actions[device]
-    while world.place[device] < len(own):
-        action = own[world.place[device]]
+    """Run a device until it must wait; devices that it wakes are added to `ready`."""
+    actions = world.actions[device]
+    while world.place[device] < len(actions):
+        action = actions[world.place[device]]
         if isinstance(action, Send):
             key = (device, action.to, action.message)
             world.mail[key] += 1
@@ -138,13 +140,13 @@ def _advance(world: _World, device: str, ready: deque[str]) -> None:
 
 
 def _report(world: _World, stuck: list[str]) -> str:
-    """Where each stuck device stands, two actions before and after."""
+    """Return where each stuck device stands, with two actions before and after."""
     lines = [f"The schedule does not end: {len(stuck)} of {len(world.actions)} devices wait forever."]
     for device in stuck[:_MOST_SHOWN]:
-        own, place = world.actions[device], world.place[device]
-        lines.append(f"  {device}, action {place} of {len(own)}:")
-        for index in range(max(0, place - _AROUND), min(len(own), place + _AROUND + 1)):
-            lines.append(f"    {'->' if index == place else '  '} {own[index]}")
+        actions, place = world.actions[device], world.place[device]
+        lines.append(f"  {device}, action {place} of {len(actions)}:")
+        for index in range(max(0, place - _AROUND), min(len(actions), place + _AROUND + 1)):
+            lines.append(f"    {'->' if index == place else '  '} {actions[index]}")
     if len(stuck) > _MOST_SHOWN:
         lines.append(f"  and {len(stuck) - _MOST_SHOWN} more")
     return "\n".join(lines)
@@ -153,30 +155,30 @@ def _report(world: _World, stuck: list[str]) -> str:
 def check(
     schedule: Schedule, cluster: Cluster | None = None, actions: Mapping[str, Sequence[Action]] | None = None
 ) -> Checked:
-    """Check a schedule's list (or the log of an event-driven run, given as `actions`)."""
+    """Check a schedule's list (or the log of an event-driven run, given as `actions`), and return its figures."""
     if actions is None and not schedule.is_fixed:
         raise BadSchedule(
             f"order is {schedule.plan.order}: what each device does is decided as messages arrive; there is no list.",
             hint="Run manyhands simulate, and check its log.",
         )
-    own = actions if actions is not None else schedule.actions
-    messages, bytes_between = check_matching(own)
-    check_progress(own)
+    lists = actions if actions is not None else schedule.actions
+    messages, bytes_between = check_matching(lists)
+    check_progress(lists)
     peaks: dict[str, float] = {}
     held: dict[str, int] = {}
-    for device, run in own.items():
+    for device, run in lists.items():
         memory = DeviceMemory(schedule.plan, schedule.network, schedule.lowering.work[device].geometries, device)
         for action in run:
             memory.act(action)
         peaks[device], held[device] = memory.peak_bytes, memory.most_micro_batches_held
         if cluster is not None and memory.peak_bytes > cluster.device(device).memory_bytes:
             budget = cluster.device(device).memory_bytes
-            kept = "weights, gradients and optimiser" if schedule.plan.is_training else "weights"
+            contents = "weights, gradients and optimiser" if schedule.plan.is_training else "weights"
             when = textwrap.shorten(str(memory.peak_action), _LONGEST_ACTION, placeholder=" …")
             raise OutOfMemory(
                 f"{device} would hold {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} at '{when}' "
-                f"({format_bytes(memory.static_bytes)} {kept}, the rest activations of "
+                f"({format_bytes(memory.static_bytes)} {contents}, the rest activations of "
                 f"{memory.most_micro_batches_held} micro-batch(es) of {schedule.plan.micro_batch_size} sample(s)).",
                 hint=remedy(schedule.plan, schedule.network, cluster, device, memory.static_bytes),
             )
-    return Checked(sum(map(len, own.values())), messages, bytes_between, peaks, held)
+    return Checked(sum(map(len, lists.values())), messages, bytes_between, peaks, held)

@@ -21,9 +21,9 @@ class DeviceWork:
 
     device: str
     geometries: list[StageGeometry] = field(default_factory=list)
-    """Of the stages it works in, in order; none: it only has inputs."""
+    """The geometries of the stages that the device works in, in order; none: it only has inputs."""
     before: list[Action] = field(default_factory=list)
-    """Inputs this device has and others read."""
+    """Sends of the inputs that this device has and others read."""
     forward_actions: list[Action] = field(default_factory=list)
     backward_actions: list[Action] = field(default_factory=list)
     last_backward_actions: list[Action] = field(default_factory=list)
@@ -32,25 +32,25 @@ class DeviceWork:
 
     @property
     def stage(self) -> int:
-        """The first stage it works in; -1: none."""
+        """The first stage that the device works in; -1: none."""
         return self.geometries[0].index if self.geometries else -1
 
     def geometry(self, stage: int) -> StageGeometry:
         return next(geometry for geometry in self.geometries if geometry.index == stage)
 
     def weights(self) -> tuple[str, ...]:
-        """The weights it needs, each once."""
-        found = (name for g in self.geometries for name in g.network.weights_of(g.first, g.last))
-        return tuple(dict.fromkeys(found))
+        """Return the weights that the device needs, each once."""
+        names = (name for g in self.geometries for name in g.network.weights_of(g.first, g.last))
+        return tuple(dict.fromkeys(names))
 
     def weight_box(self, name: str) -> Box | None:
-        """The part of a weight that it needs; None: all of it."""
+        """Return the part of a weight that the device needs; None: all of it."""
         readers = (g for g in self.geometries if name in g.network.weights_of(g.first, g.last))
         boxes = {g.weight_box(self.device, name) for g in readers}
         return boxes.pop() if len(boxes) == 1 else None
 
     def inputs(self, micro_batch: int) -> list[Action]:
-        """Sending the inputs that others read."""
+        """Return the actions that send the inputs that others read."""
         return [_numbered(action, micro_batch) for action in self.before]
 
     def forward(self, micro_batch: int) -> list[Action]:
@@ -64,19 +64,19 @@ class DeviceWork:
         return list(self.end)
 
     def again(self, micro_batch: int) -> list[Action]:
-        """Its forward pass once more, for its own backward pass: nothing is sent."""
+        """Return the forward pass once more, for the device's own backward pass: nothing is sent."""
         passes = [action for action in self.forward(micro_batch) if isinstance(action, Forward)]
         return [msgspec.structs.replace(action, part="again") for action in passes]
 
     def ahead(self, micro_batch: int) -> list[Action]:
-        """Its forward pass without what a backward pass needs."""
+        """Return the forward pass without what a backward pass needs."""
         return [
             msgspec.structs.replace(action, part="ahead") if isinstance(action, Forward) else action
             for action in self.forward(micro_batch)
         ]
 
     def steps(self, micro_batch: int) -> list[Action]:
-        """The optimiser's update after a micro-batch that is a mini-batch of its own."""
+        """Return the optimiser's update after a micro-batch that is a mini-batch of its own."""
         return [_numbered(action, micro_batch) for action in self.end]
 
 
@@ -86,8 +86,8 @@ def _numbered(action: Action, micro_batch: int) -> Action:
     if isinstance(action, Backward):
         return Backward(action.stage, micro_batch, action.first, action.last, action.part)
     if isinstance(action, (Send, Receive)):
-        own = action.message
-        message = Message(own.kind, own.stage, micro_batch, own.parts, own.bytes)
+        template = action.message
+        message = Message(template.kind, template.stage, micro_batch, template.parts, template.bytes)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
     is_sum = isinstance(action, Reduce) and action.what == "statistics"
     if is_sum or isinstance(action, (Loss, Step, Await)):

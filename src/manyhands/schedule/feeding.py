@@ -1,6 +1,6 @@
-"""What each device must be given of a micro-batch before it starts: its part of the inputs, and of the targets.
+"""The data that each device must get of a micro-batch before it starts: its part of the inputs, and of the targets.
 
-Inputs at home everywhere are handed straight to whoever reads them; an input with a home is handed to that device
+Inputs at home everywhere are sent straight to the devices that read them; an input with a home is sent to that device
 whole, and travels on from there as the schedule says. Targets go to the last stage, which computes the loss.
 """
 
@@ -13,33 +13,33 @@ from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.lowering import Lowering, entering_input
 
 WAYS = ("step", "start")
-"""When samples travel: those of a step before it, or all of them before the first; then their numbers do."""
+"""The times at which samples travel: those of a step before it, or all before the first step; then only numbers do."""
 AT_HOME = -1
-"""In place of a stage: an input that a device has for all of them."""
+"""A value in place of a stage: the input is one that a device has for all of them."""
 
 
 def fed_inputs(lowering: Lowering) -> dict[str, tuple[tuple[int, Part], ...]]:
-    """Device -> the boxes of graph inputs it is given and the stage that reads them, for one micro-batch.
+    """Return for each device the boxes of graph inputs that it gets and the stage that reads them, for one micro-batch.
 
     Devices that need none are absent.
     """
     network, plan = lowering.network, lowering.plan
-    found: dict[str, list[tuple[int, Part]]] = {}
+    fed: dict[str, list[tuple[int, Part]]] = {}
     for tensor in network.inputs:
         home = plan.homes.get(tensor, EVERYWHERE)
         if home != EVERYWHERE:
             whole = Box.whole(network.tensors[tensor].shape_for(plan.micro_batch_size))
-            found.setdefault(home, []).append((AT_HOME, Part(tensor, whole)))
+            fed.setdefault(home, []).append((AT_HOME, Part(tensor, whole)))
             continue
         for geometry in lowering.geometries:
             layout = entering_input(geometry, tensor)
             for device, box in layout.pieces() if layout is not None else ():
-                found.setdefault(device, []).append((geometry.index, Part(tensor, box)))
-    return {device: tuple(parts) for device, parts in found.items()}
+                fed.setdefault(device, []).append((geometry.index, Part(tensor, box)))
+    return {device: tuple(parts) for device, parts in fed.items()}
 
 
 def samples_of(geometry: StageGeometry, device: str) -> tuple[int, int]:
-    """Returns which samples of a micro-batch a device has: [first, last).
+    """Return which samples of a micro-batch a device has: [first, last).
 
     Where they do not lie side by side (`geometry.sample_intervals`), it is as if they did: `last - first` of them.
     """

@@ -1,4 +1,4 @@
-"""The forward pass of one stage as actions of each of its devices: what its geometry says, in the order it is done."""
+"""The forward pass of one stage as actions of each of its devices: what its geometry says, in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from manyhands.schedule.packing import Mail, packed_messages
 
 
 def statistics_ops(geometry: StageGeometry, first: int, last: int) -> list[int]:
-    """Returns the operators in a range at which the devices of a stage add up statistics."""
+    """Return the operators in a range at which the devices of a stage add up statistics."""
     return [index for index in range(first, last) if geometry.adds_up(geometry.network.ops[index])]
 
 
 def statistics_sum(geometry: StageGeometry, index: int, *, backward: bool = False, later: bool = False) -> Reduce:
-    """Returns the sum of an operator's statistics over the devices of a stage.
+    """Return the sum of an operator's statistics over the devices of a stage.
 
     Batch norm, forward: the count, and mean and variance per channel; backward: two sums per channel. Other operators
     of a tiled stage add up some numbers per sample, each way.
@@ -29,7 +29,7 @@ def statistics_sum(geometry: StageGeometry, index: int, *, backward: bool = Fals
 
 
 class ForwardPass:
-    """One stage's forward pass, device by device: group after group, what each fetches before it."""
+    """The forward pass of one stage, device by device: group after group, with what each fetches before it."""
 
     def __init__(self, geometry: StageGeometry) -> None:
         self.geometry, self.stage = geometry, geometry.index
@@ -48,7 +48,7 @@ class ForwardPass:
         self._adds_up = {group.first: statistics_ops(geometry, group.first, group.last) for group in geometry.groups}
 
     def actions(self, device: str) -> list[Action]:
-        """Returns what a device computes, adds up and exchanges inside the stage."""
+        """Return what a device computes, adds up and exchanges inside the stage."""
         out: list[Action] = []
         for group in self.geometry.groups:
             self._add_group(out, device, group)
@@ -92,8 +92,10 @@ class ForwardPass:
 
 
 def _continued(actions: list[Action], stage: int, first: int) -> int:
-    """Returns where computing that goes on at an operator begins: an action that ends there is taken back, and made
-    longer."""
+    """Return where computing that goes on at an operator begins.
+
+    An action that ends there is removed, to be replaced by a longer one.
+    """
     last = actions[-1] if actions else None
     if not isinstance(last, Forward) or last.part or (last.stage, last.last) != (stage, first):
         return first

@@ -1,4 +1,4 @@
-"""Where a stage's tensors live, and what its devices must exchange: the walk over boxes that serves every share.
+"""The geometry of a stage: where its tensors live and what its devices exchange, by a walk over boxes for every share.
 
 For each tensor of a stage and each device there is an owned box. Operators are run in groups; walking a group backwards
 through the operators' read rules gives the box each device must have of every tensor:
@@ -11,8 +11,8 @@ By samples nothing is ever missing (samples.py); by tiles halos are (tiles.py); 
 of the others (channels.py).
 
 A geometry also lowers its stage: it says at which operators the devices add up, in which runs the passes are computed,
-what is exchanged between these, and where gradients are added up. The lowering (lowering.py) asks, and never looks at
-how a stage is shared. The defaults here are those of a stage that one device computes.
+what is exchanged between these, and where gradients are added up. The lowering (lowering.py) uses this, and never
+looks at how a stage is shared. The defaults here are those of a stage that one device computes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from manyhands.facts.plan_check import op_range
 class Group:
     """Operators [first, last) run without communication, after `fetches`: moves of each tensor that it reads.
 
-    `sums`: what its operator made are partial sums, which go to whoever owns the result.
+    `sums`: what its operator made are partial sums, which go to the devices that own the result.
     """
 
     first: int
@@ -43,18 +43,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the devices of a stage send each other at one place of the backward pass."""
+    """The moves between the devices of a stage at one place of the backward pass."""
 
     gradients: Moves = field(default_factory=dict)
     values: Moves = field(default_factory=dict)
-    """Of the forward pass, which derivatives read."""
+    """Values of the forward pass that derivatives read."""
 
 
 @dataclass(frozen=True)
 class BackwardRuns:
     """Operators [first, last) that are differentiated without communication, in the order of the backward pass.
 
-    What is exchanged before the first run, between two, and after the last: one exchange more than there are runs.
+    `exchanges` come before the first run, between two, and after the last: there is one more than there are runs.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -63,18 +63,18 @@ class BackwardRuns:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk through operators [first, last) found for each device."""
+    """The boxes that a walk through operators [first, last) found for each device."""
 
     first: int
     last: int
     computed: dict[str, dict[str, Box]]
     """Device -> tensor made by the group -> the box of it that the device computes."""
     read: dict[str, dict[str, Box]]
-    """Tensor read from outside the group -> device -> the box it wants."""
+    """Tensor read from outside the group -> device -> the box that it needs."""
 
 
 class StageGeometry:
-    """The boxes of one stage, for one micro-batch: here of one that a single device computes.
+    """The boxes of one stage, for one micro-batch: in this class, of one that a single device computes.
 
     A way of sharing is a subclass, registered in sharing.py with the struct by which plans name it.
     """
@@ -89,7 +89,7 @@ class StageGeometry:
         self.first, self.last = op_range(self.stage, network)
         self.samples = plan.micro_batch_size
         self.sharing = self.stage.share.by if len(self.devices) > 1 else "single"
-        """How this stage is shared, by name: the executor has a runner for each."""
+        """The name of the way in which this stage is shared: the executor has a runner for each."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -102,18 +102,18 @@ class StageGeometry:
 
     @property
     def loss_devices(self) -> tuple[str, ...]:
-        """Who computes the loss of this stage's outputs."""
+        """The devices that compute the loss of this stage's outputs."""
         return self.devices
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self.network.tensors[tensor].shape_for(self.samples)
 
     def owned(self, tensor: str) -> Layout:
-        """What each device holds of a tensor once it is made (or, for a tensor that enters, its share of it)."""
-        found = self._owned.get(tensor)
-        if found is None:
-            found = self._owned[tensor] = self._owned_layout(tensor)
-        return found
+        """Return what each device holds of a tensor once it is made (or, for a tensor that enters, its share of it)."""
+        layout = self._owned.get(tensor)
+        if layout is None:
+            layout = self._owned[tensor] = self._owned_layout(tensor)
+        return layout
 
     @cached_property
     def _owned(self) -> dict[str, Layout]:
@@ -131,15 +131,15 @@ class StageGeometry:
         return Layout.channels(shape, spec.batch_axis, rows)
 
     def sample_intervals(self, device: str) -> tuple[Interval, ...]:
-        """Returns which samples of a micro-batch a device computes, in the order in which it holds them."""
+        """Return which samples of a micro-batch a device computes, in the order in which it holds them."""
         return ((0, self.samples),)
 
     def sample_count(self, device: str) -> int:
-        """Returns how many samples of a micro-batch a device computes, be it a part of each."""
+        """Return how many samples of a micro-batch a device computes, even if only a part of each."""
         return sum(last - first for first, last in self.sample_intervals(device))
 
     def weight_box(self, device: str, name: str) -> Box | None:
-        """The part of a weight that a device has; None: all of it."""
+        """Return the part of a weight that a device has; None: all of it."""
         return None
 
     @cached_property
@@ -159,19 +159,19 @@ class StageGeometry:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Forward groups with what must be fetched before each."""
+        """The forward groups, with what must be fetched before each."""
         return (Group(self.first, self.last, {}),)
 
     def ready_at(self, group: Group) -> int:
-        """The operator before which a group's fetches leave: its own first, or an earlier one."""
+        """Return the operator before which a group's fetches leave: its own first, or an earlier one."""
         return group.first
 
     def is_made_here(self, tensor: str) -> bool:
         return self.first <= self.network.producer.get(tensor, -1) < self.last
 
     def _walk(self, first: int, last: int) -> Walk:
-        """The boxes of a group's tensors, from what must leave it back to what it reads."""
-        found = Walk(first, last, {device: {} for device in self.devices}, {})
+        """Return the boxes of a group's tensors, from what must leave it back to what it reads."""
+        walk = Walk(first, last, {device: {} for device in self.devices}, {})
         made = {name for op in self.network.ops[first:last] for name in op.outputs}
         for device in self.devices:
             need: dict[str, Box] = {}
@@ -180,61 +180,61 @@ class StageGeometry:
                 for name in op.outputs:
                     read_later = any(reader >= last for reader in self.network.readers.get(name, ()))
                     if read_later or name in self.network.outputs or self._is_made_by_all(op):
-                        own = self.owned(name).hull(device)
-                        need[name] = need[name].hull(own) if name in need else own
-                for name, wanted in self._needs(device, op, need).items():
-                    need[name] = need[name].hull(wanted) if name in need else wanted
+                        owned = self.owned(name).hull(device)
+                        need[name] = need[name].hull(owned) if name in need else owned
+                for name, input_box in self._needs(device, op, need).items():
+                    need[name] = need[name].hull(input_box) if name in need else input_box
             for name, box in need.items():
                 if name in made:
-                    found.computed[device][name] = box
+                    walk.computed[device][name] = box
                 else:
-                    found.read.setdefault(name, {})[device] = box
-        return found
+                    walk.read.setdefault(name, {})[device] = box
+        return walk
 
     def _is_made_by_all(self, op: Op) -> bool:
-        """Whether every device computes its part of an operator, even if nothing of what it makes reads it."""
+        """Return whether every device computes its part of an operator, even if nothing else that it makes reads it."""
         return False
 
     def _needs(self, device: str, op: Op, made: dict[str, Box]) -> dict[str, Box]:
-        """What a device reads of each input to make some boxes of an operator's outputs."""
-        found: dict[str, Box] = {}
+        """Return what a device reads of each input to make some boxes of an operator's outputs."""
+        needed: dict[str, Box] = {}
         for name in op.outputs:
             for read in op.reads if name in made else ():
-                wanted = read.demand(made[name], self.shape(read.tensor))
-                found[read.tensor] = found[read.tensor].hull(wanted) if read.tensor in found else wanted
-        return found
+                box = read.demand(made[name], self.shape(read.tensor))
+                needed[read.tensor] = needed[read.tensor].hull(box) if read.tensor in needed else box
+        return needed
 
     def held(self, device: str, tensor: str) -> tuple[Box, ...]:
-        """What a device has of a tensor by the end of its forward pass, computed or fetched; the boxes may overlap."""
-        own = [self.computed[device][tensor]] if tensor in self.computed[device] else []
+        """Return what a device has of a tensor after its forward pass, computed or fetched; the boxes may overlap."""
+        computed = [self.computed[device][tensor]] if tensor in self.computed[device] else []
         read = [walk.read[tensor][device] for walk in self._walks if device in walk.read.get(tensor, ())]
-        return (*own, *read)
+        return (*computed, *read)
 
     def entering(self, tensor: str) -> Layout:
-        """What each device needs of a tensor made before this stage."""
+        """Return what each device needs of a tensor made before this stage."""
         if not self.is_split_inside:
             return self.owned(tensor)
         empty = Box(tuple((0, 0) for _ in self.shape(tensor)))
         return Layout.of({d: [reduce(Box.hull, self.held(d, tensor), empty)] for d in self.devices})
 
     def passing(self, tensor: str) -> Layout:
-        """Who gets a tensor made before this stage that it only hands to the loss."""
+        """Return which devices get a tensor made before this stage that it only hands to the loss."""
         return self.owned(tensor)
 
     def returning(self, tensor: str) -> Layout:
-        """Who hands which part of an output to whoever started a stream."""
+        """Return which device hands which part of an output to the process that started a stream."""
         return self.owned(tensor)
 
     def fractions(self, device: str) -> tuple[float, ...]:
-        """How much of each operator this device computes, as a part of the whole micro-batch."""
+        """Return how much of each operator this device computes, as a fraction of the whole micro-batch."""
         return (self.sample_count(device) / self.samples,) * (self.last - self.first)
 
     def backward_fractions(self, device: str) -> tuple[float, ...]:
-        """How much of each operator's gradient this device computes: what it computed, unless said otherwise."""
+        """Return how much of each operator's gradient this device computes: what it computed, unless overridden."""
         return self.fractions(device)
 
     def forward_part(self, device: str, index: int, part: str) -> float:
-        """Returns how much of an operator's forward time a part of it takes; `part` is that of a `Forward` action.
+        """Return how much of an operator's forward time a part of it takes; `part` is that of a `Forward` action.
 
         Adding up partial sums is next to nothing.
         """
@@ -243,7 +243,7 @@ class StageGeometry:
     # Lowering: how the passes of this stage become actions
 
     def adds_up(self, op: Op) -> bool:
-        """Whether the devices of this stage add up statistics before they compute an operator."""
+        """Return whether the devices of this stage add up statistics before they compute an operator."""
         return False
 
     @cached_property
@@ -257,22 +257,24 @@ class StageGeometry:
         return frozenset()
 
     def continues(self, group: Group) -> bool:
-        """Whether a group is computed in one go with what was computed before it, where nothing lies between."""
+        """Return whether a group is computed in one go with what was computed before it, where nothing lies between."""
         return False
 
     @property
     def gathered_outputs(self) -> Moves:
-        """What the network returns, on its way to the one device of this stage that computes the loss."""
+        """The moves of what the network returns to the one device of this stage that computes the loss."""
         return {}
 
     def returned_gradients(self, tensor: str, arrived: tuple[Move, ...], producer: StageGeometry) -> tuple[Move, ...]:
-        """Returns how the gradient of a tensor goes back to the stage that made it: as its values came, by default,
-        and what overlaps is added up there."""
+        """Return how the gradient of a tensor goes back to the stage that made it.
+
+        By default the way its values came; what overlaps is added up there.
+        """
         return adjoint(arrived)
 
     @cached_property
     def backward_runs(self) -> BackwardRuns:
-        """How the backward pass is split: by default the mirror image of the forward groups, each of which hands back
+        """The parts of the backward pass: by default the mirror image of the forward groups, each of which hands back
         the gradients of what it fetched."""
         differentiable = {name for name, spec in self.network.tensors.items() if spec.differentiable}
         groups = self.groups[::-1]
@@ -283,8 +285,10 @@ class StageGeometry:
         return BackwardRuns(tuple((group.first, group.last) for group in groups), (Exchange(), *handed_back))
 
     def splits_backward(self, index: int) -> bool:
-        """Whether the gradients of an operator's weights are worth computing apart from those of its inputs: nothing
-        but the optimiser waits for them."""
+        """Return whether the gradients of an operator's weights are worth computing apart from those of its inputs.
+
+        Nothing but the optimiser waits for them.
+        """
         return False
 
     @property
@@ -294,7 +298,7 @@ class StageGeometry:
         return len(self.devices) > 1 and self.stage.reduce == "allreduce"
 
     def last_bucket_bytes(self, gradient_bytes: int) -> int:
-        """Returns the most that the last bucket of so many bytes of gradients may hold; 0: no limit of its own.
+        """Return the most that the last bucket of so many bytes of gradients may hold; 0: no limit of its own.
 
         All wait for that bucket when nothing is left to compute, but every bucket is a cut through what autograd
         recorded.

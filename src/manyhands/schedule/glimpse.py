@@ -1,4 +1,4 @@
-"""A round as somebody sees it who looks on: spans on a few tracks, few enough to be sent over a slow link and drawn."""
+"""A round as an observer sees it: spans on a few tracks, few enough to be sent over a slow link and drawn."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Iterable
 import msgspec
 
 MOST_SPANS = 120
-"""Of one device's round: about 5 kB as JSON."""
+"""The most spans of one device's round: about 5 kB as JSON."""
 _TRACKS = ("compute", "send", "receive")
 _FIRST_GAP = 1e-4
 """Seconds between two spans of one kind that may be drawn as one, at first."""
 
 
 class Glimpse(msgspec.Struct, frozen=True, array_like=True):
-    """Something that went on; times in seconds of some clock."""
+    """A span of activity; times in seconds of some clock."""
 
     track: str
     kind: str
     start: float
     end: float
     stage: int = -1
-    """-1: of none."""
+    """The stage; -1: none."""
     label: str = ""
-    """'3': micro-batch 3. Empty where several became one."""
+    """"3": micro-batch 3. Empty where several spans became one."""
 
 
 def thinned(spans: Iterable[Glimpse], most: int = MOST_SPANS) -> tuple[Glimpse, ...]:
-    """At most so many: neighbours of one kind become one, the closest first; of what is left too many, the longest."""
-    found = sorted(spans, key=lambda span: (span.track, span.start))
+    """Return at most so many spans: neighbours of one kind become one, the closest first; then the longest are kept."""
+    remaining = sorted(spans, key=lambda span: (span.track, span.start))
     gap = _FIRST_GAP
-    length = max((span.end for span in found), default=0.0) - min((span.start for span in found), default=0.0)
-    while len(found) > most and gap <= length:
-        found = _joined(found, gap)
+    length = max((span.end for span in remaining), default=0.0) - min((span.start for span in remaining), default=0.0)
+    while len(remaining) > most and gap <= length:
+        remaining = _joined(remaining, gap)
         gap *= 4
-    if len(found) > most:
-        found = sorted(found, key=lambda span: span.start - span.end)[:most]
-    return tuple(sorted(found, key=lambda span: (_place(span.track), span.start)))
+    if len(remaining) > most:
+        remaining = sorted(remaining, key=lambda span: span.start - span.end)[:most]
+    return tuple(sorted(remaining, key=lambda span: (_place(span.track), span.start)))
 
 
 def _place(track: str) -> int:
@@ -44,17 +44,17 @@ def _place(track: str) -> int:
 
 
 def _joined(spans: list[Glimpse], gap: float) -> list[Glimpse]:
-    """Those that follow each other within the gap, of one kind, stage and track, as one."""
-    found: list[Glimpse] = []
+    """Return the spans, with those of one kind, stage and track that follow each other within the gap as one."""
+    joined: list[Glimpse] = []
     for span in spans:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if (
             last is not None
             and (last.track, last.kind, last.stage) == (span.track, span.kind, span.stage)
             and span.start - last.end <= gap
         ):
             label = last.label if last.label == span.label else ""
-            found[-1] = Glimpse(last.track, last.kind, last.start, max(last.end, span.end), last.stage, label)
+            joined[-1] = Glimpse(last.track, last.kind, last.start, max(last.end, span.end), last.stage, label)
         else:
-            found.append(span)
-    return found
+            joined.append(span)
+    return joined

@@ -3,8 +3,8 @@
     sample 0   ####..##..####          . waits at a synchronisation point
     sample 1       ##  ##    ..####    computed meanwhile, layer by layer; never further than sample 0 is
 
-Whatever the current sample needs next goes first as soon as it is there, so the next one costs it a layer at most. The
-next one never waits: it is left alone as soon as something it needs has not come.
+Whatever the current sample needs next goes first as soon as it has arrived, so the next sample costs it a layer at
+most. The next sample never waits: it is set aside as soon as something it needs has not arrived.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from manyhands.schedule.replay import MiniBatches
 
 
 def in_chunks(actions: Sequence[Action], network: Network) -> Iterator[Action]:
-    """The same with every forward action cut at each operator that computes much: what is run of the next sample before
-    looking at the current one again."""
+    """Yield the actions with every forward action cut at each operator that computes much.
+
+    Such a chunk is what is run of the next sample before looking at the current one again.
+    """
     for action in actions:
         if not isinstance(action, Forward) or action.part:
             yield action
@@ -34,26 +36,26 @@ def in_chunks(actions: Sequence[Action], network: Network) -> Iterator[Action]:
 
 
 class InterleavedOrder(MiniBatches):
-    """The current sample first; while it waits, the next, which does not overtake it."""
+    """The order that runs the current sample first and, while it waits, the next, which does not overtake it."""
 
     def __init__(self, work: DeviceWork, count: int, chunks: Callable[[int], Sequence[Action]]) -> None:
         super().__init__(work, count)
-        self._pending.clear()  # a sample's inputs are sent when it is begun: later ones may not be there
+        self._pending.clear()  # a sample's inputs are sent when it is begun: later ones may not have arrived
         self._chunks = chunks
         self._lists: dict[int, Sequence[Action]] = {}
         self._places: dict[int, int] = {}
-        """Micro-batch under way -> how many of its actions were begun."""
+        """Micro-batch under way -> how many of its actions have begun."""
         if not work.geometries and not work.before:
             self.done = count
         self.answered = 0
-        """Samples of which everything has been done, not only begun."""
+        """The number of samples of which everything has been done, not only begun."""
 
     def _list(self, number: int) -> Sequence[Action]:
-        found = self._lists.get(number)
-        if found is None:
-            found = self._lists[number] = self._chunks(number)
+        actions = self._lists.get(number)
+        if actions is None:
+            actions = self._lists[number] = self._chunks(number)
             self._places[number] = 0
-        return found
+        return actions
 
     def _choose(self, state: DeviceState) -> None:
         self.answered = self.done
@@ -70,13 +72,13 @@ class InterleavedOrder(MiniBatches):
             self._begin(current + 1)
 
     def _may_follow(self, current: int) -> bool:
-        """Whether the next sample is behind the current one, and would not wait for anybody."""
+        """Return whether the next sample is behind the current one, and would not wait for another device."""
         following = self._list(current + 1)
         place = self._places[current + 1]
         return place < self._places[current] and not isinstance(following[place], Reduce)
 
     def _goes_on(self, number: int, state: DeviceState) -> bool:
-        """Whether a sample's next action has what it needs."""
+        """Return whether a sample's next action has what it needs."""
         actions = self._list(number)
         place = self._places[number]
         if place == 0 and state.fed is not None and number not in state.fed:
@@ -85,7 +87,7 @@ class InterleavedOrder(MiniBatches):
         return not isinstance(action, Receive) or (action.source, action.message) in state.arrived
 
     def _begin(self, number: int, *, to_the_end: bool = False) -> None:
-        """Its next action; of computing a chunk, or all up to where something else is to be done."""
+        """Begin a sample's next action; of computing, one chunk, or all up to where something else is to be done."""
         actions, place = self._lists[number], self._places[number]
         action = actions[place]
         place += 1
@@ -97,7 +99,7 @@ class InterleavedOrder(MiniBatches):
 
 
 def _joined(action: Action, following: Action) -> Action | None:
-    """Two forward actions of which one continues the other, as one."""
+    """Return two forward actions as one, if the second continues the first; else None."""
     if not isinstance(action, Forward) or not isinstance(following, Forward) or action.part or following.part:
         return None
     if action.stage != following.stage or action.last != following.first:

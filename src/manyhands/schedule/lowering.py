@@ -1,6 +1,6 @@
 """Plan -> work: for every device, the actions of one forward pass, one backward pass, and the end of a round.
 
-What happens inside a stage is its geometry's to say (forward_pass.py, backward_pass.py); here stages are connected with
+A stage's geometry determines what happens inside it (forward_pass.py, backward_pass.py); here stages are connected with
 each other, with the homes of inputs, and with the optimiser's step.
 """
 
@@ -23,7 +23,7 @@ from manyhands.schedule.sharing import geometry_of
 
 
 def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
-    """What a stage's devices need of a graph input: to read it, or to hand it to the loss as it is."""
+    """Return what a stage's devices need of a graph input: to read it, or to hand it to the loss; None: nothing."""
     network = geometry.network
     if any(tensor in op.inputs for op in geometry.ops):
         return geometry.entering(tensor)
@@ -42,7 +42,7 @@ class Handed(NamedTuple):
 
 
 class Lowering:
-    """A resolved plan turned into work, stage by stage."""
+    """The work that a resolved plan becomes, stage by stage."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan, self.network = plan, network
@@ -52,7 +52,7 @@ class Lowering:
             for device in geometry.devices:
                 self.work[device].geometries.append(geometry)
         self.incoming: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
-        """(stage, device) -> from whom it gets what before it starts."""
+        """(stage, device) -> the senders and messages that it receives before it starts."""
         self.outgoing: dict[tuple[int, str], list[tuple[str, Message]]] = defaultdict(list)
         self._connect_stages()
         self._connect_inputs()
@@ -63,11 +63,11 @@ class Lowering:
                 self._lower_backward(geometry)
             self._lower_end()
 
-    def _packed(self, found: Moves, kind: Kind, stage: int, codec: Codec | None = None) -> Packed:
-        return packed_messages(self.network, found, kind, stage, codec)
+    def _packed(self, moved: Moves, kind: Kind, stage: int, codec: Codec | None = None) -> Packed:
+        return packed_messages(self.network, moved, kind, stage, codec)
 
     def _connect_stages(self) -> None:
-        """Every tensor goes straight from the stage that makes it to each stage that reads it.
+        """Send every tensor straight from the stage that makes it to each stage that reads it.
 
         The last stage reads what the network returns: it computes the loss.
         """
@@ -83,38 +83,38 @@ class Lowering:
                     producer = next(i for i, g in enumerate(self.geometries) if g.first <= made < g.last)
                     made_as = self.geometries[producer].owned(tensor)
                     is_read = any(tensor in op.inputs for op in geometry.ops)
-                    wanted = geometry.entering(tensor) if is_read else geometry.passing(tensor)
-                    by_producer[producer][tensor] = moves(made_as, wanted)
-            self.between.extend((producer, consumer, found) for producer, found in by_producer.items())
-        for producer, consumer, found in self.between:
+                    needed = geometry.entering(tensor) if is_read else geometry.passing(tensor)
+                    by_producer[producer][tensor] = moves(made_as, needed)
+            self.between.extend((producer, consumer, moved) for producer, moved in by_producer.items())
+        for producer, consumer, moved in self.between:
             codec = self.plan.stages[consumer].codec
-            for source, target, message in self._packed(found, "value", consumer, codec):
+            for source, target, message in self._packed(moved, "value", consumer, codec):
                 self.outgoing[producer, source].append((target, message))
                 self.incoming[consumer, target].append((source, message))
 
     def handed_over(self, device: str) -> list[Handed]:
-        """What one stage hands to a later one on the same device: no message."""
+        """Return what one stage hands to a later one on the same device, without a message."""
         return [
             Handed(producer, consumer, tensor, move.box)
-            for producer, consumer, found in self.between
-            for tensor, own in found.items()
-            for move in own
+            for producer, consumer, moved in self.between
+            for tensor, tensor_moves in moved.items()
+            for move in tensor_moves
             if move.is_local and move.source == device and not move.box.is_empty
         ]
 
     def handed_back(self, device: str) -> list[Handed]:
-        """The gradients that come back the same way."""
+        """Return the gradients that come back the same way."""
         return [
             Handed(producer, consumer, tensor, move.box)
-            for producer, consumer, found in self.between
-            for tensor, own in found.items()
+            for producer, consumer, moved in self.between
+            for tensor, tensor_moves in moved.items()
             if self.network.tensors[tensor].differentiable
-            for move in self._way_back(tensor, producer, consumer, own)
+            for move in self._way_back(tensor, producer, consumer, tensor_moves)
             if move.is_local and move.source == device and not move.box.is_empty
         ]
 
     def _connect_inputs(self) -> None:
-        """Inputs with a home are sent from there to whoever reads them."""
+        """Send inputs with a home from there to the devices that read them."""
         for tensor, home in self.plan.homes.items():
             if home == EVERYWHERE:
                 continue
@@ -123,12 +123,12 @@ class Lowering:
                 layout = entering_input(geometry, tensor)
                 if layout is None:
                     continue
-                found = [
+                input_moves = [
                     Move(home, device, box.intersect(whole))
                     for device in geometry.devices
                     for box in layout.boxes(device)
                 ]
-                for source, target, message in self._packed({tensor: tuple(found)}, "input", stage):
+                for source, target, message in self._packed({tensor: tuple(input_moves)}, "input", stage):
                     self.work[source].before.append(Send(target, message))
                     self.incoming[stage, target].insert(0, (source, message))
 
@@ -146,29 +146,29 @@ class Lowering:
                 out.append(Loss(stage, 0))
 
     def _backward_messages(self, geometry: StageGeometry) -> tuple[Packed, Packed, Packed]:
-        """Gradients from later stages, to earlier ones, and from the device of this stage that computes the loss."""
+        """Return the gradients from later stages, to earlier ones, and from the device here that computes the loss."""
         receives: Packed = []
         sends: Packed = []
-        for producer, consumer, found in self.between:
+        for producer, consumer, moved in self.between:
             if geometry.index in (producer, consumer):
                 back = {
-                    t: self._way_back(t, producer, consumer, own)
-                    for t, own in found.items()
+                    t: self._way_back(t, producer, consumer, tensor_moves)
+                    for t, tensor_moves in moved.items()
                     if self.network.tensors[t].differentiable
                 }
                 codec = self.plan.stages[consumer].codec
                 packed = self._packed(back, "gradient", consumer, codec if codec.gradients else None)
                 (receives if geometry.index == producer else sends).extend(packed)
         returned = {
-            t: adjoint(own) for t, own in geometry.gathered_outputs.items() if self.network.tensors[t].differentiable
+            t: adjoint(ms) for t, ms in geometry.gathered_outputs.items() if self.network.tensors[t].differentiable
         }
         return receives, sends, self._packed(returned, "output-gradient", geometry.index)
 
-    def _way_back(self, tensor: str, producer: int, consumer: int, there: tuple[Move, ...]) -> tuple[Move, ...]:
-        return self.geometries[consumer].returned_gradients(tensor, there, self.geometries[producer])
+    def _way_back(self, tensor: str, producer: int, consumer: int, forward_moves: tuple[Move, ...]) -> tuple[Move, ...]:
+        return self.geometries[consumer].returned_gradients(tensor, forward_moves, self.geometries[producer])
 
     def _lower_backward(self, geometry: StageGeometry) -> None:
-        """Every micro-batch's backward pass, and the round's last one, in which gradients are added up."""
+        """Add every micro-batch's backward pass, and the round's last one, in which gradients are added up."""
         inside = BackwardPass(geometry, *self._backward_messages(geometry))
         for device, actions in inside.actions(dict[int, Reduce]()).items():
             self.work[device].backward_actions += actions
@@ -176,8 +176,11 @@ class Lowering:
             self.work[device].last_backward_actions += actions
 
     def _lower_end(self) -> None:
-        """The optimiser's step. Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and
-        updated weights come back after."""
+        """Add the optimiser's step.
+
+        Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and updated weights come back
+        after.
+        """
         partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
         updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
         for device, work in self.work.items():
@@ -190,7 +193,7 @@ class Lowering:
             work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)
 
     def _weights_of(self, geometry: StageGeometry, kind: Kind) -> Message | None:
-        """All trained weights of a stage that has a gateway, or their gradients, as one message."""
+        """Return all trained weights of a stage with a gateway, or their gradients, as one message; else None."""
         weights = self.network.weights
         names = [n for n in self.network.weights_of(geometry.first, geometry.last) if weights[n].trainable]
         if geometry.stage.reduce != "gateway" or len(geometry.devices) == 1 or not names:

@@ -1,4 +1,4 @@
-"""How many bytes a device holds while it works through its actions (ASTEROID Eq. 3, action by action).
+"""The bytes that a device holds while it works through its actions (ASTEROID Eq. 3, action by action).
 
 static      weights, their gradients, the optimiser's state, buffers
 held        what each micro-batch in flight keeps for its backward pass, and what it received
@@ -22,7 +22,7 @@ from manyhands.schedule.geometry import StageGeometry
 
 
 class DeviceMemory:
-    """Follows one device through its actions. `peak_bytes` is the most it held at once."""
+    """The memory of one device, followed through its actions. `peak_bytes` is the most it held at once."""
 
     def __init__(self, plan: Plan, network: Network, geometries: Sequence[StageGeometry], device: str) -> None:
         self.is_training = plan.is_training
@@ -31,7 +31,7 @@ class DeviceMemory:
         self.static_bytes = sum(stage.static_bytes for stage in self.stages.values())
         self._received: dict[tuple[int, int], int] = defaultdict(int)
         self._history: dict[tuple[int, int], float] = {}
-        """(stage, micro-batch) -> bytes that came in, and are kept to be run again."""
+        """(stage, micro-batch) -> bytes that came in, and are kept for the forward pass to be run again."""
         self._errors: dict[tuple[str, int, int], int] = {}
         """(receiver, stage, micro-batch) -> bytes of the errors of what was packed for it."""
         self.held_bytes = 0.0
@@ -41,7 +41,7 @@ class DeviceMemory:
         self.most_micro_batches_held = 0
 
     def act(self, action: Action) -> float:
-        """Follow one action; returns the most bytes held during it."""
+        """Follow one action, and return the most bytes held during it."""
         now = self.static_bytes + self.held_bytes
         if isinstance(action, Receive) and action.message.kind in ("value", "input", "halo", "partial", "output"):
             size = self._unpacked_bytes(action.message)
@@ -92,7 +92,7 @@ class DeviceMemory:
         return now
 
     def _unpacked_bytes(self, message: Message) -> int:
-        """What a message takes where it is read: a codec packs it for the way only."""
+        """Return the bytes that a message takes where it is read: a codec packs it only for the transfer."""
         codec = self._plan.stages[message.stage].codec
         if codec.bits == 32 or message.kind not in ("value", "gradient"):
             return message.bytes
@@ -100,7 +100,7 @@ class DeviceMemory:
         return sum(part.box.volume * DTYPE_BYTES[tensors[part.tensor].dtype] for part in message.parts)
 
     def _keep_error(self, action: Send) -> None:
-        """What packing has changed is kept until the gradient is back (SPLIT Alg. 1)."""
+        """Hold what packing has changed until the gradient is back (SPLIT Alg. 1)."""
         message, codec = action.message, self._plan.stages[action.message.stage].codec
         if self.is_training and message.kind == "value" and codec.bits < 32 and codec.error_feedback:
             size = self._unpacked_bytes(message)
@@ -114,7 +114,7 @@ class DeviceMemory:
 
 
 class _StageBytes:
-    """What one stage takes on a device: for good, for each micro-batch in flight, and while an operator runs."""
+    """The bytes that a stage takes on a device: for good, per micro-batch in flight, and while an operator runs."""
 
     def __init__(self, plan: Plan, network: Network, geometry: StageGeometry, device: str) -> None:
         self.first, self.last = geometry.first, geometry.last
@@ -128,14 +128,14 @@ class _StageBytes:
         self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
         weights = [_trained_bytes(network, op, geometry, device) for op in geometry.ops]
         is_added = plan.micro_batches > 1 and plan.order != "replay"
-        self._backward = [work + own * is_added for work, own in zip(self._workspace, weights)]
+        self._backward = [work + size * is_added for work, size in zip(self._workspace, weights)]
         self.step_bytes = plan.optimizer_slots * max(weights, default=0)
         read = {name for op in geometry.ops for name in op.inputs if name in network.inputs}
         self.input_bytes = float(sum(_tensor_bytes(network, name, samples) for name in read))
-        """What comes in of a micro-batch."""
+        """The bytes that come in of a micro-batch."""
 
     def range(self, first: int, last: int, *, backward: bool = False) -> tuple[float, float]:
-        """Bytes that operators [first, last) keep for backward, and the most that one of them works with."""
+        """Return the bytes that operators [first, last) keep for backward, and the most that any of them works with."""
         low, high = first - self.first, last - self.first
         workspace = self._backward if backward else self._workspace
         return self._saved[high] - self._saved[low], max(workspace[low:high], default=0.0)
@@ -148,7 +148,7 @@ def _tensor_bytes(network: Network, name: str, samples: int) -> int:
 
 def _trained_bytes(network: Network, op: Op, geometry: StageGeometry, device: str) -> float:
     weights = (network.weights[name] for name in op.weights)
-    return sum(one.bytes * weight_part(geometry, device, one) for one in weights if one.trainable)
+    return sum(weight.bytes * weight_part(geometry, device, weight) for weight in weights if weight.trainable)
 
 
 def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:
@@ -161,12 +161,14 @@ def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device:
 
 
 def weight_part(geometry: StageGeometry, device: str, weight: WeightSpec) -> float:
-    """By channels a device keeps what its own channels need of a weight; otherwise all of it."""
+    """Return the fraction of a weight that a device keeps: by channels, what its channels need; otherwise all of it."""
     box = geometry.weight_box(device, weight.name)
     return 1.0 if box is None or not weight.elements else box.volume / weight.elements
 
 
 def weight_copies(plan: Plan, weight: WeightSpec) -> int:
-    """How many tensors of a weight's size are kept: itself, and of one that is trained its gradient and the optimiser's
-    state."""
+    """Return how many tensors of a weight's size are kept.
+
+    They are the weight and, if it is trained, its gradient and the optimiser's state.
+    """
     return 2 + plan.optimizer_slots if weight.trainable and plan.is_training else 1

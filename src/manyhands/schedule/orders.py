@@ -1,4 +1,4 @@
-"""The order of forward and backward passes on one stage: who runs which micro-batch when.
+"""The order of forward and backward passes on one stage: which micro-batch is run when.
 
 Drawn for three stages and four micro-batches, forward as digits, backward as letters (a = backward of 0):
 
@@ -33,7 +33,7 @@ def gpipe(micro_batches: int) -> Iterator[Pass]:
 
 
 def one_forward_one_backward(micro_batches: int, ahead: int) -> Iterator[Pass]:
-    """`ahead` forward passes first; then a backward and a forward in turn; then the backward passes left."""
+    """Yield `ahead` forward passes; then a backward and a forward in turn; then the backward passes that remain."""
     ahead = max(1, min(ahead, micro_batches))
     for number in range(ahead):
         yield ("forward", number)
@@ -49,7 +49,7 @@ def stream(micro_batches: int) -> Iterator[Pass]:
 
 
 def passes(plan: Plan, stage: int) -> tuple[Pass, ...]:
-    """The fixed order of a stage. `eager` has none: it is decided as messages arrive (policy.py)."""
+    """Return the fixed order of a stage. `eager` has none: it is decided as messages arrive (policy.py)."""
     if plan.order == "sequential":
         return tuple(sequential(plan.micro_batches))
     if plan.order == "gpipe":

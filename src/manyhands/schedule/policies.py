@@ -1,5 +1,7 @@
-"""Policies: what one device does next. A fixed order answers from a list known in advance; an event-driven one looks at
-what has arrived."""
+"""Policies, which decide what one device does next.
+
+A fixed order answers from a list known in advance; an event-driven one looks at what has arrived.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Answer = Action | Literal["wait", "done"]
 
 @dataclass
 class DeviceState:
-    """What a policy may look at: the messages that have arrived at this device, as (source, message), and its feed."""
+    """The state that a policy may use: the messages that have arrived here, as (source, message), and the feed."""
 
     arrived: Container[tuple[str, Message]] = field(default_factory=set)
     fed: Container[int] | None = None
@@ -25,13 +27,13 @@ class DeviceState:
 
 
 class Policy(Protocol):
-    """Decides what one device does next. `wait`: nothing can be done until something arrives."""
+    """A decision on what one device does next. `wait`: nothing can be done until something arrives."""
 
     def next(self, state: DeviceState) -> Answer: ...
 
 
 class FixedOrder:
-    """A list known in advance, whatever arrives."""
+    """A policy that follows a list known in advance, whatever arrives."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = tuple(actions)
@@ -45,9 +47,9 @@ class FixedOrder:
 
 
 class EagerOrder:
-    """Backward as soon as its gradients have arrived, else forward if fewer than `ahead` micro-batches are held.
+    """A policy: backward as soon as gradients have arrived, else forward if fewer than `ahead` micro-batches are held.
 
-    Unlike 1F1B it does not insist on turns: a late gradient does not stop the next forward pass.
+    Unlike 1F1B it does not insist on taking turns: a late gradient does not stop the next forward pass.
     """
 
     def __init__(self, work: DeviceWork, micro_batches: int, ahead: int, lead: int) -> None:
@@ -89,7 +91,7 @@ class EagerOrder:
 
 
 def has_arrived(actions: list[Action], state: DeviceState) -> bool:
-    """Whether what must be received before the first computing is at hand."""
+    """Return whether what must be received before computing can begin is at hand."""
     return all(
         (action.source, action.message) in state.arrived
         for action in actions

@@ -1,7 +1,7 @@
-"""A schedule is a policy: asked what to do next, it answers with an action, 'wait', or 'done'.
+"""The schedule of a plan: policies, each of which returns a device's next action, 'wait', or 'done'.
 
 A fixed order answers from a list known in advance. An event-driven one looks at what has arrived. Simulator and
-executor ask the same policies; what they were answered is the log, and the log is the list.
+executor use the same policies; the answers are the log, and the log is the list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyhands.schedule.replay import PlainOrder, ReplayOrder, plain_list
 
 
 class Schedule:
-    """A plan's policies, one per device, and for a fixed order the whole list in advance."""
+    """The policies of a plan, one per device, and for a fixed order the whole list in advance."""
 
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan, self.network = plan, network
@@ -34,7 +34,7 @@ class Schedule:
 
     @property
     def _lead(self) -> int:
-        """How many micro-batches ahead inputs are sent from their home: as far as the first stage may run ahead."""
+        """The micro-batches that inputs are sent ahead from their home: as many as the first stage may run ahead."""
         if self.plan.order == "sequential":
             return 1
         return self.plan.warm_up_of(0) if self.plan.order in ("1f1b", "eager") else self.plan.micro_batches
@@ -44,20 +44,20 @@ class Schedule:
         if not work.geometries:
             return [action for number in range(plan.micro_batches) for action in work.inputs(number)]
         result = [action for number in range(self._lead) for action in work.inputs(number)]
-        done = 0
+        backwards = 0
         for kind, number in passes(plan, work.stage):
             if kind == "forward":
                 if number + self._lead < plan.micro_batches:
                     result.extend(work.inputs(number + self._lead))
                 result.extend(work.forward(number))
             else:
-                done += 1
-                result.extend(work.backward(number, is_last=done == plan.micro_batches))
+                backwards += 1
+                result.extend(work.backward(number, is_last=backwards == plan.micro_batches))
         result.extend(work.finish())
         return result
 
     def every_action(self, device: str) -> Iterator[Action]:
-        """All actions of a round on a device; for an event-driven order, in some order."""
+        """Yield all actions of a round on a device; for an event-driven order, in some order."""
         if self.is_fixed:
             yield from self.actions[device]
             return
@@ -77,7 +77,7 @@ class Schedule:
         yield from work.finish()
 
     def policy_of(self, device: str, count: int | None = None) -> Policy:
-        """A fresh policy for one device. `count`: of a last round that has fewer mini-batches (order replay)."""
+        """Return a fresh policy for one device. `count`: mini-batches of a last round that has fewer (order replay)."""
         if self.is_fixed:
             return FixedOrder(self.actions[device])
         work = self.lowering.work[device]
@@ -96,22 +96,22 @@ class Schedule:
 
     @property
     def keeps_messages(self) -> bool:
-        """Whether it is the same messages that travel in every round, not others like them."""
+        """Whether the same messages travel in every round, not others like them."""
         return self.is_fixed or self.plan.order == "interleave"
 
     def chunks(self, device: str, number: int) -> tuple[Action, ...]:
-        """What a device does with a micro-batch, its forward pass in parts that are short (order interleave)."""
-        found = self._chunks.get((device, number))
-        if found is None:
+        """Return the actions of a device on a micro-batch, its forward pass in short parts (order interleave)."""
+        chunks = self._chunks.get((device, number))
+        if chunks is None:
             work = self.lowering.work[device]
             passed = in_chunks(work.forward(number), self.network)
-            found = self._chunks[device, number] = (*work.inputs(number), *passed)
-        return found
+            chunks = self._chunks[device, number] = (*work.inputs(number), *passed)
+        return chunks
 
     def _ahead(self, work: DeviceWork) -> int | None:
-        """How many mini-batches a plan lets a stage run ahead, where it says so; those beyond K are discarded."""
+        """Return how many mini-batches a plan lets a stage run ahead, if it says so; those beyond K are discarded."""
         return self.plan.warm_up[work.stage] if isinstance(self.plan.warm_up, tuple) else None
 
     def policies(self) -> dict[str, Policy]:
-        """A fresh policy for every device."""
+        """Return a fresh policy for every device."""
         return {device: self.policy_of(device) for device in self.lowering.work}

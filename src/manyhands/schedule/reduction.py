@@ -1,11 +1,11 @@
-"""How a sum is formed among devices: rounds of hops that simulator and executor both follow.
+"""Sums among devices: rounds of hops that simulator and executor both follow.
 
-    direct, three devices                 round 0: everybody sends chunk j to device j, which adds up
-        chunks   0 │ 1 │ 2                round 1: device j sends the sum of chunk j to everybody
+    direct, three devices                 round 0: every device sends chunk j to device j, which adds up
+        chunks   0 │ 1 │ 2                round 1: device j sends the sum of chunk j to all others
 
 Each device sends 2(n-1)/n of the bytes, as in a ring (ASTEROID Eq. 5), but waits for two delays in place of 2(n-1).
 Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics are small and waited for:
-everybody sends all of its own to everybody, in one round.
+every device sends all of its own to all others, in one round.
 
 Terms are added in a fixed order (of the devices; in a ring, from where each chunk starts), so that a run repeated gives
 the same bits; a chunk is added up on one device, so that replicas agree.
@@ -44,7 +44,7 @@ Rounds = tuple[tuple[Hop, ...], ...]
 
 @lru_cache(maxsize=256)
 def gradient_rounds(devices: tuple[str, ...]) -> Rounds:
-    """Rounds of an all-reduce in len(devices) chunks."""
+    """Return the rounds of an all-reduce in len(devices) chunks."""
     if len(devices) > MOST_DIRECT:
         return _ring(devices)
     gather = tuple(Hop(a, b, j, True) for a in devices for j, b in enumerate(devices) if a != b)
@@ -67,7 +67,7 @@ def _ring(devices: tuple[str, ...]) -> Rounds:
 
 @lru_cache(maxsize=256)
 def statistics_rounds(devices: tuple[str, ...]) -> Rounds:
-    """One round: everybody's own to everybody. The chunk is the sender's place."""
+    """Return one round, in which every device sends its own to all others. The chunk is the sender's place."""
     return (tuple(Hop(a, b, i, True) for i, a in enumerate(devices) for b in devices if a != b),)
 
 
@@ -76,13 +76,13 @@ def rounds_of(reduce: Reduce) -> Rounds:
 
 
 def topic(reduce: Reduce, number: int, chunk: int) -> str:
-    """The name of one hop's message: the reduction, its round, its chunk."""
+    """Return the name of one hop's message: the reduction, its round, its chunk."""
     when = "" if reduce.micro_batch < 0 else f" m{reduce.micro_batch}{'b' if reduce.backward else ''}"
     return f"reduce s{reduce.stage} {reduce.what}{when} {reduce.first}:{reduce.last} r{number} c{chunk}"
 
 
 def element_bytes(reduce: Reduce, network: Network) -> int:
-    """Bytes of one number in a reduction of gradients: a shared stage trains weights of one type."""
+    """Return the bytes of one number in a reduction of gradients: a shared stage trains weights of one type."""
     for op in range(reduce.last - 1, reduce.first - 1, -1):
         for name in network.ops[op].weights:
             if network.weights[name].trainable:
@@ -91,7 +91,7 @@ def element_bytes(reduce: Reduce, network: Network) -> int:
 
 
 def chunk_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
-    """Where the chunks of a reduction of gradients begin and end, counted in numbers."""
+    """Return where the chunks of a reduction of gradients begin and end, counted in numbers."""
     return _even_points(reduce.bytes // element_bytes(reduce, network), len(reduce.devices))
 
 
@@ -101,7 +101,7 @@ def _even_points(count: int, parts: int) -> tuple[int, ...]:
 
 
 def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
-    """Bytes of each chunk."""
+    """Return the bytes of each chunk."""
     if reduce.what == "statistics":
         return (reduce.bytes,) * len(reduce.devices)
     points, size = chunk_points(reduce, network), element_bytes(reduce, network)
@@ -109,7 +109,7 @@ def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
 
 
 def flow_ends(reduce: Reduce) -> tuple[Places, Places]:
-    """Who sends to whom, all rounds together: places among the devices of a sum, one pair for each flow."""
+    """Return senders and receivers, all rounds together: places among the devices of a sum, one pair for each flow."""
     count = len(reduce.devices)
     if reduce.what == "gradients" and count > MOST_DIRECT:
         sources = numpy.arange(count)
@@ -120,45 +120,48 @@ def flow_ends(reduce: Reduce) -> tuple[Places, Places]:
 
 
 def flow_bytes(reduce: Reduce, network: Network) -> Counts:
-    """What travels along each flow, all rounds together."""
+    """Return the bytes that travel along each flow, all rounds together."""
     count = len(reduce.devices)
     if reduce.what == "statistics":
         return numpy.full(count * (count - 1), reduce.bytes)
     sizes: Counts = numpy.array(hop_bytes(reduce, network))
     sources, targets = flow_ends(reduce)
-    if count > MOST_DIRECT:  # a device sends every chunk twice, but for two that its neighbour ends up with
+    if count > MOST_DIRECT:  # a device sends every chunk twice, except two, which it sends once
         twice: Counts = 2 * sizes.sum() - sizes[targets] - sizes[(targets + 1) % count]
         return twice
-    both: Counts = sizes[sources] + sizes[targets]
-    return both
+    flow_sizes: Counts = sizes[sources] + sizes[targets]
+    return flow_sizes
 
 
 def pair_bytes(reduce: Reduce, network: Network) -> dict[tuple[str, str], int]:
-    """What travels between each pair, all rounds together."""
+    """Return the bytes that travel between each pair, all rounds together."""
     sources, targets = (map(reduce.devices.__getitem__, ends.tolist()) for ends in flow_ends(reduce))
     return dict(zip(zip(sources, targets), flow_bytes(reduce, network).tolist()))
 
 
 def rounds_in(reduce: Reduce) -> int:
-    """How many rounds there are, each of which waits for the one before it."""
+    """Return how many rounds there are, each of which waits for the one before it."""
     if reduce.what == "statistics":
         return 1
     return 2 if len(reduce.devices) <= MOST_DIRECT else 2 * (len(reduce.devices) - 1)
 
 
 def messages_each(reduce: Reduce) -> int:
-    """What a device of a sum sends and receives for it, in messages."""
+    """Return the number of messages that a device of a sum sends and receives for it."""
     others = len(reduce.devices) - 1
     return 2 * others if reduce.what == "statistics" else 4 * others
 
 
 def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:
-    """Operator of a stage [first, last) -> trainable weights whose gradient is complete once backward has passed it."""
-    seen: set[str] = set()
-    found: dict[int, list[str]] = defaultdict(list)
+    """Return for each operator of a stage [first, last) the trainable weights whose gradient it completes.
+
+    Such a gradient is complete once backward has passed the operator.
+    """
+    assigned: set[str] = set()
+    completed: dict[int, list[str]] = defaultdict(list)
     for op in range(first, last):
         for name in network.ops[op].weights:
-            if name not in seen and network.weights[name].trainable:
-                seen.add(name)
-                found[op].append(name)
-    return found
+            if name not in assigned and network.weights[name].trainable:
+                assigned.add(name)
+                completed[op].append(name)
+    return completed

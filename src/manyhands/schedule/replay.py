@@ -8,7 +8,7 @@ earlier gradients are still on their way. Drawn for K = 2, forward as digits, re
     downstream     0a1b2c ...                        plain, one after another
 
 A mini-batch that began when nothing was under way finds the weights as they were: its forward pass is kept. Any other
-keeps only what came in, and is run again on the weights of now when its gradient is there.
+keeps only what came in, and is run again on the current weights when its gradient has arrived.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from manyhands.schedule.policies import DONE, WAIT, Answer, DeviceState, has_arr
 
 
 def plain_list(work: DeviceWork, count: int) -> list[Action]:
-    """All that is done in a round, in some order."""
-    found = [action for number in range(count) for action in work.inputs(number)]
+    """Return all actions of a round, in some order."""
+    actions = [action for number in range(count) for action in work.inputs(number)]
     if work.geometries:
         for number in range(count):
-            found += work.forward(number) + work.backward(number, is_last=True) + work.steps(number)
-    return found
+            actions += work.forward(number) + work.backward(number, is_last=True) + work.steps(number)
+    return actions
 
 
 class MiniBatches:
-    """Several mini-batches in a round, each begun when it is at hand. A round may end early: nobody has begun what was
-    not fed to anybody."""
+    """A policy for several mini-batches in a round, each begun when it is at hand.
+
+    A round may end early: no device has begun what was not fed to any.
+    """
 
     def __init__(self, work: DeviceWork, count: int) -> None:
         self.work, self.count = work, count
@@ -38,7 +40,7 @@ class MiniBatches:
         self._pending: list[Action] = [action for number in range(count) for action in work.inputs(number)]
 
     def end_at(self, count: int) -> None:
-        """The round has fewer mini-batches, but no fewer than were fed."""
+        """End the round after fewer mini-batches, but no fewer than were fed."""
         self.count = max(self.done, min(self.count, count))
 
     def next(self, state: DeviceState) -> Answer:
@@ -56,7 +58,7 @@ class MiniBatches:
 
 
 class PlainOrder(MiniBatches):
-    """Forward, backward, step, one mini-batch after another: downstream, or alone."""
+    """A policy of forward, backward, step, one mini-batch after another: downstream, or alone."""
 
     def _choose(self, state: DeviceState) -> None:
         number, work = self.done, self.work
@@ -70,7 +72,7 @@ class PlainOrder(MiniBatches):
 
 
 class ReplayOrder(MiniBatches):
-    """Updates as soon as a gradient has arrived, else runs forward as far as the bound lets it."""
+    """A policy that updates as soon as a gradient has arrived, else runs forward as far as the bound lets it."""
 
     def __init__(self, work: DeviceWork, count: int, replay: Replay, ahead: int | None = None) -> None:
         super().__init__(work, count)
@@ -78,14 +80,14 @@ class ReplayOrder(MiniBatches):
         self.group = count if replay.k is None else replay.k + 1
         self.ahead = ahead or self.group
         self.forwards = self.updates = 0
-        """Forward passes, and of the mini-batches that are back those that were not too late."""
+        """The number of forward passes, and of the mini-batches that came back and were not too late."""
         self._learns = any(
             isinstance(action, Receive) and action.message.kind == "gradient" for action in work.backward_actions
         )
         self._since: dict[int, int] = {}
         """Mini-batch under way -> updates before its forward pass."""
         self._kept: set[int] = set()
-        """Those whose forward pass need not be run again."""
+        """Mini-batches whose forward pass need not be run again."""
 
     def _choose(self, state: DeviceState) -> None:
         if not self._learns:
@@ -110,7 +112,7 @@ class ReplayOrder(MiniBatches):
                 self._pending = actions
 
     def _run_ahead(self, state: DeviceState) -> None:
-        """Nothing is trained here, and nothing comes back."""
+        """Run the next mini-batch forward where nothing is trained, and nothing comes back."""
         if self.forwards < self.count:
             actions = self.work.ahead(self.forwards)
             if self._is_at_hand(self.forwards, actions, state):
@@ -128,9 +130,9 @@ class ReplayOrder(MiniBatches):
         if self.bound is not None and self.updates - self._since.pop(number) > self.bound:
             return [*received, *self._discarded(number)]
         self.updates += 1
-        rest = [action for action in actions if not isinstance(action, Receive)]
+        others = [action for action in actions if not isinstance(action, Receive)]
         replayed = [] if number in self._kept else self.work.again(number)
-        return [*received, *replayed, *rest, *self.work.steps(number)]
+        return [*received, *replayed, *others, *self.work.steps(number)]
 
     def _discarded(self, number: int) -> list[Action]:
         return [Discard(geometry.index, number) for geometry in self.work.geometries]

@@ -15,7 +15,7 @@ class WholeSampleGeometry(StageGeometry):
     """A stage whose devices compute whole samples; a subclass says which (`sample_intervals`)."""
 
     def adds_up(self, op: Op) -> bool:
-        """Batch norms see the batch of all devices, unless the plan says otherwise."""
+        """Return whether an operator is a batch norm over the batch of all devices, as in training by default."""
         return bool(op.statistics) and self.plan.batch_norm == "synchronised" and self.plan.is_training
 
 

@@ -21,17 +21,17 @@ _geometries: dict[type[Share], type[StageGeometry]] = {
 
 
 def geometry_of(plan: Plan, index: int, network: Network) -> StageGeometry:
-    """Returns the geometry of a stage of a resolved plan; one device computes all of it, however it is shared."""
+    """Return the geometry of a stage of a resolved plan; one device computes all of it, however it is shared."""
     stage = plan.stages[index]
     kind = _geometries[type(stage.share)] if len(stage.devices) > 1 else StageGeometry
     return kind(plan, index, network)
 
 
 def register_geometry(share: type[Share], geometry: type[StageGeometry]) -> None:
-    """Gives stages that plans share by a struct their geometry; `executor.sharing.register_sharing` calls it."""
+    """Register the geometry of stages that plans share by a struct; `executor.sharing.register_sharing` calls it."""
     _geometries[share] = geometry
 
 
 def unregister_geometry(share: type[Share]) -> None:
-    """Takes back `register_geometry`."""
+    """Undo `register_geometry`."""
     _geometries.pop(share, None)

@@ -1,4 +1,4 @@
-"""What to do about a device whose memory a plan does not fit: what helps depends on what there is too much of."""
+"""Hints for a device whose memory a plan does not fit: what helps depends on what there is too much of."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from manyhands.schedule.memory import weight_copies
 
 MORE_MEMORY = "devices with more memory (manyhands devices lists kinds)"
 DIVIDED_LAYERS = "channels, which divide every layer (--share channels)"
-"""Of inference only."""
+"""For inference only."""
 LESS_STATE = "an optimiser with less state (SGD without momentum)"
 
 
 def remedy(plan: Plan, network: Network, cluster: Cluster, device: str, static_bytes: float) -> str:
-    """What to type where `device` would run out of memory, of which `static_bytes` do not depend on the batch."""
+    """Return what to type if `device` would run out of memory, of which `static_bytes` do not depend on the batch."""
     if static_bytes > cluster.device(device).memory_bytes:
         return _for_weights(plan, network, cluster, device, static_bytes)
     ways = ["a smaller share for this device", "more stages (--share pipeline)", MORE_MEMORY]
@@ -25,11 +25,11 @@ def remedy(plan: Plan, network: Network, cluster: Cluster, device: str, static_b
 
 
 def _for_weights(plan: Plan, network: Network, cluster: Cluster, device: str, static_bytes: float) -> str:
-    kept = "Weights, gradients and optimiser" if plan.is_training else "Weights"
-    hint = f"{kept} alone are more than {device} has: no batch size helps."
+    contents = "Weights, gradients and optimiser" if plan.is_training else "Weights"
+    hint = f"{contents} alone are more than {device} has: no batch size helps."
     size, name = max((_layer_bytes(plan, network, layer), layer.name) for layer in network.layers)
     ways = [MORE_MEMORY]
-    if size <= max(one.memory_bytes for one in cluster.devices):
+    if size <= max(other.memory_bytes for other in cluster.devices):
         ways.insert(0, "fewer layers on each device (--share pipeline)")
     elif plan.is_training:
         hint += f" Nor do more devices: layer {name} has {format_bytes(size)} of that, more than any of them."
@@ -46,8 +46,8 @@ def _layer_bytes(plan: Plan, network: Network, layer: Layer) -> int:
 
 
 def _smaller_batches(plan: Plan) -> list[str]:
-    """Ways to compute fewer samples at once. A device that shares a stage by samples takes one of them at least."""
-    least = max((len(one.devices) for one in plan.stages if one.share.splits_samples), default=1)
+    """Return ways to compute fewer samples at once. A device that shares a stage by samples takes at least one."""
+    least = max((len(stage.devices) for stage in plan.stages if stage.share.splits_samples), default=1)
     size = plan.micro_batch_size
     ways = []
     if any(plan.batch_size % finer == 0 for finer in range(least, size)):

@@ -1,8 +1,8 @@
-"""How often the devices of a plan wait for each other in one inference, and what travels then (DECNN Tables 1 and 3).
+"""Counts of how often a plan's devices wait for each other in an inference, and of what travels (DECNN Tables 1 and 3).
 
 A *synchronisation point* is a place at which the devices of a stage exchange something before they go on: halos of
-tiles, channels that others have made, partial sums, sums over a whole map. What goes from one stage to the next is
-counted apart: it waits for one stage only.
+tiles, channels that other devices have made, partial sums, sums over a whole map. What goes from one stage to the next
+is counted apart: it waits for one stage only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ BETWEEN = ("value", "input")
 
 @dataclass(frozen=True)
 class SyncCount:
-    """Of one micro-batch."""
+    """The synchronisation points of one micro-batch, and what travels at them."""
 
     points: int
     messages: int
     bytes: int
     between_messages: int = 0
-    """From stage to stage, or from an input's home."""
+    """Messages from stage to stage, or from an input's home."""
     between_bytes: int = 0
 
     def to_dict(self) -> dict[str, int]:
@@ -42,7 +42,7 @@ class SyncCount:
 
 
 def sync_points(plan: Plan, network: Network) -> SyncCount:
-    """Counted from the plan's own forward actions: what is here is what travels."""
+    """Return the counts for a plan, taken from its own forward actions: what is counted is what travels."""
     lowering = Lowering(resolve(plan, network), network)
     inside: list[Message] = []
     between: list[Message] = []

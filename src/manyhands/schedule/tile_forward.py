@@ -1,4 +1,4 @@
-"""The boxes of a tiled stage's forward pass (TILE §4): who owns, computes and fetches what.
+"""The boxes of a tiled stage's forward pass (TILE §4): which device owns, computes and fetches what.
 
     map          (sample, channel, row, column): each device owns one box of the grid. Channels may be two axes, group
                  and channel of it: rows and columns are the last two
@@ -27,7 +27,7 @@ from manyhands.schedule.tileable import maps_of
 
 
 class TileForwardGeometry(StageGeometry):
-    """The boxes of a tiled stage's forward pass: who owns, computes and fetches what."""
+    """The boxes of a tiled stage's forward pass: which device owns, computes and fetches what."""
 
     is_split_inside = True
 
@@ -50,10 +50,10 @@ class TileForwardGeometry(StageGeometry):
     @cached_property
     def maps(self) -> frozenset[str]:
         """Tensors of this stage that are cut into tiles; the others are replicated."""
-        found, obstacle = maps_of(self.network, self.first, self.last)
+        tensors, obstacle = maps_of(self.network, self.first, self.last)
         if obstacle is not None:
             raise self._cannot(self.network.ops[obstacle])
-        return found
+        return tensors
 
     def _cannot(self, op: Op) -> BadPlan:
         layer = self.network.layers[self.network.layer_of_op[self.network.op_index[op.name]]]
@@ -67,15 +67,15 @@ class TileForwardGeometry(StageGeometry):
         )
 
     def adds_up(self, op: Op) -> bool:
-        """Whether an operator needs sums over the whole map, which travel inside a group."""
+        """Return whether an operator needs sums over the whole map, which travel inside a group."""
         if not op.inputs or op.inputs[0] not in self.maps:
             return False
-        if op.statistics:  # in a stream a batch norm goes by its running statistics, if it keeps any
+        if op.statistics:  # in a stream a batch norm uses its running statistics, if it keeps any
             return self.plan.is_training or not any(self.network.weights[name].buffer for name in op.weights)
         return op.tile_sums > 0
 
     def reads_beyond(self, op: Op) -> bool:
-        """Whether an operator reads more of a map than the place it makes."""
+        """Return whether an operator reads more of a map than the place that it makes."""
         if op.tiling == "pool":
             return False
         rank = len(self.network.tensors[op.outputs[0]].shape) if op.outputs else 0
@@ -108,15 +108,16 @@ class TileForwardGeometry(StageGeometry):
         return (self.first, *(op for op in inside if self.reads_beyond(self.network.ops[op])))
 
     def beside_sums(self, *, through_windows: bool) -> tuple[int, ...]:
-        """Where to exchange so that boundary data travels beside the sums of normalisations, in place of after them:
-        before the normalisation that an operator's input comes from, where nothing else reads what lies between.
+        """Return where to exchange so that boundary data travels beside the sums of normalisations, not after them.
+
+        That is before the normalisation that an operator's input comes from, if nothing else reads what lies between.
 
         What is exchanged there is not pooled yet: `through_windows` says whether to go back through pools, too.
         """
-        found = {self.first}
+        places = {self.first}
         for start in self.places_to_exchange[1:]:
-            found.add(self._norm_before(start, through_windows) or start)
-        return tuple(sorted(found))
+            places.add(self._norm_before(start, through_windows) or start)
+        return tuple(sorted(places))
 
     def _norm_before(self, start: int, through_windows: bool) -> int | None:
         index = start
@@ -133,32 +134,32 @@ class TileForwardGeometry(StageGeometry):
             index = made
 
     def start_names(self, starts: Iterable[int]) -> tuple[LayerName, ...]:
-        """Operators as a plan names them: by the layer's number where that starts there."""
+        """Return operators as a plan names them: by the layer's number where that starts there."""
         layers, of_op = self.network.layers, self.network.layer_of_op
         return tuple(of_op[op] if layers[of_op[op]].first == op else self.network.ops[op].name for op in starts)
 
     def _is_made_by_all(self, op: Op) -> bool:
-        """What is replicated, and what takes part in sums over the map."""
+        """Return whether what an operator makes is replicated, or it takes part in sums over the map."""
         return self.adds_up(op) or any(name not in self.maps for name in op.outputs)
 
     def _needs(self, device: str, op: Op, made: dict[str, Box]) -> dict[str, Box]:
-        """What a device reads of each input to make some boxes of an operator's outputs."""
-        found: dict[str, Box] = {}
+        """Return what a device reads of each input to make some boxes of an operator's outputs."""
+        needed: dict[str, Box] = {}
         for name in op.outputs:
             for read in op.reads if name in made else ():
                 if op.tiling == "pool" and read.tensor in self.maps:
-                    wanted = self.own(device, read.tensor)
+                    box = self.own(device, read.tensor)
                 else:
-                    wanted = read.demand(made[name], self.shape(read.tensor))
+                    box = read.demand(made[name], self.shape(read.tensor))
                     if self.adds_up(op):
-                        wanted = wanted.hull(self.own(device, read.tensor))
-                found[read.tensor] = found[read.tensor].hull(wanted) if read.tensor in found else wanted
-        return found
+                        box = box.hull(self.own(device, read.tensor))
+                needed[read.tensor] = needed[read.tensor].hull(box) if read.tensor in needed else box
+        return needed
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Forward groups with what each fetches: what it reads of the stage's own tensors and a device has not got."""
-        found = []
+        """The forward groups with what each fetches: what it reads of tensors made here that a device does not have."""
+        groups = []
         have: dict[str, dict[str, list[Box]]] = {d: {} for d in self.devices}
         for walk in self._walks:
             fetches: Moves = {}
@@ -167,13 +168,15 @@ class TileForwardGeometry(StageGeometry):
                 for device, box in boxes.items():
                     have[device].setdefault(tensor, []).append(box)
                 if tensor in self.maps and self.is_made_here(tensor):
-                    wanted = {d: [box for box in own if not box.is_empty] for d, own in missing.items()}
-                    fetches[tensor] = moves(self.owned(tensor), Layout.of({d: own for d, own in wanted.items() if own}))
+                    lacking = {d: [box for box in pieces if not box.is_empty] for d, pieces in missing.items()}
+                    fetches[tensor] = moves(
+                        self.owned(tensor), Layout.of({d: pieces for d, pieces in lacking.items() if pieces})
+                    )
             for device, made in walk.computed.items():
                 for tensor, box in made.items():
                     have[device].setdefault(tensor, []).append(box)
-            found.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}))
-        return tuple(found)
+            groups.append(Group(walk.first, walk.last, {t: ms for t, ms in fetches.items() if ms}))
+        return tuple(groups)
 
     @cached_property
     def interior_first(self) -> frozenset[int]:
@@ -186,7 +189,7 @@ class TileForwardGeometry(StageGeometry):
         return bool(op.macs) and op.tiling == "local" and op.outputs[0] in self.maps and fetches
 
     def interior(self, device: str, index: int) -> Box:
-        """Of what a device computes of the first operator of a group, the box that reads nothing it must fetch."""
+        """Return the box, of what a device computes of a group's first operator, that reads nothing it must fetch."""
         op = self.network.ops[index]
         out = self.computed[device].get(op.outputs[0]) or self.own(device, op.outputs[0])
         intervals = list(out.intervals)
@@ -225,7 +228,7 @@ class TileForwardGeometry(StageGeometry):
         )
 
     def forward_part(self, device: str, index: int, part: str) -> float:
-        """The interior of a tile, or its rim; all of an operator that is not split."""
+        """Return the fraction of the interior of a tile, or of its rim; all of an operator that is not split."""
         if not part:
             return 1.0
         whole = self.computed[device][self.network.ops[index].outputs[0]].volume

@@ -1,4 +1,4 @@
-"""Which part of a network can be cut into tiles: its maps, up to the operator that needs all of one in one place."""
+"""The part of a network that can be cut into tiles: its maps, up to the operator that needs all of one in one place."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ MAP_AXES = (4, 5)
 
 
 def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], int | None]:
-    """Tensors of operators [first, last) that can be cut into tiles, and the first operator that stands in the way."""
+    """Return the tensors of operators [first, last) that can be cut into tiles, and the first operator in the way."""
     made = {name for op in network.ops[first:last] for name in op.outputs}
-    found: set[str] = set()
+    maps: set[str] = set()
     for index in range(first, last):
         op = network.ops[index]
-        found.update(name for name in op.inputs if name not in made and _is_map(network, name, least=2))
-        if not op.outputs or not any(name in found for name in op.inputs):
+        maps.update(name for name in op.inputs if name not in made and _is_map(network, name, least=2))
+        if not op.outputs or not any(name in maps for name in op.inputs):
             continue
         if op.tiling in ("local", "norm") and all(_is_map(network, name, least=1) for name in op.outputs):
-            found.update(op.outputs)
+            maps.update(op.outputs)
         elif op.tiling != "pool":
-            return frozenset(found), index
-    return frozenset(found), None if found else first
+            return frozenset(maps), index
+    return frozenset(maps), None if maps else first
 
 
 def _is_map(network: Network, tensor: str, least: int) -> bool:
@@ -31,7 +31,7 @@ def _is_map(network: Network, tensor: str, least: int) -> bool:
 
 
 def tileable_layers(network: Network) -> tuple[int, Op | None]:
-    """How many leading layers can be cut into tiles, up to global pooling, and the operator that ends them, if any."""
+    """Return how many leading layers can be cut into tiles, up to global pooling, and the operator that ends them."""
     maps, obstacle = maps_of(network, 0, len(network.ops))
     end = len(network.layers) if obstacle is None else network.layer_of_op[obstacle]
     if obstacle is not None:  # what is read there again must have been a map all along

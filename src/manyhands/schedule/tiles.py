@@ -1,6 +1,6 @@
 """The boxes of a stage shared by tiles (TILE §4), forward (tile_forward.py) and backward.
 
-Backward there are two ways:
+There are two ways backward:
 
     adjoint      each device differentiates what it computed and sends to the owners what it adds to their tiles
     groups       complete gradients over grown boxes: exchanged at a group's start, computed redundantly inside it
@@ -22,15 +22,15 @@ from manyhands.schedule.tile_forward import TileForwardGeometry
 Boxes = dict[str, dict[str, Box]]
 """Tensor -> device -> box."""
 LAST_BUCKET_PART = 16
-"""Backward goes operator by operator, so the last bucket of gradients has at most this part of the others' size: all
-wait for it when nothing is left to compute."""
+"""Backward goes operator by operator, so the last bucket of gradients has at most one of so many parts of the others'
+size: all devices wait for it when nothing is left to compute."""
 
 
 @dataclass(frozen=True)
 class BackwardGroup:
     """Operators [first, last) whose gradients are computed without communication.
 
-    `deltas`: moves of gradients, and `values`: of forward values its derivatives read, both before it starts.
+    `deltas`: moves of gradients, and `values`: of forward values that its derivatives read, both before it starts.
     """
 
     first: int
@@ -43,17 +43,17 @@ class TileGeometry(TileForwardGeometry):
     """The boxes of one tiled stage, for one micro-batch."""
 
     def entering(self, tensor: str) -> Layout:
-        """What each device needs of a tensor made before this stage."""
+        """Return what each device needs of a tensor made before this stage."""
         if tensor not in self.maps:
             return Layout.whole(self.shape(tensor), self.devices)
-        found = self.buffer if tensor in self.network.inputs else self._forward_hull
-        return Layout.of({d: [found(d, tensor)] for d in self.devices})
+        box_of = self.buffer if tensor in self.network.inputs else self._forward_hull
+        return Layout.of({d: [box_of(d, tensor)] for d in self.devices})
 
     def buffer(self, device: str, tensor: str) -> Box:
-        """The box around everything a device ever has of a tensor's values, forward and backward."""
+        """Return the box around everything that a device ever has of a tensor's values, forward and backward."""
         box = self._forward_hull(device, tensor)
-        wanted = self._wanted_values.get(tensor, {}).get(device) if self.plan.is_training else None
-        return box.hull(wanted) if wanted is not None else box
+        read_backward = self._wanted_values.get(tensor, {}).get(device) if self.plan.is_training else None
+        return box.hull(read_backward) if read_backward is not None else box
 
     @cached_property
     def rim_first(self) -> frozenset[int]:
@@ -79,7 +79,7 @@ class TileGeometry(TileForwardGeometry):
     # Lowering
 
     def splits_backward(self, index: int) -> bool:
-        """An operator on maps whose weights are trained, and whose inputs have gradients."""
+        """Return whether an operator works on maps, with weights that are trained and inputs that have gradients."""
         op = self.network.ops[index]
         trains = any(self.network.weights[name].trainable for name in op.weights)
         if not op.macs or not trains:
@@ -91,7 +91,10 @@ class TileGeometry(TileForwardGeometry):
         return bucket_bytes // LAST_BUCKET_PART if gradient_bytes > bucket_bytes else 0
 
     def returned_gradients(self, tensor: str, arrived: tuple[Move, ...], producer: StageGeometry) -> tuple[Move, ...]:
-        """With backward groups each device has the complete gradient of its tile, and hands that back."""
+        """Return how the gradient of a tensor goes back to the stage that made it.
+
+        With backward groups each device has the complete gradient of its tile, and hands that back.
+        """
         if self.backward_groups is None or tensor not in self.maps:
             return super().returned_gradients(tensor, arrived, producer)
         return moves(self.owned(tensor), producer.owned(tensor))
@@ -116,14 +119,14 @@ class TileGeometry(TileForwardGeometry):
     @cached_property
     def regions(self) -> Boxes:
         """Tensor -> device -> the box of its gradient that the device has complete."""
-        found: Boxes = {}
+        regions: Boxes = {}
         for first, last in self._backward_bounds:
             grown: Boxes = {}
             for op in self.network.ops[first:last]:
                 for name in op.outputs:
                     grown[name] = {d: self._region(d, op, name, grown) for d in self.devices}
-            found |= grown
-        return found
+            regions |= grown
+        return regions
 
     def _region(self, device: str, op: Op, name: str, grown: Boxes) -> Box:
         region = self.own(device, name)
@@ -134,7 +137,7 @@ class TileGeometry(TileForwardGeometry):
         return region
 
     def gradient_box(self, device: str, tensor: str) -> Box:
-        """The box of a tensor's gradient that a device collects."""
+        """Return the box of a tensor's gradient that a device collects."""
         if tensor not in self.maps:
             return Box.whole(self.shape(tensor))
         if self.share.backward_groups is None:
@@ -150,20 +153,20 @@ class TileGeometry(TileForwardGeometry):
 
     @cached_property
     def _wanted_values(self) -> Boxes:
-        found: Boxes = {}
-        for wanted in self._wanted_of_group:
-            for tensor, boxes in wanted.items():
-                known = found.setdefault(tensor, {})
+        values: Boxes = {}
+        for of_group in self._wanted_of_group:
+            for tensor, boxes in of_group.items():
+                by_device = values.setdefault(tensor, {})
                 for device, box in boxes.items():
-                    known[device] = known[device].hull(box) if device in known else box
-        return found
+                    by_device[device] = by_device[device].hull(box) if device in by_device else box
+        return values
 
     def _wanted(self, first: int, last: int) -> Boxes:
-        found: Boxes = {}
+        values: Boxes = {}
 
         def want(tensor: str, device: str, box: Box) -> None:
-            known = found.setdefault(tensor, {})
-            known[device] = known[device].hull(box) if device in known else box
+            by_device = values.setdefault(tensor, {})
+            by_device[device] = by_device[device].hull(box) if device in by_device else box
 
         for op in self.network.ops[first:last]:
             if not op.outputs or op.outputs[0] not in self.maps:
@@ -173,7 +176,7 @@ class TileGeometry(TileForwardGeometry):
                 continue
             trains = any(self.network.weights[weight].trainable for weight in op.weights)
             for device in self.devices:
-                region, own = self.regions[name][device], self.own(device, name)
+                region, own_box = self.regions[name][device], self.own(device, name)
                 if name in op.derives_from:
                     want(name, device, region)
                 for read in op.reads:
@@ -182,17 +185,17 @@ class TileGeometry(TileForwardGeometry):
                     if read.tensor in op.derives_from:
                         want(read.tensor, device, read.demand(region, self.shape(read.tensor)))
                     if trains:
-                        want(read.tensor, device, read.demand(own, self.shape(read.tensor)))
-        return found
+                        want(read.tensor, device, read.demand(own_box, self.shape(read.tensor)))
+        return values
 
     @cached_property
     def backward_groups(self) -> tuple[BackwardGroup, ...] | None:
         """TILE's backward groups, last first; None where backward is the adjoint of forward."""
         if self.share.backward_groups is None or not self.plan.is_training:
             return None
-        found = []
+        groups = []
         fetched: dict[tuple[str, str], list[Box]] = {}
-        for (first, last), wanted in zip(self._backward_bounds, self._wanted_of_group):
+        for (first, last), wanted_boxes in zip(self._backward_bounds, self._wanted_of_group):
             deltas: dict[str, tuple[Move, ...]] = {}
             for tensor in (name for op in self.network.ops[first:last] for name in op.outputs):
                 leaves = any(not first <= reader < last for reader in self.network.readers.get(tensor, ()))
@@ -200,39 +203,39 @@ class TileGeometry(TileForwardGeometry):
                 if leaves and tensor in self.maps and self.network.tensors[tensor].differentiable:
                     target = Layout.of({d: [self.regions[tensor][d]] for d in self.devices})
                     deltas[tensor] = tuple(m for m in moves(self.owned(tensor), target) if not m.is_local)
-            values = {tensor: self._missing_values(tensor, boxes, fetched) for tensor, boxes in wanted.items()}
-            found.append(
+            values = {tensor: self._missing_values(tensor, boxes, fetched) for tensor, boxes in wanted_boxes.items()}
+            groups.append(
                 BackwardGroup(
                     first, last, {t: ms for t, ms in deltas.items() if ms}, {t: ms for t, ms in values.items() if ms}
                 )
             )
-        return tuple(found)
+        return tuple(groups)
 
     def _missing_values(
-        self, tensor: str, wanted: dict[str, Box], fetched: dict[tuple[str, str], list[Box]]
+        self, tensor: str, boxes: dict[str, Box], fetched: dict[tuple[str, str], list[Box]]
     ) -> tuple[Move, ...]:
-        """From whoever has them, the forward values each device wants and lacks.
+        """Return the moves, from devices that have them, of the forward values that each device needs and lacks.
 
-        What nobody has, nobody needed: its gradient is zero, and any value will do.
+        What no device has, none needed: its gradient is zero, and any value will do.
         """
         if tensor in self.network.inputs:  # fed with all of it
             return ()
         held = {d: first_come((d, box) for box in self.held(d, tensor)) for d in self.devices}
         missing = {}
-        for device, box in wanted.items():
-            known = fetched.setdefault((device, tensor), list(self.held(device, tensor)))
-            offered = first_come((device, box.intersect(piece)) for own in held.values() for _, piece in own)
-            missing[device] = [part for _, piece in offered for part in without([piece], *known)]
-            known.extend(missing[device])
-        source = Layout.of({d: [piece for _, piece in own] for d, own in held.items()})
+        for device, box in boxes.items():
+            at_hand = fetched.setdefault((device, tensor), list(self.held(device, tensor)))
+            offered = first_come((device, box.intersect(piece)) for pieces in held.values() for _, piece in pieces)
+            missing[device] = [part for _, piece in offered for part in without([piece], *at_hand)]
+            at_hand.extend(missing[device])
+        source = Layout.of({d: [piece for _, piece in pieces] for d, pieces in held.items()})
         return moves(source, Layout.of(missing))
 
     def backward_fractions(self, device: str) -> tuple[float, ...]:
         if self.share.backward_groups is None:
             return self.fractions(device)
         grown = self._fractions({t: boxes[device] for t, boxes in self.regions.items()})
-        own = self._fractions({t: self.own(device, t) for t in self.regions})
+        own_fractions = self._fractions({t: self.own(device, t) for t in self.regions})
         return tuple(
             (region + owned) / 2 if self.network.backward_passes(op) == 2 else region
-            for op, region, owned in zip(self.ops, grown, own)
+            for op, region, owned in zip(self.ops, grown, own_fractions)
         )

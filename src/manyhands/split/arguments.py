@@ -14,18 +14,18 @@ DOCUMENT = "split_wish"
 
 
 def split_config(arguments: Mapping[str, Any]) -> SplitConfig:
-    """Return the configuration of a command; arguments that are None were left out."""
-    given = given_arguments(arguments)
-    folder = resumed_folder(given, "split train")
+    """Return the configuration of a command; arguments that were left out are None."""
+    values = given_arguments(arguments)
+    folder = resumed_folder(values, "split train")
     if folder is None:
-        return SplitConfig.from_command(given)
+        return SplitConfig.from_command(values)
     document = stored_document(folder, DOCUMENT)
     if document is None:
         raise BadValue(
             f"{folder} was not started by manyhands split train.", hint="In Python: mh.split_train(..., resume=FOLDER)."
         )
     stored = SplitConfig.stored_values(document)
-    check_resumed(SplitConfig, folder, stored, given)
-    if "epochs" in given or "steps" in given:
+    check_resumed(SplitConfig, folder, stored, values)
+    if "epochs" in values or "steps" in values:
         stored |= {"epochs": None, "steps": None}
-    return SplitConfig.from_command({**stored, **given})
+    return SplitConfig.from_command({**stored, **values})

@@ -1,28 +1,24 @@
-"""How few bits and how large a K a network stands, found by short trainings on a calibration set (SPLIT §4, Fig. 6, 8).
+"""The fewest bits and the largest K that a network tolerates, found by short trainings (SPLIT §4, Fig. 6, 8).
 
-    reference   plain training, from several seeds: its score, and how far that differs from seed to seed
+    reference   plain training, from several seeds: its score, and how much that varies from seed to seed
     K           the largest with which training loses no more than is allowed, at the last cut, where most weights are
                 replayed; from the start, and again from the weights that the reference has ended with
-    bits        by cut, at that K: the fewest with which it does not
+    bits        for each cut, at that K: the fewest with which it loses no more than that
 
-Trainings are rehearsed in one process (executor/rehearsal.py), all from the same weights and over the same batches. The
-time is limited: cuts are taken far apart first, and one that was not reached needs what its neighbours need.
+Trainings are rehearsed in one process (executor/rehearsal.py) on a calibration set, all from the same weights and over
+the same batches. The time is limited: cuts that lie far apart are tried first, and a cut that was not reached is taken
+to need what its neighbours need.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-import msgspec
 import torch
 from torch.utils.data import Dataset
 
@@ -31,49 +27,46 @@ from manyhands.data.order import BatchOrder, permutation
 from manyhands.executor.boxes import dtype_of
 from manyhands.executor.rehearsal import Batch, Rehearsal, Score
 from manyhands.executor.share_loss import target_names
-from manyhands.facts.calibration import UNPACKED, VERSION, WIDTHS, Calibration, Measure, Tried
-from manyhands.facts.decode import converted
-from manyhands.facts.errors import BadData, BadFile, BadValue, ManyhandsError
+from manyhands.facts.calibration import UNPACKED, WIDTHS, Calibration, Measure, Tried
+from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.keywords import settings_from, takes_settings
-from manyhands.facts.network import Network, TensorSpec
+from manyhands.facts.network import TensorSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Replay, ReplayMode
-from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_inputs, bind_tree
 from manyhands.planner.split_profile import candidate_cuts
 
 KS = (1, 2, 3, 4, 5, 6, 8)
 MOST_BYTES = 256 * 10**6
-"""Of the calibration set, in memory."""
+"""The most that a calibration set may take in memory."""
 _TIMED_STEPS = 3
 _LEAST_STEPS = 20
-"""Fewer tell nothing: rather fewer settings are tried."""
+"""Fewer steps say nothing about a setting: when time is short, fewer settings are tried instead."""
 _SCORED_AT = (0.8, 0.9, 1.0)
-"""Parts of a training after which it is scored. One score alone is noisy: their mean counts."""
-_REFRESH = "Delete it, or calibrate again."
+"""Fractions of a training after which it is scored. A single score is noisy: their mean counts."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Samples in memory, by the names of the graph and of its loss."""
+    """A set of samples in memory, under the names that the graph and its loss use."""
 
     inputs: dict[str, torch.Tensor]
     targets: dict[str, torch.Tensor]
     axes: dict[str, int | None]
-    """Which axis holds the samples."""
+    """The axis that holds the samples, by tensor; None: the tensor has none."""
     count: int
 
     @classmethod
     def of(cls, graph: Graph, data: Dataset[Any], most_samples: int, seed: int = 0) -> CalibrationSet:
-        """Some samples of a data set, drawn by the seed."""
+        """Return samples of a data set, drawn with `seed`: at most `most_samples`, and at most `MOST_BYTES`."""
         if graph.loss is None:
             raise BadValue("The network was captured without a loss.", hint="Capture it with one.")
         every = length(data)
-        one, _ = example(data, 1)
-        size = sum(tensor.nbytes for tensor in bind_inputs(graph, one).values())
+        sample, _ = example(data, 1)
+        size = sum(tensor.nbytes for tensor in bind_inputs(graph, sample).values())
         count = min(most_samples, every, MOST_BYTES // max(1, size))
         if count < 1:
             raise BadData(f"One sample has {size} bytes; a calibration set may have {MOST_BYTES} in all.")
@@ -100,7 +93,7 @@ class CalibrationSet:
         return cut(self.inputs), cut(self.targets)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """All of it, one batch after another; the last may be smaller."""
+        """Yield the whole set, one batch after another; the last batch may be smaller."""
         for first in range(0, self.count, batch_size):
             yield self.batch(range(first, min(first + batch_size, self.count)))
 
@@ -182,7 +175,7 @@ def calibrate(
     say: Say | None = None,
     **options: Unpack[CalibrationOptions],
 ) -> Calibration:
-    """Find the fewest bits of each cut and the largest K, in about `seconds`."""
+    """Return the fewest bits of each cut and the largest K, found in about `seconds`."""
     settings = settings_from(CalibrationSettings, "calibrate", options)
     cuts, clock = settings.cuts_of(graph), settings.clock
     order = BatchOrder(train.count, min(batch_size, train.count), shuffle=True, seed=settings.seed)
@@ -214,7 +207,7 @@ def calibrate(
 
 @dataclass
 class _Trials:
-    """Short trainings, until the time is up."""
+    """The short trainings of one calibration, until its time is up."""
 
     graph: Graph
     train: CalibrationSet
@@ -225,7 +218,7 @@ class _Trials:
     end: float
     steps: int = 1
     limits: dict[bool, float] = field(default_factory=dict)
-    """What is enough: from the start, and later."""
+    """The score that is enough. False: from the initial weights; True: from those that the reference has ended with."""
     measure: Measure = "loss"
     is_late: bool = False
     tried: list[Tried] = field(default_factory=list)
@@ -233,9 +226,9 @@ class _Trials:
     ended: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fit(self, trainings: int) -> None:
-        """How many steps a training may have. Replaying takes half as long again."""
+        """Set how many steps a training may have in the time that is left. Replaying takes half as long again."""
         rehearsal = Rehearsal(self.graph, self.optimizer, 0, device=self.settings.device)
-        rehearsal.train(*self.train.batch(self.order.indices(0)))  # the first takes longer than all others
+        rehearsal.train(*self.train.batch(self.order.indices(0)))  # the first step takes longer than all others
         began = self.settings.clock()
         for step in range(_TIMED_STEPS):
             rehearsal.train(*self.train.batch(self.order.indices(step)))
@@ -247,7 +240,10 @@ class _Trials:
         self.steps = min(self.settings.steps, max(_LEAST_STEPS, int(affordable)))
 
     def reference(self, *, later: bool = False) -> tuple[float, float]:
-        """Plain training: its score, and half of what that differs by. From here on it is known what is enough."""
+        """Return the mean score of plain training, and half the range of its scores.
+
+        This sets the limit, the score that is enough, for all later settings.
+        """
         scores: list[Score] = []
         for number in range(self.settings.repeats):
             rehearsal = Rehearsal(
@@ -259,23 +255,23 @@ class _Trials:
                 state=self.ended if later else None,
             )
             norms = [rehearsal.norm()]
-            own: list[Score] = []
+            run_scores: list[Score] = []
             for step in range(self.steps):
                 self._step(rehearsal, number, step)
                 norms.append(rehearsal.norm())
                 if step + 1 in self._scored_after:
-                    own.append(self._scored(rehearsal))
-            if not all(map(math.isfinite, [*norms, *(one.loss for one in own)])):
+                    run_scores.append(self._scored(rehearsal))
+            if not all(map(math.isfinite, [*norms, *(score.loss for score in run_scores)])):
                 raise BadValue(
-                    f"{self.graph.name} does not train with {self.optimizer}: its loss is {own[-1].loss}.",
+                    f"{self.graph.name} does not train with {self.optimizer}: its loss is {run_scores[-1].loss}.",
                     hint="Lower the learning rate.",
                 )
-            scores.append(_mean(own))
+            scores.append(_mean(run_scores))
             if not number and not later:
                 self.norms, self.ended = norms, rehearsal.state()
-        accuracies = [one.accuracy for one in scores if one.accuracy is not None]
+        accuracies = [score.accuracy for score in scores if score.accuracy is not None]
         self.measure = "accuracy" if len(accuracies) == len(scores) else "loss"
-        numbers = accuracies if self.measure == "accuracy" else [one.loss for one in scores]
+        numbers = accuracies if self.measure == "accuracy" else [score.loss for score in scores]
         mean, spread = statistics.mean(numbers), (max(numbers) - min(numbers)) / 2
         is_higher_better, drop = self.measure == "accuracy", self.settings.allowed_drop
         self.limits[later] = mean - drop - spread if is_higher_better else mean * (1 + drop) + spread
@@ -289,11 +285,11 @@ class _Trials:
         return rehearsal.score(self.test.batches(self.order.batch_size))
 
     def _step(self, rehearsal: Rehearsal, number: int, step: int) -> float:
-        """Every repetition sees other batches; every setting sees the same."""
+        """Train one step and return its loss. Every repetition sees other batches; every setting sees the same."""
         return rehearsal.train(*self.train.batch(self.order.indices(number * self.steps + step)))
 
     def is_enough(self, cut: int, k: int, bits: int, *, later: bool = False) -> bool | None:
-        """Whether a setting trains well enough; None: the time was up before it was known."""
+        """Return whether a setting trains well enough; None: the time was up before this was known."""
         scores: list[float] = []
         for number in range(self.settings.repeats):
             rehearsal = Rehearsal(
@@ -308,13 +304,13 @@ class _Trials:
                 break
             scores.append(score)
         mean = statistics.mean(scores) if scores else math.nan
-        found = mean >= self.limits[later] if self.measure == "accuracy" else mean <= self.limits[later]
-        self.tried.append(Tried(cut, k, bits, tuple(scores), found, later))
-        return found
+        is_good = mean >= self.limits[later] if self.measure == "accuracy" else mean <= self.limits[later]
+        self.tried.append(Tried(cut, k, bits, tuple(scores), is_good, later))
+        return is_good
 
     def _score(self, rehearsal: Rehearsal, number: int) -> float | None:
-        """None: its numbers were none, or (`is_late`) the time was up."""
-        own: list[Score] = []
+        """Return the score of a training; None: its loss was not finite, or (`is_late`) the time was up."""
+        scores: list[Score] = []
         for step in range(self.steps):
             if self.settings.clock() > self.end:
                 self.is_late = True
@@ -324,13 +320,16 @@ class _Trials:
             if step + 1 == self.steps:
                 rehearsal.drain()
             if step + 1 in self._scored_after:
-                own.append(self._scored(rehearsal))
-        found = _mean(own)
-        score = found.accuracy if self.measure == "accuracy" else found.loss
-        return score if math.isfinite(found.loss) else None
+                scores.append(self._scored(rehearsal))
+        mean = _mean(scores)
+        score = mean.accuracy if self.measure == "accuracy" else mean.loss
+        return score if math.isfinite(mean.loss) else None
 
     def fewest_bits(self, cut: int, k: int) -> int | None:
-        """From the middle: four bits, then fewer or more. None: there was no time."""
+        """Return the fewest bits that are enough at a cut; None: there was no time.
+
+        The search begins in the middle: four bits, then fewer or more.
+        """
         low, high = 0, len(WIDTHS)  # all from `high` on are enough
         while low < high:
             place = (low + high - 1) // 2
@@ -341,7 +340,7 @@ class _Trials:
         return WIDTHS[high] if high < len(WIDTHS) else UNPACKED
 
     def largest_k(self, cut: int, ks: Sequence[int], *, later: bool) -> int:
-        """As far as it is known; 0: none of them."""
+        """Return the largest K that is enough at a cut, as far as this is known; 0: none of them is."""
         low, high = 0, len(ks)  # all below `low` are enough
         while low < high:
             place = (low + high) // 2
@@ -353,83 +352,26 @@ class _Trials:
 
 
 def _mean(scores: Sequence[Score]) -> Score:
-    known = [one.accuracy for one in scores if one.accuracy is not None]
-    return Score(statistics.fmean(one.loss for one in scores), statistics.fmean(known) if known else None)
+    accuracies = [score.accuracy for score in scores if score.accuracy is not None]
+    return Score(statistics.fmean(score.loss for score in scores), statistics.fmean(accuracies) if accuracies else None)
 
 
 def _far_apart(cuts: Sequence[int]) -> list[int]:
-    """The first, the last, the middle, then the middles between those."""
-    found = [cuts[0], cuts[-1]]
+    """Return the cuts in another order: the first, the last, the middle, then the middles between those."""
+    ordered = [cuts[0], cuts[-1]]
     parts = [(0, len(cuts) - 1)]
     while parts:
         low, high = parts.pop(0)
         if high - low > 1:
             middle = (low + high) // 2
-            found.append(cuts[middle])
+            ordered.append(cuts[middle])
             parts += [(low, middle), (middle, high)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(ordered))
 
 
-def _by_neighbours(cut: int, found: Mapping[int, int]) -> int:
-    """What the nearest cuts before and after need; where nothing is known, nothing is packed."""
-    before = [one for one in found if one < cut]
-    after = [one for one in found if one > cut]
+def _by_neighbours(cut: int, bits: Mapping[int, int]) -> int:
+    """Return the bits that the nearest cuts before and after need; where nothing is known, nothing is packed."""
+    before = [other for other in bits if other < cut]
+    after = [other for other in bits if other > cut]
     near = ([max(before)] if before else []) + ([min(after)] if after else [])
-    return max((found[one] for one in near), default=UNPACKED)
-
-
-# ---- Kept
-
-
-def calibration_path(network: Network, data: str, batch_size: int, folder: Path | None = None) -> Path:
-    """By what it depends on: the graph, the data, the batch size."""
-    readable = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", part)[:60].strip("-") for part in (network.name, data))
-    digest = hashlib.sha256(f"{network.fingerprint}\n{network.granularity}\n{data}".encode()).hexdigest()[:12]
-    return (folder or cache_folder() / "calibrations") / f"{readable}_{batch_size}_{digest}.json"
-
-
-def find_calibration(network: Network, data: str, batch_size: int, *, folder: Path | None = None) -> Calibration | None:
-    """What is kept of an earlier calibration; None: nothing. A damaged one is an error."""
-    path = calibration_path(network, data, batch_size, folder)
-    if not path.exists():
-        return None
-    raw = read_document(path)
-    version = raw.get("version") if isinstance(raw, dict) else None
-    if version is not None and version != VERSION:
-        raise BadFile(f"{path}: has version {version}; this program reads version {VERSION}.", hint=_REFRESH)
-    try:
-        return converted(raw, Calibration)
-    except msgspec.ValidationError as error:
-        raise BadFile(f"{path}: is not a calibration: {error!s:.300}.", hint=_REFRESH) from error
-    except ManyhandsError as error:
-        raise BadFile(f"{path}: {error.message}", hint=_REFRESH) from error
-
-
-@takes_settings(CalibrationSettings)
-def calibrated(
-    graph: Graph,
-    train: Dataset[Any],
-    test: Dataset[Any] | None,
-    optimizer: Optimizer,
-    *,
-    batch_size: int,
-    data: str,
-    samples: int = 2048,
-    folder: Path | None = None,
-    say: Say | None = None,
-    **options: Unpack[CalibrationOptions],
-) -> Calibration:
-    """What is kept for this network, data and batch size; else found now (`calibrate`'s options), and kept.
-
-    `test` is what trainings are scored on, a quarter as many samples; without it, what they train on.
-    """
-    stored = find_calibration(graph.network, data, batch_size, folder=folder)
-    if stored is not None:
-        return stored
-    seed = options.get("seed", 0)
-    trained = CalibrationSet.of(graph, train, samples, seed)
-    scored = trained if test is None else CalibrationSet.of(graph, test, samples // 4, seed)
-    made = calibrate(graph, trained, scored, optimizer, batch_size=batch_size, data=data, say=say, **options)
-    with contextlib.suppress(BadFile):  # what was found is worth more than its copy
-        write_document(calibration_path(graph.network, data, batch_size, folder), msgspec.to_builtins(made))
-    return made
+    return max((bits[other] for other in near), default=UNPACKED)

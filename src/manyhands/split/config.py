@@ -27,7 +27,7 @@ AMONG_SILOS = "cross-silo"
 
 @dataclass(frozen=True, kw_only=True)
 class LinkConfig(LearningConfig):
-    """Where the network is cut, and the link between edge and server."""
+    """The options that say where the network is cut, and those of the link between edge and server."""
 
     lr: float | None = option(
         None, "The learning rate, in place of the optimiser's.", "--lr", kind=float, more_than=0, is_keyword=False,
@@ -69,7 +69,7 @@ class LinkConfig(LearningConfig):
         "--trace",
     )
     delay_seconds: float | str | None = option(
-        None, "Of --trace: delay of one way, like 25 ms.", "--delay", stored="delay", in_python="Or seconds."
+        None, "With --trace: the delay of one way, like 25 ms.", "--delay", stored="delay", in_python="Or seconds."
     )
     rival: str = option(
         "", "Decide as a baseline would.", "--rival", noun="rival",
@@ -86,7 +86,7 @@ class LinkConfig(LearningConfig):
         at_least=0, unit=" seconds", stored="calibrate", default_text="what an earlier calibration found",
     )  # fmt: skip
     allowed_drop: float = option(
-        0.01, "Of --calibrate: the accuracy it may cost.", "--allowed-drop", kind=float, more_than=0, at_most=1
+        0.01, "With --calibrate: the accuracy that it may cost.", "--allowed-drop", kind=float, more_than=0, at_most=1
     )
     least_bits: int | Mapping[int, int] | None = option(
         None, "The fewest bits, for all cuts or by cut. None: as a calibration found it, else eight.", stored=None
@@ -136,7 +136,7 @@ class LinkConfig(LearningConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
-    """Everything that `mh.split_train` and `manyhands split train` can be told."""
+    """Every option of `mh.split_train` and `manyhands split train`."""
 
     epochs: int | None = varied(  # type: ignore[assignment]
         LearningConfig, "epochs", None, command_default=None, default_text=str(EPOCHS),
@@ -230,30 +230,30 @@ class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
         """Memory of the edge; None: no limit."""
         from manyhands.facts.units import parse_bytes
 
-        found = self.memory_bytes
-        if isinstance(found, str):
-            return parse_bytes(found, self.spelling("memory_bytes"))
-        if found is not None and not found > 0:
-            raise BadValue(f"memory_bytes is {found}; it must be > 0.")
-        return found
+        memory = self.memory_bytes
+        if isinstance(memory, str):
+            return parse_bytes(memory, self.spelling("memory_bytes"))
+        if memory is not None and not memory > 0:
+            raise BadValue(f"memory_bytes is {memory}; it must be > 0.")
+        return memory
 
     @property
     def delay(self) -> float:
         """Seconds that the trace's link takes one way."""
         from manyhands.facts.units import parse_seconds
 
-        found = self.delay_seconds or 0.0
-        return parse_seconds(found, self.spelling("delay_seconds")) if isinstance(found, str) else found
+        delay = self.delay_seconds or 0.0
+        return parse_seconds(delay, self.spelling("delay_seconds")) if isinstance(delay, str) else delay
 
     @property
     def holders(self) -> Silos | None:
-        """Which device has which inputs."""
+        """The inputs that each device has."""
         from manyhands.split.plans import parse_silos
 
         return parse_silos(self.silos) if isinstance(self.silos, str) else self.silos
 
     def cut_in(self, network: Network) -> int | None:
-        """Return the cut that is wanted; None: any."""
+        """Return the cut that the user has chosen; None: any."""
         from manyhands.planner.split_profile import candidate_cuts
         from manyhands.split.plans import cut_of
 
@@ -262,7 +262,7 @@ class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the run folder keeps of a split, however it was started."""
+        """The facts of a split that the run folder keeps, however it was started."""
         from manyhands.split.plans import phases_text
 
         k = "auto" if self.k == "auto" else phases_text(self.phases)

@@ -1,7 +1,7 @@
 """The controller of a split: it watches the link, decides when to change the deployment, and makes the next plan.
 
-It runs in the job's thread. It decides by Algorithm 2 or by a baseline (planner/). It knows the link from real
-transfers: those of the job, or a short exchange while the job pauses where the edge works alone.
+It runs in the job's thread. It decides by Algorithm 2 or by a baseline (planner/). It measures the link by real
+transfers: those of the job or, where the edge works alone, a short exchange while the job pauses.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from manyhands.split.plans import Ends, Phases
 from manyhands.split.session import Looked
 
 FIRST_TAU = 100.0
-"""Iterations that a deployment is taken to last before any has been seen to."""
+"""Iterations that a deployment is assumed to last, before any has been observed."""
 REDEPLOY_SECONDS = 0.1
-"""What a change takes beside the layers that travel, until one was seen."""
+"""Seconds that a change is assumed to take besides the transfer of layers, until one has been observed."""
 
 BACKUP_PART = 0.01
-"""Of the link's time that copies of state may take."""
+"""The fraction of the link's time that copies of state may take."""
 SELDOM_SECONDS = 600.0
-"""Copies that would be further apart are not made: checkpoints are, too."""
+"""Copies that would be further apart than this are not made: there are checkpoints, too."""
 
 Probe = Callable[[int, int], tuple[Looked, Looked]]
-"""Send so many bytes up and down, or more of them, only to learn the rates."""
+"""A function that sends so many bytes up and down, or more of them, only to measure the rates."""
 
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """What the user fixed, and what is left to decide."""
+    """The choices that the user has fixed, and those that are still open."""
 
     cut: int | None = None
-    """None: any."""
+    """The layer before which the network is cut; None: any."""
     widths: tuple[int, ...] = WIDTHS
     rival: str = ""
 
@@ -58,7 +58,7 @@ class SplitChoice:
 
     @property
     def is_static(self) -> bool:
-        """Whether rates change nothing."""
+        """Whether the link's rates make no difference."""
         return self.rival in STATIC or (self.cut is not None and len(self.widths) == 1)
 
     @property
@@ -70,7 +70,7 @@ class SplitChoice:
 
 @dataclass(frozen=True)
 class _At:
-    """Algorithm 2 where the cut is given: only the width is left, and K is as it is."""
+    """Algorithm 2 where the cut is given: only the width is chosen, and K stays as it is."""
 
     cut: int
 
@@ -82,19 +82,19 @@ class _At:
             return Deployment(self.cut)
         if len(widths) == 1:
             return Deployment(self.cut, k, widths[0])
-        own = msgspec.structs.replace(profile, cuts=(profile.cuts[profile.index(self.cut)],))
-        return choose(own, rates, tau, current, k, widths, lower_k=False, drains=drains)
+        restricted = msgspec.structs.replace(profile, cuts=(profile.cuts[profile.index(self.cut)],))
+        return choose(restricted, rates, tau, current, k, widths, lower_k=False, drains=drains)
 
 
 @dataclass
 class Redeployed:
-    """One change, as it is told."""
+    """One change of the deployment, as it is reported."""
 
     step: int
     before: Deployment
     after: Deployment
     reason: str
-    """"rates", "phase", "lost", "back"."""
+    """The cause: "rates", "phase", "lost" or "back"."""
     seconds: float = 0.0
     bytes_moved: int = 0
 
@@ -122,7 +122,7 @@ class LinkWatch:
 
 
 class SplitController:
-    """The controller of an elastic job that is split in two; it is its `Replan` too."""
+    """The controller of an elastic job that is split in two; it is also the job's `Replan`."""
 
     def __init__(
         self, ends: Ends, profile: SplitProfile, rates: LinkRates, choice: SplitChoice, course: Course,
@@ -143,7 +143,7 @@ class SplitController:
         )  # fmt: skip
         self.engine.probe(self.clock())  # the link was looked at just now
         self.deployment = first
-        """What is running."""
+        """The deployment that is running."""
         self.plan = ends.plan(first, self.batch_seconds(first))
         self.changes: list[Redeployed] = []
         self.cuts: list[tuple[int, int]] = [(course.first_step, first.cut)]
@@ -151,25 +151,25 @@ class SplitController:
         self._pending: Redeployed | None = None
 
     def k_at(self, step: int) -> Bound:
-        """K of the epoch that a step is in, unless a rival has its own."""
+        """Return K of the epoch that a step is in, unless a baseline has its own."""
         if self.choice.rival in ("k0", "unbounded"):
             return 0 if self.choice.rival == "k0" else None
         epoch = step // self.course.steps_per_epoch
         return next(k for start, k in reversed(self.course.phases) if start <= epoch)
 
     def batch_seconds(self, deployment: Deployment) -> float:
-        """What a mini-batch is predicted to take at the rates of now."""
+        """Return the predicted seconds of a mini-batch at the current rates; 0.0 where they are infinite."""
         engine = self.engine
         rates = engine.rates.now(self.clock())
-        found = seconds_of(engine.profile, rates, FIRST_TAU, deployment, drains=engine.drains) / FIRST_TAU
-        return found if found < float("inf") else 0.0
+        seconds = seconds_of(engine.profile, rates, FIRST_TAU, deployment, drains=engine.drains) / FIRST_TAU
+        return seconds if seconds < float("inf") else 0.0
 
     # While a round runs
 
     def stop_at(self, step: int) -> int | None:
-        """Where another K begins."""
+        """Return the step at which another K begins; None: there is none."""
         starts = [epoch * self.course.steps_per_epoch for epoch, _ in self.course.phases]
-        return next((one for one in starts if one > step), None)
+        return next((start for start in starts if start > step), None)
 
     def should_change(self, steps_done: int) -> bool:
         self.steps = steps_done
@@ -183,17 +183,17 @@ class SplitController:
         return self.engine.look(now, steps_done) is not None or self.engine.current != self.deployment
 
     def arrived(self, device: str, arrivals: Sequence[Arrival]) -> None:
-        """What came over the link, and how long that took."""
+        """Feed the meters with what came over the link, and how long that took."""
         now, rates = self.clock(), self.engine.rates
         ways = {(self.ends.server, self.ends.edge): rates.up, (self.ends.edge, self.ends.server): rates.down}
-        for one in sorted(arrivals, key=lambda one: -one.ago):
-            meter = ways.get((device, one.source))
-            if meter is not None and one.seconds > 0:
-                ended = now - one.ago
-                meter.transfer(one.bytes, ended - one.seconds, ended)
+        for arrival in sorted(arrivals, key=lambda arrival: -arrival.ago):
+            meter = ways.get((device, arrival.source))
+            if meter is not None and arrival.seconds > 0:
+                ended = now - arrival.ago
+                meter.transfer(arrival.bytes, ended - arrival.seconds, ended)
 
     def began(self, plan: Plan, steps_done: int) -> None:
-        """The first round of a generation is done: getting there is over."""
+        """Note that the first round of a generation is done: the re-deployment is over."""
         self.steps = steps_done
         self.engine.deployed(self.clock())
 
@@ -201,7 +201,7 @@ class SplitController:
         self.steps = step + 1
 
     def told(self, facts: Mapping[str, Any]) -> Redeployed | None:
-        """Take in how a re-deployment went; return the change to report, or None where the deployment is the same."""
+        """Record how a re-deployment went; return the change to report, or None where the deployment is the same."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -215,7 +215,7 @@ class SplitController:
         return pending
 
     def _learn_cost(self, change: Redeployed) -> None:
-        """What a change takes beside its bytes: half as it was known, half as it was now."""
+        """Update what a change takes besides its bytes: half the estimate so far, half what this change took."""
         engine = self.engine
         rates, is_up = engine.rates.now(self.clock()), self._goes_up(change)
         rate = rates.up_bytes_per_second if is_up else rates.down_bytes_per_second
@@ -224,13 +224,16 @@ class SplitController:
         engine.profile = msgspec.structs.replace(engine.profile, redeploy_seconds=fixed)
 
     def _goes_up(self, change: Redeployed) -> bool:
-        """Whether layers go from the edge to the server."""
+        """Return whether layers go from the edge to the server."""
         return (change.after.cut < change.before.cut) == (self.ends.edge_side == "upstream")
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Of layers that changed sides: up and down. What comes from the edge's own checkpoint crosses no link."""
-        up = sum(one.bytes_moved for one in self.changes if self._goes_up(one))
-        down = sum(one.bytes_moved for one in self.changes if not self._goes_up(one) and one.reason != "lost")
+        """Return the bytes of layers that changed sides: up and down.
+
+        What comes from the edge's own checkpoint crosses no link.
+        """
+        up = sum(each.bytes_moved for each in self.changes if self._goes_up(each))
+        down = sum(each.bytes_moved for each in self.changes if not self._goes_up(each) and each.reason != "lost")
         return up, down
 
     # Between rounds
@@ -264,7 +267,7 @@ class SplitController:
         return Change(self.plan, self.kernels(self.plan), "redeployed", reason, self.backups())
 
     def _is_within(self, deployment: Deployment) -> bool:
-        """Whether a deployment is as K wants it: below it, or at it where the cut is given and K is as it is."""
+        """Return whether a deployment's K is at most the allowed one, or exactly that where the cut is given."""
         k = self.engine.k
         if self.ends.is_alone(deployment) or self.choice.rival in STATIC:
             return True
@@ -273,7 +276,7 @@ class SplitController:
         return k is None or (deployment.k is not None and deployment.k <= k)
 
     def _chosen(self) -> Deployment:
-        """The best now, without waiting for it to last: the job pauses anyway."""
+        """Return the best deployment now, without waiting to see whether it stays the best: the job pauses anyway."""
         engine = self.engine
         rates, tau = engine.rates.now(self.clock()), engine.horizon(self.steps)
         current: Deployment | None = engine.current
@@ -282,18 +285,21 @@ class SplitController:
         return engine.chooser(engine.profile, rates, tau, current, engine.k, engine.widths, drains=engine.drains)
 
     def _alone(self, now: float) -> Deployment:
-        found = self.engine.lost(now, self.steps)
-        if found is None:
+        deployment = self.engine.lost(now, self.steps)
+        if deployment is None:
             raise OutOfMemory(
                 f"{self.ends.server} is lost, and the memory of {self.ends.edge} is too small for all of "
                 f"{self.ends.network}.",
                 hint="Start the server again, and go on with this run.",
             )
-        return found
+        return deployment
 
     def backups(self) -> int:
-        """Steps between two copies that the ends keep of each other's state: as the user says, or so that they take
-        next to nothing of the link's time; 0: none, where that would be too seldom to be of use."""
+        """Return the steps between two copies that the ends keep of each other's state.
+
+        As many as the user says, or so many that copies take next to nothing of the link's time; 0: no copies, where
+        they would be too seldom to be of use.
+        """
         deployment, profile = self.deployment, self.engine.profile
         if self.ends.is_alone(deployment):
             return 0
@@ -308,19 +314,19 @@ class SplitController:
         return max(1, math.ceil(seconds / step_seconds)) if seconds <= SELDOM_SECONDS else 0
 
     def can_work_alone(self) -> bool:
-        """Whether the edge's memory is large enough for everything."""
+        """Return whether the edge's memory is large enough for everything."""
         engine = self.engine
         lonely = [cut for cut in engine.profile.cuts if cut.layer == self.ends.alone]
         memory = engine.profile.memory_bytes
         return bool(lonely) and (memory is None or lonely[0].edge_bytes <= memory)
 
     def _ask_link(self, sizes: tuple[int, int]) -> None:
-        """Send something only to learn the rates. What does not come in time is a link that gives next to nothing."""
+        """Send something only to measure the rates. A link that does not deliver it in time gives next to nothing."""
         if self.probe is None or not any(sizes):
             return
         rates, began = self.engine.rates, self.clock()
         try:
-            found = self.probe(*sizes)
+            looks = self.probe(*sizes)
         except TimedOut:
             now = self.clock()
             for meter, size in zip((rates.up, rates.down), sizes):
@@ -330,10 +336,10 @@ class SplitController:
             return
         now = self.clock()
         self.engine.probed(now, has_arrived=True)
-        for meter, one in zip((rates.up, rates.down), found):
-            if one.seconds > 0:  # a link too fast to measure counts as if it had been measured for long enough
-                times = max(1.0, LEAST_SECONDS / one.seconds)
-                meter.transfer(times * one.byte_count, now - times * one.seconds, now)
+        for meter, look in zip((rates.up, rates.down), looks):
+            if look.seconds > 0:  # a link too fast to measure counts as if it had been measured for long enough
+                times = max(1.0, LEAST_SECONDS / look.seconds)
+                meter.transfer(times * look.byte_count, now - times * look.seconds, now)
 
     # What the job needs of a re-planner
 

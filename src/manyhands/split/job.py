@@ -1,4 +1,4 @@
-"""One call of `mh.split_train` with its two ends at hand: measure, decide, follow, tell."""
+"""The job of one `mh.split_train` call with two ends: measure, decide, follow the link, report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.following import Following
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
-from manyhands.split.calibration import calibrated, find_calibration
 from manyhands.split.config import SplitConfig
 from manyhands.split.controller import (
     FIRST_TAU,
@@ -50,18 +49,20 @@ from manyhands.split.plans import (
     side_of,
 )
 from manyhands.split.session import Two, linked, look_at_link, rates_of
+from manyhands.split.stored_calibration import calibrated, find_calibration
 
 LEAST_BITS = 8
-"""What features are packed in at least, where no calibration says otherwise."""
+"""The fewest bits that features are packed in, where no calibration says otherwise."""
 LATER_PART = 0.05
-"""Of the epochs: a calibration's K for the first weights, then that for later ones (the paper: 8 of 160)."""
+"""The fraction of the epochs with a calibration's K for the first weights, before that for later ones (the paper: 8 of
+160)."""
 CHECKPOINT_PART = 0.1
-"""A checkpoint fetches the server's part: that may take so much of the link's time."""
+"""The fraction of the link's time that checkpoints may take: each fetches the server's part."""
 
 
 @dataclass
 class SplitResult(TrainResult):
-    """What training gave. The module holds the trained weights. Bytes are those between edge and server."""
+    """The result of training a split. The module holds the trained weights. Bytes are those between edge and server."""
 
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(step, cut): from this step on, the layers before the cut were upstream."""
@@ -71,21 +72,21 @@ class SplitResult(TrainResult):
     bytes_down: int = 0
     """Features, gradients, and layers that changed sides."""
     bytes_moved: int = 0
-    """Of these, layers that changed sides."""
+    """The part of these bytes that were layers that changed sides."""
     step_seconds: list[float] = field(default_factory=list)
-    """Of each step, as rounds ended."""
+    """Seconds of each step, as rounds ended."""
     split: SplitProfile | None = None
-    """What the decisions were made from."""
+    """The profile that the decisions were made from."""
     deployment: Deployment | None = None
-    """The last one."""
+    """The last deployment."""
     rates: LinkRates | None = None
-    """What the link was taken to give at the beginning."""
+    """The rates that the link was assumed to have at the beginning."""
     set_rates: list[tuple[float, float, float]] = field(default_factory=list)
-    """Where the link followed a trace: seconds, bytes per second up and down."""
+    """The rates that were set where the link followed a trace: seconds, bytes per second up and down."""
 
 
 class SplitJob(Job):
-    """One call of `split_train`, with its two ends at hand."""
+    """The job of one `split_train` call, with its two ends at hand."""
 
     two: Two
     trace: LinkTrace | None
@@ -106,7 +107,7 @@ class SplitJob(Job):
     # Before it runs
 
     def prepared(self) -> PlannedRun:
-        """Measure both ends and the link, decide, predict."""
+        """Measure both ends and the link, decide, and return the plan with its prediction."""
         config, two, network, workload = self.settings, self.two, self.graph.network, self.workload
         coordinator, size = self.session.coordinator, workload.batch_size
         cluster, profile = measure(
@@ -119,9 +120,9 @@ class SplitJob(Job):
             side_of(config.edge_side), mode_of(config.mode), config.error_feedback, config.pack_gradients,
             slots(workload.optimizer), batch_norm_named(workload.batch_norm),
         )  # fmt: skip
-        wanted = SplitChoice(config.cut_in(network), config.widths, config.rival)
+        choice = SplitChoice(config.cut_in(network), config.widths, config.rival)
         self.steering = SplitController(
-            ends, self._profile(cluster, profile), rates, wanted,
+            ends, self._profile(cluster, profile), rates, choice,
             Course(self._phases(), workload.order.steps_per_epoch, self.start.steps_done, self.last_step),
             profile, cluster, backup_every=self.settings.backup_every,
             watch=LinkWatch(
@@ -133,7 +134,7 @@ class SplitJob(Job):
         return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)
 
     def _first_rates(self, coordinator: Coordinator) -> LinkRates:
-        """The trace's mean, or a look at the link."""
+        """Return the mean rates of the trace, or those of a short measurement of the link."""
         trace, two = self.trace, self.two
         if trace is None:
             return rates_of(*look_at_link(coordinator, two.edge, two.server))
@@ -168,24 +169,24 @@ class SplitJob(Job):
 
     @cached_property
     def _calibration(self) -> Calibration | None:
-        """What short trainings found, now or before, if that is wanted."""
+        """The result of short trainings, made now if the user asks for them, else earlier; None: there is none."""
         config, workload = self.settings, self.workload
         if config.calibrate_seconds:
-            found = calibrated(
+            result = calibrated(
                 self.graph, workload.data, self.test, workload.optimizer, batch_size=workload.batch_size,
                 data=config.data_name, seed=workload.seed, seconds=config.calibrate_seconds,
                 allowed_drop=config.allowed_drop, mode=mode_of(config.mode), say=self.say,
             )  # fmt: skip
         else:
-            kept = find_calibration(self.graph.network, config.data_name, workload.batch_size)
-            if kept is None or not kept.is_complete:
+            stored = find_calibration(self.graph.network, config.data_name, workload.batch_size)
+            if stored is None or not stored.is_complete:
                 return None
-            found = kept
-        self.record.event("calibrated", bits=found.bits, k=found.k, later_k=found.later_k, seconds=found.seconds)
-        return found
+            result = stored
+        self.record.event("calibrated", bits=result.bits, k=result.k, later_k=result.later_k, seconds=result.seconds)
+        return result
 
     def _least_bits(self) -> int | Mapping[int, int]:
-        """By cut: as the user says, as a calibration found it, or eight."""
+        """Return the fewest bits, for all cuts or by cut: as the user says, as a calibration found them, or eight."""
         if self.settings.bits != "auto":
             return min(self.settings.widths)
         if self.settings.least_bits is not None:
@@ -193,12 +194,12 @@ class SplitJob(Job):
         return LEAST_BITS if self._calibration is None else self._calibration.least_bits
 
     def _phases(self) -> Phases:
-        """K by epoch: as the user says, or as a calibration found it."""
+        """Return K by epoch: as the user says, or as a calibration found it."""
         if self.settings.k != "auto" or self._calibration is None:
             return self.settings.phases
         return self._calibration.phases(max(1, round(LATER_PART * self.workload.epochs)))
 
-    # What `Job.run` asks
+    # What `Job.run` calls
 
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
@@ -210,16 +211,16 @@ class SplitJob(Job):
         return self.steering.backups()
 
     def checkpoint_every(self, planned: PlannedRun) -> int:
-        """Not so often that fetching the server's part crowds the link."""
+        """Return the steps between checkpoints: so many that fetching the server's part does not crowd the link."""
         usual = super().checkpoint_every(planned)
         controller = self.steering
         running, rate = controller.engine.profile.running_bytes, self.rates.down_bytes_per_second
         before = running[controller.deployment.cut]
-        there = running[-1] - before if self.settings.edge_side == "upstream" else before
+        server_bytes = running[-1] - before if self.settings.edge_side == "upstream" else before
         seconds = controller.batch_seconds(controller.deployment)
-        if not there or not seconds or not rate:
+        if not server_bytes or not seconds or not rate:
             return usual
-        return max(usual, int(there / rate / CHECKPOINT_PART / seconds))
+        return max(usual, int(server_bytes / rate / CHECKPOINT_PART / seconds))
 
     # While it runs
 
@@ -236,15 +237,15 @@ class SplitJob(Job):
         least = 1 if controller.can_work_alone() else 2
         retry_policy = RetryPolicy("auto", least, 2, self.session.rejoin_seconds)
         with self._following() as following:
-            found, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
-        moved, between = controller.moved_bytes(), found.bytes_between
+            result, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
+        moved, between = controller.moved_bytes(), result.bytes_between
         up, down = (between.get(pair, 0) for pair in ((two.edge, two.server), (two.server, two.edge)))
-        own = {one.name: getattr(found, one.name) for one in fields(TrainResult)}
+        common = {entry.name: getattr(result, entry.name) for entry in fields(TrainResult)}
         return SplitResult(
-            **own, cuts=controller.cuts, changes=controller.changes, bytes_up=up + moved[0], bytes_down=down + moved[1],
-            bytes_moved=sum(moved), step_seconds=seconds, split=controller.engine.profile,
+            **common, cuts=controller.cuts, changes=controller.changes, bytes_up=up + moved[0],
+            bytes_down=down + moved[1], bytes_moved=sum(moved), step_seconds=seconds, split=controller.engine.profile,
             deployment=controller.deployment, rates=self.rates,
-            set_rates=[(one.seconds, one.up_bytes_per_second, one.down_bytes_per_second) for one in following.set]
+            set_rates=[(rate.seconds, rate.up_bytes_per_second, rate.down_bytes_per_second) for rate in following.set]
             if following is not None
             else [],
         )  # fmt: skip
@@ -261,7 +262,7 @@ class SplitJob(Job):
             yield following
 
     def tell(self, event: str, /, **facts: Any) -> None:
-        """Changes are told as what they are: another cut, K or width."""
+        """Log a change as what it is: another cut, K or width."""
         if event != "recovered":
             super().tell(event, **facts)
             return
@@ -276,7 +277,7 @@ class SplitJob(Job):
 
 
 def change_facts(change: Redeployed) -> dict[str, Any]:
-    """One change as it is written down."""
+    """Return one change as the run's record stores it."""
     return {
         "before": msgspec.to_builtins(change.before), "after": msgspec.to_builtins(change.after),
         "reason": change.reason, "step": change.step, "seconds": change.seconds, "bytes_moved": change.bytes_moved,
@@ -290,7 +291,7 @@ REASONS = {
 
 
 def deployment_text(deployment: Deployment, network: Network, alone: int) -> str:
-    """In words: where the cut is, how far ahead, how packed."""
+    """Return a deployment in words: where the cut is, how far the edge runs ahead, how features are packed."""
     if deployment.cut == alone:
         return "everything at the edge"
     k = "no bound" if deployment.k is None else f"K={deployment.k}"
@@ -306,12 +307,12 @@ def changed_text(change: Redeployed, network: Network, alone: int) -> str:
 
 
 def deployments(result: SplitResult, network: Network) -> list[tuple[int, str, str, float, int]]:
-    """From which step, what, why, seconds that getting there took, bytes that moved."""
+    """Return rows of: first step, deployment, reason, seconds that getting there took, bytes that moved."""
     assert result.deployment is not None
     alone = result.split.edge_only if result.split is not None else len(network.layers)
     first = result.changes[0].before if result.changes else result.deployment
     rows = [(result.cuts[0][0], deployment_text(first, network, alone), "the beginning", 0.0, 0)]
-    for one in result.changes:
-        text = deployment_text(one.after, network, alone)
-        rows.append((one.step, text, REASONS[one.reason], one.seconds, one.bytes_moved))
+    for change in result.changes:
+        text = deployment_text(change.after, network, alone)
+        rows.append((change.step, text, REASONS[change.reason], change.seconds, change.bytes_moved))
     return rows

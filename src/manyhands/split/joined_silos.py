@@ -1,4 +1,4 @@
-"""Devices that join with data of their own, by the command line: nothing of it is here, nor need a data set be."""
+"""Training by the command line over devices that join with data of their own: none of it need be here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def split_with_joined(config: SplitConfig) -> SplitResult:
 
 
 def _model(config: SplitConfig) -> tuple[nn.Module, Any, Any]:
-    """Return the model, its loss and held-out data; without --data a model of its usual size, and none is held out."""
+    """Return the model, its loss and held-out data; without --data a model of its usual size, and no held-out data."""
     import torch
 
     from manyhands.models import registry

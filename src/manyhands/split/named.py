@@ -1,4 +1,4 @@
-"""Trains a split by names, as `manyhands split train` does: a model, a data set, a paper's settings as a preset."""
+"""Train a split by names, as `manyhands split train` does: a model, a data set, a paper's settings as a preset."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def split_by_name(config: SplitConfig) -> SplitResult:
 
 
 def _data_and_preset(config: SplitConfig) -> tuple[DataSets, Hyper | None]:
-    """Return the data in the shape that the paper's settings ask for, and those settings."""
+    """Return the data in the shape that the paper's settings require, and those settings."""
     data = load_data(config.model, config.data, config.input)
     preset = preset_of(config, data)
     if preset is not None:

@@ -1,4 +1,4 @@
-"""A split as typed and as a plan: K by phase, where the network is cut, how many mini-batches make a round."""
+"""A split as arguments and as a plan: K by phase, where the network is cut, how many mini-batches make a round."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from manyhands.planner.split import WIDTHS, Bound, Deployment, Side
 from manyhands.planner.split_profile import parse_phases
 
 Phases = tuple[tuple[int, Bound], ...]
-"""From this epoch on, this K."""
+"""Pairs (epoch, K): from this epoch on, this K."""
 MODES: tuple[ReplayMode, ...] = ("grouped", "window")
 CONVENTIONAL = "cross-silo"
-"""A rival among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
+"""A baseline among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
 USUAL_K = 5
-"""Where K is "auto" and no calibration says otherwise."""
+"""The K where "auto" is given and no calibration says otherwise."""
 ROUND_BATCHES, WINDOW_BATCHES, UNBOUNDED_BATCHES = 24, 64, 32
-"""Mini-batches of a round, about: in groups, in a window, and without a bound, where all of them are kept."""
+"""Approximate mini-batches of a round: in groups, in a window, and without a bound, where all of them are kept."""
 ROUND_SECONDS = 10.0
-"""A lost server costs no more than a round."""
+"""About the longest time of a round: a lost server costs no more than one."""
 
 
 def phases_of(k: int | str | None) -> Phases:
-    """5, '5', '4@0,5@8' (4 from epoch 0, 5 from epoch 8), None or 'none' (no bound) -> K by epoch. 'auto': as usual."""
+    """Return K by epoch.
+
+    `k` is 5, '5', '4@0,5@8' (4 from epoch 0, 5 from epoch 8), None or 'none' (no bound), or 'auto': the usual K.
+    """
     if k == "auto":
         return ((0, USUAL_K),)
     if k is None or (isinstance(k, int) and not isinstance(k, bool) and k >= 0):
@@ -41,13 +44,16 @@ def phases_of(k: int | str | None) -> Phases:
 
 
 def phases_text(phases: Phases) -> str:
-    """As it is typed."""
+    """Return K by epoch as a user writes it."""
     words = [("none" if k is None else str(k), epoch) for epoch, k in phases]
     return words[0][0] if len(words) == 1 else ",".join(f"{word}@{epoch}" for word, epoch in words)
 
 
 def cut_of(cut: int | str, network: Network, candidates: Sequence[int], alone: int) -> int | None:
-    """The layer before which the network is cut: a number or a layer's name; 'auto': None; 'edge': not at all."""
+    """Return the layer before which the network is cut.
+
+    `cut` is its number or its name; 'auto': None is returned; 'edge': `alone`, no cut at all.
+    """
     text = str(cut)
     if text == "auto":
         return None
@@ -55,22 +61,22 @@ def cut_of(cut: int | str, network: Network, candidates: Sequence[int], alone: i
         return alone
     names = [layer.name for layer in network.layers]
     if text in names:
-        found = names.index(text)
+        index = names.index(text)
     elif text.isdecimal():
-        found = int(text)
+        index = int(text)
     else:
         raise unknown("layer to cut before", text, [*names, "auto", "edge"])
-    if found != alone and found not in candidates:
-        possible = ", ".join(f"{one} ({names[one]})" for one in candidates[:12])
+    if index != alone and index not in candidates:
+        possible = ", ".join(f"{candidate} ({names[candidate]})" for candidate in candidates[:12])
         raise BadValue(
             f"{network.name} cannot be cut before layer {text}: what crosses there is data, or was not activated.",
             hint=f"Possible: {possible or 'none'}{' ...' if len(candidates) > 12 else ''}; auto; edge (no cut).",
         )
-    return found
+    return index
 
 
 def bits_of(bits: int | str) -> tuple[int, ...]:
-    """Widths that features may be packed in; 'auto': any."""
+    """Return the widths that features may be packed in; 'auto': any."""
     if str(bits) == "auto":
         return WIDTHS
     if str(bits) not in map(str, WIDTHS):
@@ -79,9 +85,9 @@ def bits_of(bits: int | str) -> tuple[int, ...]:
 
 
 def mode_of(mode: str) -> ReplayMode:
-    for known in MODES:
-        if known == mode:
-            return known
+    for candidate in MODES:
+        if candidate == mode:
+            return candidate
     raise unknown("mode", mode, MODES)
 
 
@@ -99,12 +105,12 @@ def side_of(edge_side: str) -> Side:
 
 @dataclass(frozen=True)
 class Ends:
-    """Who is who in a split, and what does not change while it runs."""
+    """The two ends of a split, and what does not change while it runs."""
 
     network: str
     layers: int
     batch_size: int
-    """Samples of a mini-batch: of one step of the optimiser."""
+    """Samples of a mini-batch, that is, of one step of the optimiser."""
     edge: str = "edge"
     server: str = "server"
     edge_side: Side = "upstream"
@@ -123,15 +129,15 @@ class Ends:
         return deployment.cut == self.alone
 
     def round_batches(self, k: Bound, batch_seconds: float = 0.0) -> int:
-        """Mini-batches of a round: whole groups, and not for too long."""
+        """Return the mini-batches of a round: whole groups, and so many that it does not take too long."""
         group = 1 if k is None else k + 1
-        wanted = UNBOUNDED_BATCHES if k is None else WINDOW_BATCHES if self.mode == "window" else ROUND_BATCHES
-        if wanted * batch_seconds > ROUND_SECONDS:
-            wanted = math.ceil(ROUND_SECONDS / batch_seconds)
-        return math.ceil(wanted / group) * group
+        batches = UNBOUNDED_BATCHES if k is None else WINDOW_BATCHES if self.mode == "window" else ROUND_BATCHES
+        if batches * batch_seconds > ROUND_SECONDS:
+            batches = math.ceil(ROUND_SECONDS / batch_seconds)
+        return math.ceil(batches / group) * group
 
     def plan(self, deployment: Deployment, batch_seconds: float = 0.0) -> Plan:
-        """Two stages, or one where everything is at the edge."""
+        """Return the plan of a deployment: two stages, or one where everything is at the edge."""
         k: Bound
         if self.is_alone(deployment):
             stages: tuple[Stage, ...] = (Stage((0, self.layers), (self.edge,)),)
@@ -148,7 +154,7 @@ class Ends:
         )  # fmt: skip
 
     def deployment(self, plan: Plan) -> Deployment:
-        """What a plan of this split deploys."""
+        """Return the deployment of a plan of this split."""
         if len(plan.stages) == 1:
             return Deployment(self.alone)
         cut = plan.stages[1].layers[0]
@@ -157,7 +163,7 @@ class Ends:
 
 
 def parse_silos(text: str) -> dict[str, tuple[str, ...]] | None:
-    """'edge-a=left,edge-b=right+mask,server=target' -> which device has which inputs."""
+    """Return which device has which inputs, from text like 'edge-a=left,edge-b=right+mask,server=target'."""
     if not text:
         return None
     holders: dict[str, tuple[str, ...]] = {}

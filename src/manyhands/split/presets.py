@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def preset_of(config: SplitConfig, data: DataSets) -> Hyper | None:
-    """Return the paper's settings for this model and data, where they are asked for."""
+    """Return the paper's settings for this model and data, if the configuration asks for them."""
     return hyper(config.model, data.kind or config.data) if config.preset else None
 
 
 def optimizer_of(config: SplitConfig, preset: Hyper | None, steps_per_epoch: int) -> Optimizer:
-    """Return the optimiser that is given, the paper's, or the usual one; --lr goes before its learning rate."""
+    """Return the given optimiser, the paper's, or the usual one; --lr overrides its learning rate."""
     text = config.optimizer or (preset.optimizer_text(steps_per_epoch) if preset is not None else OPTIMIZER)
-    found = parse_optimizer(text)
+    optimizer = parse_optimizer(text)
     if config.lr is None:
-        return found
-    options = {**found.options, "lr": config.lr}
-    return Optimizer(found.name, schedule=found.schedule, **options)
+        return optimizer
+    options = {**optimizer.options, "lr": config.lr}
+    return Optimizer(optimizer.name, schedule=optimizer.schedule, **options)

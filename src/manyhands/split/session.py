@@ -1,4 +1,4 @@
-"""The two ends of a split made ready: processes of this machine, or an edge here and a cloud that is dialled."""
+"""The two ends of a split, made ready: processes of this machine, or an edge here and a cloud that is dialled."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from manyhands.session.session import Say, Session
 from manyhands.transport.keys import Role
 
 LOCAL_SILENCE_SECONDS = 5.0
-"""An end of this machine that says nothing for so long is lost: both share its cores, with whoever else is there."""
+"""An end on this machine that sends nothing for so long is lost: both share its cores with all other processes."""
 
 EDGE, SERVER = "edge", "server"
 INVITE_SECONDS = 30.0
 ENOUGH_SECONDS = 0.05
-"""A transfer that takes so long tells the rate of its link."""
+"""A transfer that takes so long is enough to measure the rate of its link."""
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """Where the server listens, and what it must be told."""
+    """The address at which the server listens, and the token that it requires."""
 
     host: str
     port: int
@@ -48,7 +48,7 @@ class Cloud:
 
         if not token and not knows_any(Role.WORKER):
             raise BadValue(
-                f"The cloud at {address:.80} wants a token; `manyhands split serve` tells it there.",
+                f"The cloud at {address:.80} requires a token; `manyhands split serve` prints it there.",
                 hint="Give it once: --token-file FILE, MANYHANDS_TOKEN, or --token TOKEN.",
             )
 
@@ -56,7 +56,7 @@ class Cloud:
 
 
 class Looked(NamedTuple):
-    """What was sent one way to learn its rate, and how long that took; 0 bytes: nothing was."""
+    """The bytes that were sent one way to measure its rate, and how long that took; 0 bytes: none were sent."""
 
     byte_count: int
     seconds: float
@@ -88,8 +88,11 @@ def open_two(
     limit_seconds: float = JOIN_SECONDS,
     silence_seconds: float = LOCAL_SILENCE_SECONDS,
 ) -> Iterator[Two]:
-    """The edge is a process of this machine. So is the server, unless a cloud is named: that one is dialled, and again
-    whenever it is lost. A slowdown makes an end take so many times as long: for a device that is not at hand."""
+    """Yield an edge and a server.
+
+    The edge is a process of this machine. So is the server, unless a cloud is named: that one is dialled, and again
+    whenever it is lost. A slowdown makes an end take so many times as long, to stand for a device that is not at hand.
+    """
     for name, factor in (("edge_slowdown", edge_slowdown), ("server_slowdown", server_slowdown)):
         if not 1 <= factor < float("inf"):
             raise BadValue(f"{name} is {factor}; it must be 1 or more.")
@@ -102,7 +105,7 @@ def open_two(
         workers = [WorkerProcess((EDGE,), slowdown=edge_slowdown)]
         if cloud is None:
             workers.append(WorkerProcess((SERVER,), slowdown=server_slowdown))
-        coordinator.wanted = {name for one in workers for name in one.names}
+        coordinator.wanted = {name for worker in workers for name in worker.names}
         coordinator.start_workers(workers, threads, limit_seconds)
         server = SERVER
         if cloud is not None:
@@ -114,22 +117,22 @@ def open_two(
 
 
 def two(coordinator: Coordinator, edge: str, server: str, threads: int = 0) -> Two:
-    """Of members that are there. Each is measured for itself: they may be as unequal as they like."""
-    known = {member.name: member.device for member in coordinator.alive()}
+    """Return a session of two members that have joined. Each is measured separately: they may differ in any way."""
+    devices = {member.name: member.device for member in coordinator.alive()}
     for name in (edge, server):
-        if name not in known:
-            raise BadValue(f"No worker called {name} has joined; there are {', '.join(known) or 'none'}.")
-    cluster = Cluster.local(1).with_devices("split", (known[edge], known[server]))
+        if name not in devices:
+            raise BadValue(f"No worker called {name} has joined; there are {', '.join(devices) or 'none'}.")
+    cluster = Cluster.local(1).with_devices("split", (devices[edge], devices[server]))
     return Two(Session(coordinator, cluster, False, threads, has_links=True, kind="split-"), edge, server)
 
 
 def linked(cluster: Cluster, edge: str, server: str, rates: LinkRates) -> Cluster:
-    """The cluster with the link between the two as it is known."""
+    """Return the cluster with the link between the two as it was measured."""
     delay = rates.delay_seconds
-    up, down = (Link(max(one, 1.0), delay) for one in (rates.up_bytes_per_second, rates.down_bytes_per_second))
+    up, down = (Link(max(rate, 1.0), delay) for rate in (rates.up_bytes_per_second, rates.down_bytes_per_second))
     devices = tuple(
-        msgspec.structs.replace(one, up_bytes_per_second=float("inf"), down_bytes_per_second=float("inf"))
-        for one in cluster.devices
+        msgspec.structs.replace(device, up_bytes_per_second=float("inf"), down_bytes_per_second=float("inf"))
+        for device in cluster.devices
     )
     links = (DirectedLink(edge, server, up), DirectedLink(server, edge, down))
     return Cluster(cluster.name, devices, cluster.link, links)
@@ -138,19 +141,21 @@ def linked(cluster: Cluster, edge: str, server: str, rates: LinkRates) -> Cluste
 def look_at_link(
     coordinator: Coordinator, edge: str, server: str, up: int = LEAST_PROBE_BYTES, down: int = LEAST_PROBE_BYTES
 ) -> tuple[Looked, Looked]:
-    """Send so many bytes up and down, and more and more of them until they take long enough to tell. Nothing else may
-    run meanwhile."""
+    """Send so many bytes up and down, and more and more until they take long enough to measure; return what was found.
+
+    Nothing else may run meanwhile.
+    """
     sizes = {edge: up, server: down}
-    found = {edge: Looked(0, 0.0, 0.0), server: Looked(0, 0.0, 0.0)}
+    looks = {edge: Looked(0, 0.0, 0.0), server: Looked(0, 0.0, 0.0)}
     while any(sizes.values()):
         for name, link in probe_pair(coordinator, (edge, server), sizes).items():
             size, seconds = sizes[name], sizes[name] / link.bytes_per_second
-            found[name] = Looked(size, seconds, link.delay_seconds)
+            looks[name] = Looked(size, seconds, link.delay_seconds)
             is_enough = seconds >= ENOUGH_SECONDS or size >= MOST_PROBE_BYTES
             sizes[name] = 0 if is_enough else min(4 * size, MOST_PROBE_BYTES)
-    return found[edge], found[server]
+    return looks[edge], looks[server]
 
 
 def rates_of(up: Looked, down: Looked) -> LinkRates:
-    """What a look in both directions says."""
+    """Return the rates that a measurement in both directions found, and the shorter of the two delays."""
     return LinkRates(up.rate, down.rate, min(up.delay_seconds, down.delay_seconds))

@@ -1,7 +1,7 @@
-"""Several edges, each with features of its own of the same samples, and a server that joins them: one training job.
+"""The training job of several edges, each with its own features of the same samples, and a server that joins them.
 
-Every edge runs the layers that read its inputs, ahead of the gradients as K lets it; the server has the rest and the
-loss (schedule/replay.py). K may go by epoch; where the network is cut follows from who has what.
+Every edge runs the layers that read its inputs, as far ahead of the gradients as K allows; the server has the rest and
+the loss (schedule/replay.py). K may go by epoch; where the network is cut follows from which device has which inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SILO_BASELINES: dict[str, dict[str, Any]] = {
 
 
 def as_baseline(config: SplitConfig) -> SplitConfig:
-    """What a rival fixes."""
+    """Return the configuration with the options that its baseline fixes."""
     if not config.rival:
         return config
     if config.rival not in SILO_BASELINES:
@@ -56,13 +56,13 @@ def as_baseline(config: SplitConfig) -> SplitConfig:
 
 
 def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: str, codec: Codec) -> tuple[Stage, ...]:
-    """For each edge the layers that read its inputs alone, one edge after another; the rest for the server."""
+    """Return for each edge a stage of the layers that read its inputs alone, one after another; then the server's."""
     places: dict[str, tuple[int, int]] = {}
     edge, cut = "", 0
-    owners = list(_owners(network, {name: own for name, own in holders.items() if name != server}))
+    owners = list(_owners(network, {name: inputs for name, inputs in holders.items() if name != server}))
     for index, allowed in enumerate(owners):
-        if len(allowed) > 1:  # made from what several have: it goes with what comes next
-            later = next((own for own in owners[index:] if len(own) < 2), allowed)
+        if len(allowed) > 1:  # several have all it is made from: it goes with what comes next
+            later = next((names for names in owners[index:] if len(names) < 2), allowed)
             allowed = later & allowed or allowed
         if edge not in allowed:
             edge = next((name for name in sorted(allowed) if name not in places), "")
@@ -72,9 +72,9 @@ def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: 
         cut = index + 1
     missing = [name for name in holders if name != server and name not in places]
     if missing or cut == len(network.layers):
-        who = ", ".join(missing) or server
+        idle = ", ".join(missing) or server
         raise BadValue(
-            f"{network.name} gives {who} no layers of its own.",
+            f"{network.name} gives {idle} no layers of its own.",
             hint="forward must run each device's inputs through layers of their own, and join what these give.",
         )
     _check_raw(network, places)
@@ -84,19 +84,19 @@ def silo_stages(network: Network, holders: Mapping[str, Sequence[str]], server: 
 
 
 def _owners(network: Network, holders: Mapping[str, Sequence[str]]) -> Iterator[frozenset[str]]:
-    """For each layer, the edges that have all it is made from; constants are with everybody."""
-    known = {one: frozenset(edge for edge, own in holders.items() if one in own) for one in network.inputs}
+    """Yield for each layer the edges that have all it is made from; every edge has the constants."""
+    owners = {name: frozenset(edge for edge, inputs in holders.items() if name in inputs) for name in network.inputs}
     for layer in network.layers:
-        found = frozenset(holders)
+        layer_owners = frozenset(holders)
         for op in network.ops[layer.first : layer.last]:
-            own = frozenset(holders).intersection(*(known[name] for name in op.inputs))
-            known |= dict.fromkeys(op.outputs, own)
-            found &= own
-        yield found
+            op_owners = frozenset(holders).intersection(*(owners[name] for name in op.inputs))
+            owners |= dict.fromkeys(op.outputs, op_owners)
+            layer_owners &= op_owners
+        yield layer_owners
 
 
 def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
-    """Data itself, or what was made of it without a weight, does not leave."""
+    """Refuse stages of which data itself, or what was made of it without a weight, would leave an edge."""
     raw = set(network.inputs)
     for op in network.ops:
         if not op.weights and op.inputs and all(name in raw for name in op.inputs):
@@ -113,14 +113,14 @@ def _check_raw(network: Network, places: Mapping[str, tuple[int, int]]) -> None:
 
 
 class SiloController:
-    """Both the `Controller` and the `Replan` of such a job: only K changes, by epoch; nobody can be done without."""
+    """The `Controller` and also the `Replan` of such a job: only K changes, by epoch; no device can be spared."""
 
     def __init__(
         self, stages: tuple[Stage, ...], ends: Ends, phases: Phases, steps_per_epoch: int, measured: Profile,
-        cluster: Cluster, joined: JoinedSilos, own: Dataset[Any] | None, first_step: int,
+        cluster: Cluster, joined: JoinedSilos, data: Dataset[Any] | None, first_step: int,
     ) -> None:  # fmt: skip
         self.stages, self.ends, self.phases, self.steps_per_epoch = stages, ends, phases, steps_per_epoch
-        self.measured, self.cluster, self.joined, self.own = measured, cluster, joined, own
+        self.measured, self.cluster, self.joined, self.own = measured, cluster, joined, data
         self.steps = first_step
         self._members = self._present()
         self.plan = self.plan_at(first_step)
@@ -142,7 +142,7 @@ class SiloController:
 
     def stop_at(self, step: int) -> int | None:
         starts = [epoch * self.steps_per_epoch for epoch, _ in self.phases]
-        return next((one for one in starts if one > step), None)
+        return next((start for start in starts if start > step), None)
 
     def should_change(self, steps_done: int) -> bool:
         self.steps = steps_done
@@ -175,16 +175,16 @@ class SiloController:
 
 
 class SiloJob(Job):
-    """One call of `split_train` with two edges or more."""
+    """The job of one `split_train` call with two edges or more."""
 
     joined: JoinedSilos
     trace: LinkTrace | None
     steering: SiloController
     last_planned: PlannedRun
 
-    def among(self, joined: JoinedSilos, trace: LinkTrace | None, own: Dataset[Any] | None) -> Self:
+    def among(self, joined: JoinedSilos, trace: LinkTrace | None, data: Dataset[Any] | None) -> Self:
         """Return the job with the devices that have silos, the trace of their links, and the data at hand."""
-        self.joined, self.trace, self.own = joined, trace, own
+        self.joined, self.trace, self.own = joined, trace, data
         if self.settings.cut != "auto" or self.settings.edge_side != "upstream":
             raise BadValue("With several edges the network is cut where their features meet.", hint="Leave out cut.")
         return self
@@ -196,11 +196,11 @@ class SiloJob(Job):
         return as_baseline(self.config)
 
     def prepared(self) -> PlannedRun:
-        config, network, workload, found = self.settings, self.graph.network, self.workload, self.joined
+        config, network, workload, joined = self.settings, self.graph.network, self.workload, self.joined
         size = workload.batch_size
         bits = LEAST_BITS if config.bits == "auto" else int(config.bits)
         codec = Codec(bits, config.error_feedback, config.pack_gradients)
-        stages = silo_stages(network, found.holders, found.server, codec)
+        stages = silo_stages(network, joined.holders, joined.server, codec)
         cluster, profile = measure(
             self.session, self.graph, size, optimizer=workload.optimizer, say=self.say, ladder=(size,)
         )
@@ -210,13 +210,13 @@ class SiloJob(Job):
             optimizer_slots=slots(workload.optimizer), batch_norm=batch_norm_named(workload.batch_norm),
         )  # fmt: skip
         self.steering = SiloController(
-            stages, ends, config.phases, workload.order.steps_per_epoch, profile, cluster, found, self.own,
+            stages, ends, config.phases, workload.order.steps_per_epoch, profile, cluster, joined, self.own,
             self.start.steps_done,
         )  # fmt: skip
         return self.checked(resolve(self.steering.plan, network, cluster), cluster, profile)
 
     def _linked(self, cluster: Cluster) -> Cluster:
-        """Each edge's link to the server as it is, or as the trace has it."""
+        """Return the cluster with each edge's link to the server as measured, or as the trace has it."""
         links = []
         for edge in self.joined.edges:
             if self.trace is not None:
@@ -230,7 +230,7 @@ class SiloJob(Job):
             ]
         return Cluster(cluster.name, cluster.devices, cluster.link, tuple(links))
 
-    # What `Job.run` asks
+    # What `Job.run` calls
 
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         return self.steering
@@ -253,13 +253,13 @@ class SiloJob(Job):
         count = len(self.joined.edges) + 1
         retry_policy = RetryPolicy("auto", count, count, self.session.rejoin_seconds)
         with self._following():
-            found, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
-        server, between = self.joined.server, found.bytes_between
+            result, self.last_planned = self.run(planned, stepped, "auto", retry_policy)
+        server, between = self.joined.server, result.bytes_between
         stage = planned.plan.stages[-1]
         cut = stage.layers[0]
         assert isinstance(cut, int), "resolved plans name layers by their numbers"
         return SplitResult(
-            **{one.name: getattr(found, one.name) for one in fields(TrainResult)},
+            **{entry.name: getattr(result, entry.name) for entry in fields(TrainResult)},
             cuts=[(self.start.steps_done, cut)], step_seconds=seconds,
             bytes_up=sum(size for (_, to), size in between.items() if to == server),
             bytes_down=sum(size for (source, _), size in between.items() if source == server),
@@ -268,7 +268,7 @@ class SiloJob(Job):
 
     @contextlib.contextmanager
     def _following(self) -> Iterator[None]:
-        """Every edge has a link of its own that follows the trace."""
+        """Make each edge's own link follow the trace while this lasts."""
         if self.trace is None:
             yield
             return

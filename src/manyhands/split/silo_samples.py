@@ -1,4 +1,4 @@
-"""Samples of which a part is in silos, as whoever feeds them sees them: numbers, or made-up examples."""
+"""Samples of which a part is in silos, as the process that feeds them sees them: numbers, or made-up examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXAMPLES = 8
 
 
 def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """One sample's inputs by the names of the model's arguments."""
+    """Return one sample's inputs by the names of the model's arguments."""
     parameters = list(inspect.signature(model.forward).parameters)
     if isinstance(inputs, dict):
         strange = [name for name in inputs if name not in parameters]
@@ -37,22 +37,22 @@ def named_inputs(model: nn.Module, inputs: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a sample is made of, here and elsewhere."""
+    """The parts of a sample, here and elsewhere."""
 
     model: nn.Module
     inputs: tuple[str, ...]
-    """Those in silos."""
+    """The inputs that are in silos."""
     has_target: bool
-    """Whether a silo has it."""
+    """Whether a silo has the target."""
     own: Dataset[Any] | None
-    """The rest."""
+    """The data set at hand, with the rest."""
     places: torch.Tensor | None
     """Sample -> its number in the data set at hand."""
     count: int
 
 
 class Samples(Dataset[Any]):
-    """A number for whatever is in a silo, the rest as the data set at hand has it."""
+    """A data set with a number for whatever is in a silo, and the rest as the data set at hand has it."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.own = parts, parts.own
@@ -71,8 +71,8 @@ class Samples(Dataset[Any]):
             assert parts.places is not None
             inputs, target = parts.own[int(parts.places[index])]
         if parts.inputs:
-            kept = named_inputs(parts.model, inputs)
-            inputs = {name: kept[name] for name in kept if name not in parts.inputs}
+            named = named_inputs(parts.model, inputs)
+            inputs = {name: named[name] for name in named if name not in parts.inputs}
             inputs |= {name: self._stands_in(name, index) for name in parts.inputs}
         return inputs, self._stands_in(TARGET, index) if parts.has_target else target
 
@@ -81,7 +81,7 @@ class Samples(Dataset[Any]):
 
 
 class Examples(Samples):
-    """The first samples, made up where they are not here."""
+    """A data set of examples: like `Samples`, with made-up values for whatever is not here."""
 
     def __init__(self, parts: Parts, entries: Mapping[str, TensorEntry]) -> None:
         super().__init__(parts)
@@ -90,14 +90,14 @@ class Examples(Samples):
     def _stands_in(self, name: str, index: int) -> torch.Tensor:
         entry = self.entries[name]
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        if not dtype.is_floating_point:  # a class, or a place in a table: one that there surely is
+        if not dtype.is_floating_point:  # a class, or an index into a table: one that surely exists
             return torch.full(entry.shape, index % 2).to(dtype)
         drawn = numpy.random.default_rng(index % _EXAMPLES).standard_normal(math.prod(entry.shape))
         return torch.from_numpy(drawn.reshape(entry.shape)).to(dtype)
 
 
 class Named(Dataset[Any]):
-    """The same samples, inputs by name."""
+    """A data set of the same samples, with their inputs by name."""
 
     def __init__(self, model: nn.Module, data: Dataset[Any]) -> None:
         self.model, self.data = model, data

@@ -1,7 +1,7 @@
 """Data that stays where it is: silos of edges and of the server, joined by sample id (SPLIT's cross-silo setting).
 
-Every device has some inputs, or the target, of the same samples in a file of its own. Nobody else sees them, nor does
-the coordinator: it learns which samples all have (digests of ids), agrees on an order, and sends rows' numbers.
+Every device has some inputs, or the target, of the same samples in a file of its own. No other device sees them, nor
+does the coordinator: it learns which samples all have (by digests of ids), agrees on an order, and sends row numbers.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class JoinedSilos:
     edges: tuple[str, ...]
     server: str
     holders: dict[str, tuple[str, ...]]
-    """Device -> what it has."""
+    """Device -> the inputs that it has, or "target"."""
     example: Dataset[Any]
     """Samples as the network takes them, to capture it by; those in silos are made up."""
     samples: Dataset[Any]
-    """What is fed: a sample's number stands for whatever is in a silo."""
+    """The samples that are fed: a sample's number stands for whatever is in a silo."""
     fingerprint: str
-    """Of the samples, in their order: a run goes on with the same."""
+    """The fingerprint of the samples in their order: a resumed run must have the same."""
     named: Callable[[Dataset[Any] | None], Dataset[Any] | None] = field(default=lambda data: data)
-    """A data set with its inputs by name, as the network is called."""
+    """Returns a data set with its inputs by name, as the network is called."""
 
     @property
     def has_labels_there(self) -> bool:
@@ -67,7 +67,7 @@ class JoinedSilos:
 
     @property
     def two(self) -> Two:
-        """Where there is one edge."""
+        """The two ends, where there is one edge."""
         return Two(self.session, self.edges[0], self.server)
 
 
@@ -85,19 +85,19 @@ def joined(
     silence_seconds: float = LOCAL_SILENCE_SECONDS,
     limit_seconds: float = JOIN_SECONDS,
 ) -> Iterator[JoinedSilos]:
-    """Devices that have their data, and samples that all have.
+    """Yield devices that have their data, and the samples that all of them have.
 
     Without a cloud, `data` is divided: each device of `silos` gets a file of what it is to have, in a temporary folder,
-    and a process that is given this file only. Else who has what is what the workers say (`--silo FILE`). `silos` None:
-    the server has the target, or with a cloud, whatever is there.
+    and a process that is given only this file. With a cloud, the workers say what each has (`--silo FILE`). `silos`
+    None: the server has the target or, with a cloud, the devices have whatever their files hold.
     """
     with contextlib.ExitStack() as stack:
         if cloud is None:
-            wanted = _checked(model, data, silos or {SERVER: (TARGET,)})
+            assigned = _checked(model, data, silos or {SERVER: (TARGET,)})
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhands-silos-")))
             assert data is not None
-            files = _divided(model, data, wanted, folder)
-            edges = tuple(name for name in wanted if name != SERVER) or (EDGE,)
+            files = _divided(model, data, assigned, folder)
+            edges = tuple(name for name in assigned if name != SERVER) or (EDGE,)
             slow = dict.fromkeys(edges, edge_slowdown) | {SERVER: server_slowdown}
             session = stack.enter_context(_started(slow, files, folder, threads, silence_seconds, limit_seconds))
             server = SERVER
@@ -105,24 +105,24 @@ def joined(
             session, edges, server = stack.enter_context(_found(cloud, say, edge_slowdown, threads, silence_seconds))
         holders = _holders(session.coordinator, (*edges, server), silos)
         edges = tuple(name for name in edges if name in holders) or edges[:1]
-        found = _agreed(model, data, session, edges, server, holders)
+        result = _agreed(model, data, session, edges, server, holders)
         if say is not None:
-            count = length(found.samples)
+            count = length(result.samples)
             say(f"{count:,} samples are with all of {', '.join(holders)}")
         try:
-            yield found
+            yield result
         finally:
             session.coordinator.silos = {}
 
 
 def check_again(coordinator: Coordinator, joined: JoinedSilos, data: Dataset[Any] | None) -> None:
-    """Whoever came back must have the same samples; its rows may lie otherwise."""
+    """Check that a device that came back has the same samples; its rows may be in another order."""
     fingerprint, rows = agreed(_told(coordinator, tuple(joined.holders), data if _is_read(joined) else None))
     if fingerprint != joined.fingerprint:
         raise BadData(
             "A device came back with other samples than it had.", hint="Start it with the file it had, and resume."
         )
-    coordinator.silos = {name: SiloContent(frozenset(own), rows[name]) for name, own in joined.holders.items()}
+    coordinator.silos = {name: SiloContent(frozenset(inputs), rows[name]) for name, inputs in joined.holders.items()}
 
 
 def _is_read(joined: JoinedSilos) -> bool:
@@ -137,7 +137,7 @@ def _started(
     slow: Mapping[str, float], files: Mapping[str, Path], folder: Path, threads: int, silence_seconds: float,
     limit_seconds: float,
 ) -> Iterator[Session]:  # fmt: skip
-    """A process of this machine for each device, with its own file and no other."""
+    """Yield a session with a process of this machine for each device, with its own file and no other."""
     with Coordinator(
         logs=folder / "workers",
         heartbeat_timeout_seconds=silence_seconds,
@@ -162,19 +162,22 @@ def _session(coordinator: Coordinator, names: Sequence[str], threads: int) -> Se
 def _found(
     cloud: Cloud | Two | Coordinator, say: Say | None, edge_slowdown: float, threads: int, silence_seconds: float
 ) -> Iterator[tuple[Session, tuple[str, ...], str]]:
-    """Workers that are there: the server is the one called so, or the only one that has no input."""
+    """Yield a session of workers that have joined, the edges and the server.
+
+    The server is the worker called so, or the only one that has no input.
+    """
     if isinstance(cloud, Coordinator):
         members = [member.name for member in cloud.alive()]
         lonely = [
             name for name in members
-            if (silo := cloud.members[name].facts.silo) is None or all(_is_target(one.name) for one in silo.arrays)
+            if (silo := cloud.members[name].facts.silo) is None or all(_is_target(array.name) for array in silo.arrays)
         ]  # fmt: skip
         server = SERVER if SERVER in members else lonely[0] if len(lonely) == 1 else ""
         if not server:
             raise BadValue(
                 f"Which of {', '.join(members) or 'no workers'} joins the others' features?", hint="Name it server."
             )
-        edges = tuple(sorted(name for name in members if name != server))  # who joined first is chance
+        edges = tuple(sorted(name for name in members if name != server))  # the order of joining is chance
         if not edges:
             raise BadValue(f"Only {server} has joined.", hint="On each edge: manyhands worker --silo FILE --name NAME")
         yield _session(cloud, (*edges, server), 0), edges, server
@@ -192,33 +195,33 @@ def _is_target(name: str) -> bool:
 
 
 def _holders(coordinator: Coordinator, names: Sequence[str], silos: Silos | None) -> dict[str, tuple[str, ...]]:
-    """Who has what, as the workers say it; where `silos` says it too, that much of it and no more."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return what each device has, as the workers say; where `silos` says it too, that much of it and no more."""
+    holders: dict[str, tuple[str, ...]] = {}
     for name in names:
         silo = coordinator.members[name].facts.silo
-        has = tuple(one.name for one in silo.arrays) if silo is not None else ()
-        wanted = has if silos is None else tuple(silos.get(name, ()))
-        missing = [one for one in wanted if one not in has]
+        has = tuple(array.name for array in silo.arrays) if silo is not None else ()
+        inputs = has if silos is None else tuple(silos.get(name, ()))
+        missing = [input_name for input_name in inputs if input_name not in has]
         if missing:
             raise BadValue(
                 f"{name} has no {', '.join(missing)}; it has {', '.join(has) or 'no silo'}.",
                 hint="Start it with its file: manyhands worker --silo FILE, manyhands split serve --silo FILE",
             )
-        if wanted:
-            found[name] = wanted
-    if not found:
+        if inputs:
+            holders[name] = inputs
+    if not holders:
         raise BadValue(
             "No worker has data of its own.",
             hint="Start one with a file: manyhands worker --silo FILE, manyhands split serve --silo FILE",
         )
-    return found
+    return holders
 
 
 # Files
 
 
 def _checked(model: nn.Module, data: Dataset[Any] | None, silos: Silos) -> dict[str, tuple[str, ...]]:
-    """Who is to get what of a data set."""
+    """Return which device is to get which parts of a data set."""
     if data is None or not length(data):
         raise BadValue("There is no data to divide among the silos.", hint="Give a data set, or workers with silos.")
     inputs, target = data[0]
@@ -242,15 +245,18 @@ def _checked(model: nn.Module, data: Dataset[Any] | None, silos: Silos) -> dict[
 def _divided(
     model: nn.Module, data: Dataset[Any], silos: Mapping[str, tuple[str, ...]], folder: Path
 ) -> dict[str, Path]:
-    """Device -> a file of its own; ids are the samples' numbers, unless the data set has `ids`."""
-    names = {name for own in silos.values() for name in own}
+    """Write a file of its own for each device, and return device -> file.
+
+    Ids are the samples' numbers, unless the data set has `ids`.
+    """
+    names = {name for inputs in silos.values() for name in inputs}
     rows: dict[str, list[numpy.ndarray]] = {name: [] for name in sorted(names)}
     for index in range(length(data)):
         inputs, target = data[index]
         values = named_inputs(model, inputs) if names - {TARGET} else {}
-        for name, own in rows.items():
-            own.append(numpy.asarray(target if name == TARGET else values[name]))
-    arrays = {name: numpy.stack(own) for name, own in rows.items()}
+        for name, column in rows.items():
+            column.append(numpy.asarray(target if name == TARGET else values[name]))
+    arrays = {name: numpy.stack(column) for name, column in rows.items()}
     files = {device: folder / f"{device}.npz" for device in silos}
     for device, path in files.items():
         write_silo(path, ids_of(data), {name: arrays[name] for name in silos[device]})
@@ -258,18 +264,18 @@ def _divided(
 
 
 def ids_of(data: Dataset[Any]) -> Sequence[Any]:
-    """Of a data set that has none: the samples' numbers."""
-    own = getattr(data, "ids", None)
-    return range(length(data)) if own is None else list(own)
+    """Return the ids of a data set; of one that has none, the samples' numbers."""
+    ids = getattr(data, "ids", None)
+    return range(length(data)) if ids is None else list(ids)
 
 
 # Samples
 
 
-def _told(coordinator: Coordinator, names: Sequence[str], own: Dataset[Any] | None) -> dict[str, bytes]:
-    """Digests of everybody's ids; the order is that of the data at hand, or else of the first device's."""
-    told = {} if own is None else {COORDINATOR: digests_of(ids_of(own))}
-    return told | ask_ids(coordinator, names)
+def _told(coordinator: Coordinator, names: Sequence[str], data: Dataset[Any] | None) -> dict[str, bytes]:
+    """Return digests of every device's ids; the order is that of the data at hand, or else of the first device's."""
+    digests = {} if data is None else {COORDINATOR: digests_of(ids_of(data))}
+    return digests | ask_ids(coordinator, names)
 
 
 def _agreed(
@@ -277,20 +283,21 @@ def _agreed(
     holders: dict[str, tuple[str, ...]],
 ) -> JoinedSilos:  # fmt: skip
     coordinator = session.coordinator
-    away = {name for own in holders.values() for name in own}
+    away = {name for names in holders.values() for name in names}
     inputs = sorted(name for name in away if not _is_target(name))
-    taken = set(inspect.signature(model.forward).parameters)
-    strange = [name for name in inputs if name not in taken]
+    parameters = set(inspect.signature(model.forward).parameters)
+    strange = [name for name in inputs if name not in parameters]
     if strange:
         raise BadValue(
-            f"A silo has {', '.join(strange)}; {type(model).__name__} takes {', '.join(sorted(taken))} and a {TARGET}."
+            f"A silo has {', '.join(strange)}; {type(model).__name__} takes {', '.join(sorted(parameters))} "
+            f"and a {TARGET}."
         )
-    own = data if _kept_here(model, data, inputs) or TARGET not in away else None
-    wanted = {*_required(model), TARGET}
-    if own is None and not wanted <= away:
-        lacking = ", ".join(sorted(wanted - away))
+    at_hand = data if _kept_here(model, data, inputs) or TARGET not in away else None
+    required = {*_required(model), TARGET}
+    if at_hand is None and not required <= away:
+        lacking = ", ".join(sorted(required - away))
         raise BadValue(f"No silo has {lacking}, and no data set was given.", hint="Look at the files of --silo.")
-    fingerprint, rows = agreed(_told(coordinator, tuple(holders), own))
+    fingerprint, rows = agreed(_told(coordinator, tuple(holders), at_hand))
     coordinator.silos = {name: SiloContent(frozenset(names), rows[name]) for name, names in holders.items()}
     entries: dict[str, TensorEntry] = {}
     for name in holders:
@@ -298,20 +305,20 @@ def _agreed(
         assert silo is not None
         for entry in silo.arrays:
             _check_entry(name, entry)
-            known = entries.setdefault(entry.name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype) and entry.name in holders[name]:
-                raise BadData(f"{name} has {entry.name} of shape {entry.shape}; another has {known.shape}.")
+            earlier = entries.setdefault(entry.name, entry)
+            if (earlier.shape, earlier.dtype) != (entry.shape, entry.dtype) and entry.name in holders[name]:
+                raise BadData(f"{name} has {entry.name} of shape {entry.shape}; another has {earlier.shape}.")
     count = len(next(iter(rows.values())))
     places = rows.get(COORDINATOR)
-    parts = Parts(model, tuple(inputs), TARGET in away, own, places, count)
+    parts = Parts(model, tuple(inputs), TARGET in away, at_hand, places, count)
     return JoinedSilos(
         session, edges, server, holders, Examples(parts, entries), Samples(parts), fingerprint,
-        named=lambda given: Named(model, given) if given is not None and inputs else given,
+        named=lambda dataset: Named(model, dataset) if dataset is not None and inputs else dataset,
     )  # fmt: skip
 
 
 def _check_entry(device: str, entry: TensorEntry) -> None:
-    """What a worker says of a sample, before memory is taken for one."""
+    """Check what a worker says of a sample, before memory is allocated for one."""
     is_known = entry.dtype in DTYPE_BYTES and all(extent >= 0 for extent in entry.shape)
     if not is_known or math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] > MOST_SAMPLE_BYTES:
         raise BadData(
@@ -321,9 +328,9 @@ def _check_entry(device: str, entry: TensorEntry) -> None:
 
 
 def check_resumed(folder: Path, joined: JoinedSilos) -> None:
-    """A run goes on with the samples it had."""
-    known = read_config(folder).get("ids")
-    if known != joined.fingerprint:
+    """Check that a run goes on with the samples it had."""
+    stored = read_config(folder).get("ids")
+    if stored != joined.fingerprint:
         raise BadValue(
             f"{folder} was trained on other samples, or in another order, than the silos have now.",
             hint="Give the files it had, or start a new run.",
@@ -333,11 +340,11 @@ def check_resumed(folder: Path, joined: JoinedSilos) -> None:
 def _required(model: nn.Module) -> list[str]:
     parameters = inspect.signature(model.forward).parameters.values()
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.default is one.empty and one.kind in plain]
+    return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind in plain]
 
 
 def _kept_here(model: nn.Module, data: Dataset[Any] | None, away: Sequence[str]) -> set[str]:
-    """Inputs that no silo has."""
+    """Return the inputs that no silo has."""
     if data is None:
         return set()
     return set(named_inputs(model, data[0][0])) - set(away)

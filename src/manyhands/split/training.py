@@ -1,8 +1,8 @@
 """`mh.split_train`: an edge that has the data, and a server, train one network over a changing link (SPLIT).
 
 The network is cut in two. The edge runs ahead of the gradients that come back and replays (schedule/replay.py);
-features travel packed; where the cut is, how far the edge runs ahead and how many bits a feature has follows the link
-(controller.py). Everything else is a training job like any other (job.py, job.py).
+features travel packed; where the cut is, how far the edge runs ahead and how many bits a feature has follow the link
+(controller.py). Everything else is a training job like any other (job.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from manyhands.split.silos import JoinedSilos, check_resumed, joined
 from manyhands.split.transfer import begin_with, frozen
 
 CLOUD_SILENCE_SECONDS = 10.0
-"""A mobile link says nothing for some seconds now and then, and is there again."""
+"""A mobile link is silent for some seconds now and then, and comes back."""
 
 
 @takes(SplitConfig)
@@ -50,8 +50,8 @@ def split_train(
 ) -> SplitResult:
     """Train `model` on `data` with an edge, where the data is, and a server, over the link between them.
 
-    Options that `mh.train` has too mean the same. The model holds the trained weights when this returns. Which options
-    there are is written in `SplitConfig`.
+    Options that `mh.train` also has mean the same. The model holds the trained weights when this returns. All options
+    are described in `SplitConfig`.
     """
     return split_with(SplitConfig.from_keywords("mh.split_train", options), model, data, loss, optimizer)
 
@@ -63,55 +63,55 @@ def split_with(
     loss: Callable[..., torch.Tensor],
     optimizer: Optimizer,
 ) -> SplitResult:
-    """Train a split as a configuration says, and return the result."""
+    """Train a split as its configuration says, and return the result."""
     trace = read_link_trace(config.trace) if isinstance(config.trace, (str, Path)) else config.trace
     dialled = Cloud.parse(config.cloud, config.token) if isinstance(config.cloud, str) else None
     usual = LOCAL_SILENCE_SECONDS if dialled is None else CLOUD_SILENCE_SECONDS
     config = replace(config, silence_seconds=config.silence_seconds or usual)
     with contextlib.ExitStack() as stack:
-        found: JoinedSilos | None = None
+        silos: JoinedSilos | None = None
         if config.silos is not None or config.labels == "cloud" or isinstance(config.cloud, Coordinator):
-            found = stack.enter_context(
+            silos = stack.enter_context(
                 joined(
                     model, data, config.holders, cloud=dialled if isinstance(config.cloud, str) else config.cloud,
                     edge_slowdown=config.edge_slowdown, server_slowdown=config.server_slowdown, say=config.say,
                     silence_seconds=config.silence_seconds or usual,
                 )
             )  # fmt: skip
-        has_many = found is not None and len(found.edges) > 1
-        own = given(data).data if found is None else found.example
-        if own is None:
+        has_many = silos is not None and len(silos.edges) > 1
+        samples = given(data).data if silos is None else silos.example
+        if samples is None:
             raise BadValue("There is no data.", hint="Give a data set, or workers that have their own.")
         config = replace(config, granularity="operators" if has_many else config.granularity)
-        workload = Workload(model, own, loss, optimizer, config)
+        workload = Workload(model, samples, loss, optimizer, config)
         if config.weights is not None and config.resume is False:
             begin_with(model, config.weights, config.say)
         stack.enter_context(
             frozen(
-                model, own, config.freeze, granularity=config.granularity, name=config.name, say=config.say
+                model, samples, config.freeze, granularity=config.granularity, name=config.name, say=config.say
             )
         )  # fmt: skip
         stored = dict(config.config or {})
         run = stack.enter_context(open_run(workload, command="split", document=stored.get(DOCUMENT)))
-        if found is not None:
-            if found.has_labels_there and not has_many:
+        if silos is not None:
+            if silos.has_labels_there and not has_many:
                 config = replace(config, labels="cloud")
-            config = replace(config, test=found.named(config.test))
-            workload = replace(workload, data=found.samples, config=config)
+            config = replace(config, test=silos.named(config.test))
+            workload = replace(workload, data=silos.samples, config=config)
             if run.is_resumed:
-                check_resumed(run.folder, found)
+                check_resumed(run.folder, silos)
         job: SplitJob | SiloJob
-        if found is not None and has_many:
-            graph = regrouped(run.graph, [found.holders.get(edge, ()) for edge in found.edges])
-            job = SiloJob(workload, found.session, replace(run, graph=graph)).among(found, trace, data)
+        if silos is not None and has_many:
+            graph = regrouped(run.graph, [silos.holders.get(edge, ()) for edge in silos.edges])
+            job = SiloJob(workload, silos.session, replace(run, graph=graph)).among(silos, trace, data)
         else:
-            config.cut_in(run.graph.network)  # what is no cut is found before anything is started
-            two = found.two if found is not None else stack.enter_context(_ends(config, dialled, run.folder))
+            config.cut_in(run.graph.network)  # an impossible cut is refused before anything is started
+            two = silos.two if silos is not None else stack.enter_context(_ends(config, dialled, run.folder))
             job = SplitJob(workload, two.session, run).between(two, trace)
         planned = job.prepared()
         facts = {**workload.facts, "steps": run.last_step, **config.facts}
-        if found is not None:
-            facts |= {"silos": {name: list(names) for name, names in found.holders.items()}, "ids": found.fingerprint}
+        if silos is not None:
+            facts |= {"silos": {name: list(names) for name, names in silos.holders.items()}, "ids": silos.fingerprint}
         run.record.decided({**stored, **facts}, planned.cluster, planned.profile, planned.plan)
         if config.on_planned is not None:
             config.on_planned(planned)

@@ -1,4 +1,4 @@
-"""Transfer learning: begin with weights that were trained elsewhere, and train only the layers behind some."""
+"""Transfer learning: begin with weights that were trained elsewhere, and train only the layers after some."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ MOST_NAMED = 5
 
 
 def begin_with(model: nn.Module, source: str | Path, say: Say | None = None) -> list[str]:
-    """Copy weights into a model: of a run's newest checkpoint, of one checkpoint, or of a .safetensors file.
+    """Copy weights into a model: from a run's newest checkpoint, one checkpoint, or a .safetensors file.
 
-    What has no counterpart of its name and shape stays as it is (a head for other classes); returns what that was.
+    Weights without a counterpart of their name and shape stay as they are (a head for other classes). Returns their
+    names.
     """
-    found = _read(Path(source))
-    own = model.state_dict()
+    loaded = _read(Path(source))
+    state = model.state_dict()
     fitting = {
-        name: tensor for name, tensor in found.items()
-        if name in own and tensor.shape == own[name].shape and tensor.dtype.is_complex == own[name].dtype.is_complex
+        name: tensor for name, tensor in loaded.items()
+        if name in state and tensor.shape == state[name].shape
+        and tensor.dtype.is_complex == state[name].dtype.is_complex
     }  # fmt: skip
     if not fitting:
         raise BadValue(
-            f"{source}: none of its {len(found)} weights is one of {type(model).__name__}'s, by name and shape.",
+            f"{source}: none of its {len(loaded)} weights is one of {type(model).__name__}'s, by name and shape.",
             hint="Give the model that these weights are of.",
         )
     model.load_state_dict(fitting, strict=False)
-    left = [name for name in own if name not in fitting]
+    unmatched = [name for name in state if name not in fitting]
     if say is not None:
-        shown = ", ".join(left[:MOST_NAMED]) + (" ..." if len(left) > MOST_NAMED else "")
-        say(f"{len(fitting)} of {len(own)} weights are those of {source}" + (f"; not {shown}" if left else ""))
-    return left
+        shown = ", ".join(unmatched[:MOST_NAMED]) + (" ..." if len(unmatched) > MOST_NAMED else "")
+        say(f"{len(fitting)} of {len(state)} weights are those of {source}" + (f"; not {shown}" if unmatched else ""))
+    return unmatched
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +67,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def frozen_weights(network: Network, freeze: int | str) -> tuple[str, ...]:
-    """The weights before a layer: its number, or its name."""
+    """Return the names of the trained weights before a layer; `freeze` is its number, or its name."""
     names = [layer.name for layer in network.layers]
     if str(freeze) in names:
         count = names.index(str(freeze))
@@ -78,33 +80,33 @@ def frozen_weights(network: Network, freeze: int | str) -> tuple[str, ...]:
             f"freeze is {freeze}; {network.name} has {len(names)} layers, and nothing would be left to train.",
             hint=f"Freeze at most {len(names) - 1}.",
         )
-    own = network.weights_of(0, network.layers[count].first)
+    before = network.weights_of(0, network.layers[count].first)
     behind = set(network.weights_of(network.layers[count].first, len(network.ops)))
-    shared = [name for name in own if name in behind and network.weights[name].trainable]
+    shared = [name for name in before if name in behind and network.weights[name].trainable]
     if shared:
         raise BadValue(f"{shared[0]} is used on both sides of layer {freeze}: it cannot be frozen on one of them.")
-    return tuple(name for name in own if network.weights[name].trainable)
+    return tuple(name for name in before if network.weights[name].trainable)
 
 
 @contextlib.contextmanager
 def frozen(
     model: nn.Module, data: Dataset[Any], freeze: int | str, *, granularity: str, name: str, say: Say | None = None
 ) -> Iterator[None]:
-    """The first layers are not trained, and nothing comes back to them; afterwards the model is as it was."""
+    """Freeze the first layers: they are not trained, and get no gradients; afterwards the model is as it was."""
     if str(freeze) == "0":
         yield
         return
     network = captured(model, data, None, granularity=granularity, name=name).network
-    wanted = set(frozen_weights(network, freeze))
-    changed = [one for own, one in model.named_parameters() if own in wanted and one.requires_grad]
+    names = set(frozen_weights(network, freeze))
+    changed = [weight for key, weight in model.named_parameters() if key in names and weight.requires_grad]
     if not changed:
         raise BadValue(f"There is nothing to train before layer {freeze} of {network.name}.", hint="Leave out freeze.")
-    for one in changed:
-        one.requires_grad_(False)
+    for weight in changed:
+        weight.requires_grad_(False)
     if say is not None:
         say(f"{len(changed)} weights before layer {freeze} are frozen")
     try:
         yield
     finally:
-        for one in changed:
-            one.requires_grad_(True)
+        for weight in changed:
+            weight.requires_grad_(True)
