@@ -90,7 +90,7 @@ def header_target(folder: Path) -> Target:
         assert 0 <= header.offset <= header.offset + header.length <= header.bytes <= frames.LARGEST_MESSAGE_BYTES
         return frames.is_control(header)
 
-    seeds = [frames.encode(header) for header in (Header("pi", 3, 7, "value x", 48, 0, 48), frames.BEAT)]
+    seeds = [frames.encode(header) for header in (Header("pi", 3, 7, "value x", 48, 0, 48), frames.HEARTBEAT)]
     return Target("frame headers", run, seeds, allowed=(BadFrame,), share=2)
 
 
@@ -132,9 +132,9 @@ def stream_target(folder: Path) -> Target:
 
     whole = frame("value x [0:2]", 48, 0, 48)
     parts = frame("grad y", 100_000, 0, 40_000) + frame("grad y", 100_000, 40_000, 60_000)
-    small = frames.encode(frames.BEAT) + frame("nothing", 0, 0, 0) + frame("any time", 16, 0, 16, 10**6)
+    small = frames.encode(frames.HEARTBEAT) + frame("nothing", 0, 0, 0) + frame("any time", 16, 0, 16, 10**6)
     offered = frames.encode(frames.control(frames.OFFER, 5)) + b"12345"
-    seeds = [whole, small + whole, parts[:50_000], offered + whole, whole * 3, frames.encode(frames.BEAT) * 20]
+    seeds = [whole, small + whole, parts[:50_000], offered + whole, whole * 3, frames.encode(frames.HEARTBEAT) * 20]
     return Target("frame streams", run, seeds, allowed=(BadFrame, Broken), share=2)
 
 

@@ -331,7 +331,7 @@ def test_a_picture_with_too_many_pixels() -> None:
 def test_what_is_no_choice_among_classes_is_told_as_it_is() -> None:
     labels = Labels()
     answer = Answer(3, "x", {"boxes": torch.tensor([[1.5, float("inf")]])}, 0.25)
-    told = json.loads(json_line(labels.told(answer)))
+    told = json.loads(json_line(labels.described(answer)))
     assert told == {"index": 3, "name": "x", "output": {"boxes": [[1.5, None]]}, "seconds": 0.25}
     assert not Labels(are_classes=False).has_top(torch.zeros(4))
     assert Labels(("a", "b")).top(torch.tensor([0.0, 1.0, 2.0]), 1)[0]["label"] is None, "names of another network"

@@ -36,7 +36,7 @@ def round_seconds(steps: Sequence[PricedStep], micro_batches: int) -> float:
         down.append(down[-1] + step.backward)
     dominant = max(range(len(steps)), key=lambda s: micro_batches * steps[s].both + before[s])
     executing = micro_batches * steps[dominant].both + before[dominant]
-    waiting = [sum(one.forward for one in steps[:s]) for s in range(len(steps))]
+    waiting = [sum(step.forward for step in steps[:s]) for s in range(len(steps))]
     return max(waiting[s] + (executing - before[s]) + step.reduce for s, step in enumerate(steps))
 
 
@@ -48,9 +48,9 @@ class Exhaustive:
         self.names = by_memory(cluster)
 
     def times(self, device: str, first: int, last: int, samples: int) -> tuple[float, float]:
-        own = self.profile.of(device)
-        found = [own.layer_seconds(layer, samples) for layer in range(first, last)]
-        return sum(ahead for ahead, _ in found), sum(back for _, back in found)
+        profile = self.profile.of(device)
+        seconds = [profile.layer_seconds(layer, samples) for layer in range(first, last)]
+        return sum(ahead for ahead, _ in seconds), sum(back for _, back in seconds)
 
     def memory(self, first: int, last: int, samples: int, ahead: int) -> float:
         ops, slots = self.ops(first, last), self.batch.optimizer_slots
@@ -59,7 +59,7 @@ class Exhaustive:
         returned = sum(tensor.bytes_per_sample for tensor in self.crossing(last) if tensor.differentiable)
         fixed = static + ahead * sum(op.saved_fixed_bytes for op in ops)
         trained = [[self.network.weights[name] for name in op.weights] for op in ops]
-        heaviest = max(sum(one.bytes for one in own if one.trainable) for own in trained)
+        heaviest = max(sum(weight.bytes for weight in weights if weight.trainable) for weights in trained)
         fixed += max(self.batch.count > 1, slots) * heaviest
         saved = sum(op.saved_bytes for op in ops) + received
         return fixed + samples * (ahead * saved + max(returned, *(op.moved_bytes for op in ops)))
@@ -77,7 +77,7 @@ class Exhaustive:
         return self.network.cut(layer) if 0 < layer < len(self.network.layers) else ()
 
     def shares(self, first: int, last: int, devices: Sequence[str], ahead: int) -> tuple[int, ...] | None:
-        """Of every share, the one whose slowest device is fastest."""
+        """Return the share whose slowest device is fastest; None: none fits in memory."""
         samples = self.batch.samples
         cuts = combinations(range(1, samples), len(devices) - 1)
         best: tuple[float, tuple[int, ...]] | None = None
@@ -93,7 +93,7 @@ class Exhaustive:
 
     def step(self, first: int, last: int, devices: Sequence[str], share: Sequence[int]) -> PricedStep:
         times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
-        ahead, back = max(one[0] for one in times), max(one[1] for one in times)
+        ahead, back = max(forward for forward, _ in times), max(backward for _, backward in times)
         count, cluster = len(devices), self.cluster
         if count == 1:
             return PricedStep(ahead, back)
@@ -107,7 +107,7 @@ class Exhaustive:
         return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
 
     def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
-        """Which part of a cut each device has: by its speed over the whole network."""
+        """Return the part of a cut that each device has: by its speed over the whole network."""
         samples, layers = self.batch.samples, len(self.network.layers)
         speeds = [1 / sum(self.times(d, 0, layers, samples)) for d in devices]
         points = [0.0]
@@ -115,12 +115,12 @@ class Exhaustive:
             points.append(points[-1] + speed / sum(speeds))
         return list(pairwise(points))
 
-    def cut(self, layer: int, one: Sequence[str], other: Sequence[str]) -> PricedStep:
+    def cut(self, layer: int, upstream: Sequence[str], downstream: Sequence[str]) -> PricedStep:
         cluster = self.cluster
         forward = sum(tensor.bytes_per_sample for tensor in self.crossing(layer)) * self.batch.samples
         back = sum(t.bytes_per_sample for t in self.crossing(layer) if t.differentiable) * self.batch.samples
-        found, delay = [], 0.0
-        for size, senders, receivers in ((forward, one, other), (back, other, one)):
+        seconds, delay = [], 0.0
+        for size, senders, receivers in ((forward, upstream, downstream), (back, downstream, upstream)):
             ups, downs, links = dict.fromkeys(senders, 0.0), dict.fromkeys(receivers, 0.0), [0.0]
             for (a, (low, high)), (b, (start, end)) in product(
                 zip(senders, self.parts(senders)), zip(receivers, self.parts(receivers))
@@ -132,8 +132,8 @@ class Exhaustive:
                     links.append(part / link.bytes_per_second)
                     ups[a] += part / cluster.device(a).up_bytes_per_second
                     downs[b] += part / cluster.device(b).down_bytes_per_second
-            found.append(size * max(*ups.values(), *downs.values(), *links))
-        return PricedStep(found[0] + delay, found[1] + delay if found[1] else 0.0)
+            seconds.append(size * max(*ups.values(), *downs.values(), *links))
+        return PricedStep(seconds[0] + delay, seconds[1] + delay if seconds[1] else 0.0)
 
     def all(self) -> Iterator[tuple[float, tuple[PlannedStage, ...]]]:
         layers, batch = len(self.network.layers), self.batch
@@ -156,12 +156,12 @@ class Exhaustive:
             return
         for a in range(start, len(self.names)):
             for b in range(a + 1, len(self.names) + 1):
-                for rest in self.groups(b, count - 1):
-                    yield [self.names[a:b], *rest]
+                for later in self.groups(b, count - 1):
+                    yield [self.names[a:b], *later]
 
     def price(self, stages: Sequence[PlannedStage]) -> float:
-        steps = [self.step(one.first, one.last, one.devices, one.samples) for one in stages[:1]]
-        for one, other in pairwise(stages):
-            steps.append(self.cut(other.first, one.devices, other.devices))
-            steps.append(self.step(other.first, other.last, other.devices, other.samples))
+        steps = [self.step(stage.first, stage.last, stage.devices, stage.samples) for stage in stages[:1]]
+        for before, stage in pairwise(stages):
+            steps.append(self.cut(stage.first, before.devices, stage.devices))
+            steps.append(self.step(stage.first, stage.last, stage.devices, stage.samples))
         return round_seconds(steps, self.batch.count)

@@ -18,7 +18,7 @@ PI, DESK, OTHER = (bytes([number]) * 32 for number in (1, 2, 3))
 
 @pytest.fixture
 def book(tmp_path: Path) -> DeviceBook:
-    return DeviceBook(tmp_path / "home", own=b"\7" * 32)
+    return DeviceBook(tmp_path / "home", own_key=b"\7" * 32)
 
 
 def mode(path: Path) -> int:

@@ -285,7 +285,7 @@ def test_no_more_than_so_many(coordinator: Coordinator, played: InProcessTranspo
 
 
 def test_limits_of_workers_are_their_own(played: InProcessTransport) -> None:
-    """Workers learn how often to beat; their patience with the coordinator is longer, and grows with a lab's scale."""
+    """Workers learn the interval of heartbeats; their timeout for the coordinator grows with a lab's scale."""
     with Coordinator(
         heartbeat_timeout_seconds=1.0, heartbeat_seconds=0.25, timeout_factor=3.0, transport=played
     ) as coordinator:

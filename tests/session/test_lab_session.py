@@ -24,7 +24,7 @@ def test_a_device_with_little_of_a_core_is_given_time(gflops: float, scale: floa
     devices = tuple(Device(name=name, gflops=speed, memory_bytes=10**9) for name, speed in (("a", 50.0), ("b", gflops)))
     asked = LabCluster(Cluster("two", devices, Link(1e6, 0.0)), scale=scale)
     played = play(asked, core_gflops=100.0 / scale, cores=[0, 1])
-    assert labs.HEARTBEAT_TIMEOUT_SECONDS * labs._patience(played) == pytest.approx(limit)
+    assert labs.HEARTBEAT_TIMEOUT_SECONDS * labs._timeout_factor(played) == pytest.approx(limit)
 
 
 def test_what_is_typed(tmp_path: Path) -> None:

@@ -59,13 +59,13 @@ def test_one_that_nobody_ranked_may_win(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tuning, "_steps", steps)
     graph: Any = SimpleNamespace(network=NETWORK)
     nobody: Any = None
-    found = fastest_in_trial(nobody, graph, [plan_of(4), plan_of(3)], nobody, {}, nobody, is_laid=False)
+    found = fastest_in_trial(nobody, graph, [plan_of(4), plan_of(3)], nobody, {}, nobody, is_preloaded=False)
     assert [cuts_of(plan) for plan, _ in found] == [(2,), (3,), (4,)]
     assert asked == [(4,), (3,)] * tuning.FIRST.least + [(3,), (2,)] * tuning.FIRST.least, (
         "all take turns; none twice at once"
     )
     assert tuning.CLOSE * 0.8 < 1.0, "nobody is close to the best"
-    alone = fastest_in_trial(nobody, graph, [plan_of(3)], nobody, {}, nobody, is_laid=False)
+    alone = fastest_in_trial(nobody, graph, [plan_of(3)], nobody, {}, nobody, is_preloaded=False)
     assert [plan for plan, _ in alone] == [plan_of(3)], "who asks for one plan gets it"
 
 
@@ -86,7 +86,7 @@ def test_short_steps_have_more_turns_and_hopeless_plans_one(monkeypatch: pytest.
         graph: Any = SimpleNamespace(network=NETWORK)
         nobody: Any = None
         plans = [plan_of(cut) for cut in (5, 4, 3, 1)]
-        found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
+        found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_preloaded=False)
         return [cuts_of(plan)[0] for plan, _ in found]
 
     unit = tuning.FIRST.seconds / 4
@@ -109,7 +109,7 @@ def test_those_that_are_close_are_tried_longer_and_that_decides(monkeypatch: pyt
     graph: Any = SimpleNamespace(network=NETWORK)
     nobody: Any = None
     plans = [plan_of(3), plan_of(2), plan_of(5)]
-    found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_laid=False)
+    found = fastest_in_trial(nobody, graph, plans, nobody, {}, nobody, is_preloaded=False)
     turns = max(tuning.LAST.least, math.ceil(tuning.LAST.seconds / 2))
     assert asked[-3 * turns :] == [3, 2, 4] * turns, "as the simulation ranks them"
     assert [(cuts_of(plan), taken) for plan, taken in found] == [((3,), 1.0), ((4,), 1.01), ((2,), 1.2), ((5,), 2.0)]

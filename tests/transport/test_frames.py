@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from manyhands.facts.errors import BadValue
 from manyhands.transport.frames import (
     ANSWER,
-    BEAT,
+    HEARTBEAT,
     LARGEST_CHUNK_BYTES,
     LARGEST_CONTROL_BYTES,
     LARGEST_HEADER_BYTES,
@@ -112,7 +112,7 @@ def test_only_frames_without_an_origin_are_for_the_engine(header: Header) -> Non
     assert not is_control(msgspec.structs.replace(header, generation=0))
 
 
-@given(st.sampled_from([BEAT.topic, OFFER, ANSWER]), headers())
+@given(st.sampled_from([HEARTBEAT.topic, OFFER, ANSWER]), headers())
 def test_what_is_for_the_engine_is_small_and_whole(topic: str, header: Header) -> None:
     said = msgspec.structs.replace(header, origin="", generation=-1, topic=topic)
     is_right = header.length == header.bytes <= LARGEST_CONTROL_BYTES and header.place < 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 from manyhands.facts.link import HERE, Link
-from manyhands.transport.frames import BEAT, CHUNK_BYTES, PRELUDE, decode, header_bytes
+from manyhands.transport.frames import CHUNK_BYTES, HEARTBEAT, PRELUDE, decode, header_bytes
 from manyhands.transport.security import Security
 from manyhands.transport.shaping import Port, Shaper, burst_bytes, segment_bytes
 from manyhands.transport.tcp import TcpEndpoint
@@ -432,7 +432,7 @@ def test_a_beat_is_not_held_back(security: Security) -> None:
         endpoint.send("a", 0, "x", [random_bytes(10)])
         deadline = time.monotonic() + 10
         size = header_bytes(read_exactly(guest.wire, PRELUDE.size, deadline))
-        assert decode(read_exactly(guest.wire, size, deadline)) == BEAT
+        assert decode(read_exactly(guest.wire, size, deadline)) == HEARTBEAT
         guest.wire.close()
     finally:
         endpoint.close()

@@ -105,7 +105,7 @@ def _answer_all(
             if file is not None:
                 file.add(answer)
             if show.quiet or len(lines) < SHOWN:
-                lines.append(loaded.labels.told(answer, top=top, raw=raw))
+                lines.append(loaded.labels.described(answer, top=top, raw=raw))
             show.answered(answer.seconds)
             if stop.is_asked:
                 note = f"; {output} has them" if output.endswith(".jsonl") else ""
@@ -113,7 +113,7 @@ def _answer_all(
         stop.is_patient = False
     return {
         "answers": lines,
-        **tally.told(),
+        **tally.summary(),
         "network": running.graph.name,
         "objective": running.objective,
         "predicted_seconds": predicted,

@@ -49,7 +49,7 @@ def worker(
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
     ] = False,
-    patience: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
+    timeout_factor: Annotated[float, typer.Option("--patience", hidden=True)] = 1.0,
     parent: Annotated[int, typer.Option("--parent", hidden=True)] = 0,
     encrypted: Annotated[bool | None, typer.Option("--encrypted/--plain", hidden=True)] = None,
 ) -> None:  # fmt: skip
@@ -109,8 +109,8 @@ def worker(
 
             name, parent = divide_into(name or socket.gethostname(), slots)
         joining = Joining(
-            host, port, token, name, compute, threads, wait, encrypted, patience, parent, slowdown, silo, is_named,
-            confinement=confinement,
+            host, port, token, name, compute, threads, wait, encrypted, timeout_factor, parent, slowdown, silo,
+            is_named, confinement=confinement,
         )  # fmt: skip
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:

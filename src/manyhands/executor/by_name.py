@@ -70,10 +70,10 @@ def wrapped(name: str, options: Mapping[str, Option], make: Callable[[], T]) -> 
         raise
     except Exception as error:  # PyTorch checks little, so that a wrong value may fail in any way
         written = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise BadValue(f"{name}({written}) is refused by PyTorch: {said(error)}") from error
+        raise BadValue(f"{name}({written}) is refused by PyTorch: {error_text(error)}") from error
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return the first line of an exception's message."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{first:.300}".rstrip(".") + "."

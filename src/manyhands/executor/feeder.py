@@ -29,7 +29,7 @@ class Feeder:
     """Cuts batches into the boxes that devices are fed with.
 
     The coordinator does not have what a device has in its silo (`local`): in its place a batch has the samples'
-    numbers, in the agreed order, and the device is sent the numbers of its rows. With `laying` this holds for
+    numbers, in the agreed order, and the device is sent the numbers of its rows. With `preload` this holds for
     everything, once each device has been given its boxes of all samples (`preload`).
     """
 
@@ -41,12 +41,12 @@ class Feeder:
         *,
         with_targets: bool = True,
         local: Mapping[str, SiloContent] | None = None,
-        laying: Preload | None = None,
+        preload: Preload | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
-        self.plan, self.local, self.laying = schedule.plan, dict(local or {}), laying
-        if laying is not None:
-            names, rows = everything_fed(graph, targets=with_targets), torch.arange(laying.count)
+        self.plan, self.local, self.preload = schedule.plan, dict(local or {}), preload
+        if preload is not None:
+            names, rows = everything_fed(graph, targets=with_targets), torch.arange(preload.count)
             self.local = {device: SiloContent(names, rows) for device in self.plan.devices}
         self._away = frozenset(name for content in self.local.values() for name in content.names)
         self.parts: dict[str, tuple[FeedPart, ...]] = {
@@ -61,7 +61,7 @@ class Feeder:
         self._specs = {spec.name: spec for spec in graph.inputs}
         self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
         self._check_silos()
-        self._laid = self._bound_laying()
+        self._preloaded = self._bound_preload()
 
     def local_names(self, device: str) -> frozenset[str]:
         """Return the names of what a device takes from its silo."""
@@ -83,28 +83,29 @@ class Feeder:
                 if spec.batch_axis != 0 or spec.rows_per_sample != 1:
                     raise BadPlan(f"'{part.name}' stays at its device; its first axis must be the samples'.")
 
-    def _bound_laying(self) -> dict[tuple[str, bool], torch.Tensor]:
+    def _bound_preload(self) -> dict[tuple[str, bool], torch.Tensor]:
         """Return the tensors of all samples by name, and by whether it is a target's."""
-        if self.laying is None:
+        if self.preload is None:
             return {}
-        count = self.laying.count
-        inputs = _typed(bound_inputs(self.graph, self.laying.inputs), self._specs, count)
+        count = self.preload.count
+        inputs = _typed(bound_inputs(self.graph, self.preload.inputs), self._specs, count)
         tensors = {(name, False): tensor for name, tensor in inputs.items()}
         if self.with_targets:
-            targets = _typed(self._named_targets(self.laying.targets), self._target_specs, count)
+            targets = _typed(self._named_targets(self.preload.targets), self._target_specs, count)
             tensors |= {(name, True): tensor for name, tensor in targets.items()}
         return tensors
 
     def resident_key(self, device: str) -> str:
         """Return a key for what is preloaded on a device; empty: nothing is."""
-        if self.laying is None or device not in self.parts:
+        if self.preload is None or device not in self.parts:
             return ""
-        return resident_key(self.laying.key, self.parts[device])
+        return resident_key(self.preload.key, self.parts[device])
 
     def preload(self, device: str, step: int) -> None:
         """Send a device its boxes of all samples; does not wait."""
         rows = [
-            self._laid[part.name, part.is_target][(slice(None), *part.box.slices()[1:])] for part in self.parts[device]
+            self._preloaded[part.name, part.is_target][(slice(None), *part.box.slices()[1:])]
+            for part in self.parts[device]
         ]
         self.endpoint.send(device, step, SAMPLES, [row.contiguous() for row in rows])
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.executor.by_name import check_options, classes, resolve, said, wrapped
+from manyhands.executor.by_name import check_options, classes, error_text, resolve, wrapped
 from manyhands.executor.schedules import check_length, scheduler
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer, Option
@@ -105,7 +105,7 @@ class Stepper:
             if self._schedule is not None:
                 self._schedule.step()
         except (ValueError, ArithmeticError) as error:
-            names, why = ", ".join(name for name, _ in self.optimizer.schedule), said(error)
+            names, why = ", ".join(name for name, _ in self.optimizer.schedule), error_text(error)
             raise BadValue(f"The schedule ({names}) cannot go on after step {self.steps_done}: {why}") from error
         self.steps_done += 1
 

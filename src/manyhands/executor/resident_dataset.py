@@ -27,10 +27,10 @@ def resident_bytes(parts: Sequence[FeedPart], samples: int) -> int:
     return sum(samples * prod(part.box.shape[1:]) * DTYPE_BYTES[part.dtype] for part in parts)
 
 
-def resident_key(laying: str, parts: Sequence[FeedPart]) -> str:
+def resident_key(preload_key: str, parts: Sequence[FeedPart]) -> str:
     """Return a name for what is preloaded of these parts: a device that had data of this key before has all of it."""
     listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts]
-    return hashlib.sha256("\n".join([laying, *listed]).encode()).hexdigest()
+    return hashlib.sha256("\n".join([preload_key, *listed]).encode()).hexdigest()
 
 
 class ResidentDataset:

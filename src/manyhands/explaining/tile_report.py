@@ -91,9 +91,9 @@ def _by_use(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return by_use
 
 
-def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: bool = False) -> Traffic:
-    """Return what a plan sends in one step. Targets are counted if the graph, which has the loss, is given. `is_laid`:
-    the dataset is resident on the devices, and only sample numbers travel."""
+def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_preloaded: bool = False) -> Traffic:
+    """Return what a plan sends in one step. Targets are counted if the graph, which has the loss, is given.
+    `is_preloaded`: the dataset is resident on the devices, and only sample numbers travel."""
     traffic = Traffic()
     for device in schedule.lowering.work:
         sent: Counter[str] = Counter()
@@ -104,17 +104,17 @@ def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_laid: 
                 sizes = pair_bytes(action, schedule.network)
                 sent[action.what] += sum(size for (source, _), size in sizes.items() if source == device)
         traffic.sent[device] = sent
-    _count_the_coordinators(traffic, schedule, graph, is_laid)
+    _count_the_coordinators(traffic, schedule, graph, is_preloaded)
     return traffic
 
 
-def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_laid: bool) -> None:
+def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_preloaded: bool) -> None:
     """Add what the coordinator sends and receives: inputs and targets of every micro-batch, and the outputs of a
     stream."""
     plan, network, lowering = schedule.plan, schedule.network, schedule.lowering
     for device in plan.devices:
         if graph is not None:
-            names = everything_fed(graph) if is_laid else ()
+            names = everything_fed(graph) if is_preloaded else ()
             parts = feed_parts(graph, lowering, device, targets=plan.is_training, local=names)
             size = sum(part.bytes for part in parts)
         else:

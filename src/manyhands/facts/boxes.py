@@ -331,7 +331,7 @@ class BoxIndex:
         self.starts = [self._span(boxes[ordinal])[0] for ordinal in self.order]
         self.reach = list(accumulate((self._span(boxes[ordinal])[1] for ordinal in self.order), max))
 
-    def meeting(self, box: Box) -> list[tuple[int, Box]]:
+    def overlapping(self, box: Box) -> list[tuple[int, Box]]:
         """Return the position of each box that shares an element with this one, and what they share, in order."""
         start, stop = self._span(box)
         near = self.order[bisect_right(self.reach, start) : bisect_left(self.starts, stop)]
@@ -351,7 +351,7 @@ def first_come(claims: Iterable[tuple[str, Box]]) -> list[tuple[str, Box]]:
     index = BoxIndex(boxes)
     pieces = []
     for ordinal, (box, device) in enumerate(first.items()):
-        earlier = [common for other, common in index.meeting(box) if other < ordinal]
+        earlier = [common for other, common in index.overlapping(box) if other < ordinal]
         pieces += [(device, piece) for piece in without([box], *earlier) if not piece.is_empty]
     return pieces
 
@@ -368,7 +368,7 @@ def _check_disjoint(device: str, boxes: Sequence[Box]) -> None:
         return
     index = BoxIndex(boxes)
     for ordinal, box in enumerate(boxes):
-        for other, common in index.meeting(box):
+        for other, common in index.overlapping(box):
             if other > ordinal:
                 raise BadValue(f"Device '{device}' holds {common} twice: in {box} and in {boxes[other]}.")
 

@@ -88,7 +88,7 @@ def _partners(wanting: Iterable[tuple[str, Box]], holders: Layout) -> Iterator[t
     index = BoxIndex([cell for cell, _ in cells])
     load = dict.fromkeys(holders.devices, 0)
     for device, box in wanting:
-        partners = index.meeting(box)
+        partners = index.overlapping(box)
         if sum(common.volume for _, common in partners) < box.volume:  # cells are disjoint, so some is missing
             raise _nobody(device, without([box], *(common for _, common in partners))[0], holders)
         for held in holders.boxes(device):
@@ -114,7 +114,7 @@ def _all_terms(source: Layout, target: Layout) -> Iterator[Move]:
     terms = list(source.pieces())
     index = BoxIndex([box for _, box in terms])
     for device, box in target.pieces():
-        for ordinal, common in index.meeting(box):
+        for ordinal, common in index.overlapping(box):
             yield Move(terms[ordinal][0], device, common, adds=True)
 
 
@@ -133,7 +133,7 @@ def _cells(layout: Layout) -> list[tuple[Box, list[str]]]:
     cells = []
     for ordinal, box in enumerate(boxes):
         fragments = [(box, holders[box])]
-        for other, common in index.meeting(box):
+        for other, common in index.overlapping(box):
             if other == ordinal:
                 continue
             outside = [(piece, by) for fragment, by in fragments for piece in fragment.subtract(common)]

@@ -25,12 +25,12 @@ def regrouped(graph: Graph, groups: Sequence[Collection[str]]) -> Graph:
 
 def _places(nodes: Sequence[Node], groups: Sequence[Collection[str]]) -> list[int]:
     """Return the group of each node; the number of groups for a node of none."""
-    everybody = frozenset(range(len(groups)))
+    all_groups = frozenset(range(len(groups)))
     made: dict[str, int] = {spec.name: index for index, node in enumerate(nodes) for spec in node.outputs}
     allowed: list[frozenset[int]] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
-        possible = everybody
+        possible = all_groups
         for name in values_of(node):
             if name in made:
                 readers[made[name]].append(index)

@@ -71,7 +71,7 @@ class Handler(DeadlineHandler):
         query = _query(where.query)
         top, raw = _number(query, "top", TOP), _flag(query, "raw", False)
         sample_form = self.answering.wanted_by(resize=_flag(query, "resize", self.answering.wanted.resize))
-        self.patience.allow(self.limits.body_seconds)
+        self.deadline.allow(self.limits.body_seconds)
         with Body(self.rfile, self.headers, self.limits, self.answering.room) as body:
             try:
                 content = body.read()
@@ -104,7 +104,7 @@ class Handler(DeadlineHandler):
 
         try:
             for answer in itertools.chain([first], answers):
-                write(writer.one(self.answering.labels.told(answer, top=top, raw=raw)))
+                write(writer.one(self.answering.labels.described(answer, top=top, raw=raw)))
             write(writer.end())
         except HttpRefusal as refusal:  # too late for another status
             write(writer.end(refusal.document()))

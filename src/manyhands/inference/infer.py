@@ -321,7 +321,7 @@ def _plan_file(name: str) -> Path:
     return path
 
 
-def told(event: str, facts: Mapping[str, Any]) -> str:
+def event_text(event: str, facts: Mapping[str, Any]) -> str:
     """Return what happened to the workers of a stream, in words; empty if it is not worth reporting."""
     if event == "lost":
         return str(facts["reason"])
@@ -338,7 +338,7 @@ def told(event: str, facts: Mapping[str, Any]) -> str:
 
 def _teller(say: Say | None) -> Any:
     def tell(event: str, /, **facts: Any) -> None:
-        text = told(event, facts)
+        text = event_text(event, facts)
         if say is not None and text:
             say(text)
 

@@ -48,7 +48,7 @@ class Labels:
             for probability, place in zip(best.values.tolist(), best.indices.tolist())
         ]
 
-    def told(self, answer: Answer, *, top: int = TOP, raw: bool = False) -> dict[str, Any]:
+    def described(self, answer: Answer, *, top: int = TOP, raw: bool = False) -> dict[str, Any]:
         """Return the line of an answer. An output that is no choice among classes is included as it is."""
         line: dict[str, Any] = {"index": answer.index, "name": answer.name}
         if raw or not self.has_top(answer.output):

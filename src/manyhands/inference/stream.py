@@ -111,7 +111,7 @@ class Tally:
             self.judged += 1
             self.right += int(answer.output.argmax()) == samples.targets[answer.index]
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         total = max(self.ended - self.began, 1e-9)
         return {
             "samples": self.samples,
@@ -141,7 +141,7 @@ class Output:
     def add(self, answer: Answer) -> None:
         with self._failing():
             if self._lines is not None:
-                self._lines.write(json_line(self.labels.told(answer, top=self.top, raw=self.raw)))
+                self._lines.write(json_line(self.labels.described(answer, top=self.top, raw=self.raw)))
                 return
             if not isinstance(answer.output, torch.Tensor):
                 raise BadValue(

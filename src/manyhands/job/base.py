@@ -155,7 +155,7 @@ class Job:
             ),
         )  # fmt: skip
         if workload.feed == "start":
-            order.preload = self._laying(planned)
+            order.preload = self._preload(planned)
         fed = workload.data if order.preload is None else Numbered(workload.data)
         self._show(planned)
 
@@ -194,7 +194,7 @@ class Job:
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
 
-    def _laying(self, planned: PlannedRun) -> Preload:
+    def _preload(self, planned: PlannedRun) -> Preload:
         """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
         preload = Preload.of(self.workload.data)
@@ -302,7 +302,7 @@ class Job:
         seconds = statistics.median(steady)
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
-        traffic = planned_traffic(schedule, self.graph, is_laid=self.workload.feed == "start")
+        traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
         result = TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
             throughput=self.workload.batch_size * len(steady) / sum(steady),

@@ -11,7 +11,7 @@ from manyhands.planner.task import TileOptions
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a plan says of a step besides its stages."""
+    """The settings of a training step that a plan keeps besides its stages."""
 
     order: Order = "1f1b"
     warm_up: WarmUp | tuple[int, ...] = "2(P-p)-1"
@@ -32,7 +32,7 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PlanSettings(StepSettings):
-    """The settings of a step, and what the strategies are told."""
+    """The settings of a training step, and those of the strategies."""
 
     warm_up: WarmUp = "2(P-p)-1"
     tiles: TileOptions | None = None

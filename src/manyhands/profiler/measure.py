@@ -55,7 +55,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class PlaceSettings:
-    """What a network is measured on."""
+    """The place where a network is measured: device, name, memory."""
 
     device: str = "local"
     """The device's name in the profile."""

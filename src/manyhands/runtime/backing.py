@@ -87,7 +87,7 @@ class Backups:
                 del table[old_step]
         wanted_snapshot = self.run.wanted_snapshot
         first = step if wanted_snapshot is None else min(step, wanted_snapshot)
-        for name in self.run.everybody:
+        for name in self.run.participants:
             self.run.coordinator.send(name, Retain(first, _NO_LIMIT))
         self.run.hooks.on_safe(step)
 

@@ -86,7 +86,7 @@ class Coordinator:
         if self._credentials is None and self.encrypted and not is_secret(self.token):
             self._credentials = own_credentials(Role.COORDINATOR, self.on_event)
         self.security = DeviceSecurity(
-            self.token, encrypted=self.encrypted, patience=timeout_factor, credentials=self._credentials
+            self.token, encrypted=self.encrypted, timeout_factor=timeout_factor, credentials=self._credentials
         )
         self.secret = new_secret()
         """The key of data connections between the coordinator and its members."""
@@ -101,7 +101,7 @@ class Coordinator:
         self.listener: ControlListener = self.transport.listen(COORDINATOR, host, port, self.security)
         self.listener.tell_of_failures(self._turned_away.note)
         try:
-            security = Security(self.secret, encrypted=self.encrypted, patience=timeout_factor)
+            security = Security(self.secret, encrypted=self.encrypted, timeout_factor=timeout_factor)
             self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, security, host=host)
         except BaseException:
             self.listener.close()

@@ -16,7 +16,7 @@ from manyhands.transport.transport import Transport
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """How a coordinator waits for its workers, and who may join it."""
+    """Settings of a coordinator: its timeouts, and which workers may join."""
 
     heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS
     """A worker whose heartbeats stop for so long has failed: it is taken out."""

@@ -72,10 +72,10 @@ class _Book(msgspec.Struct, forbid_unknown_fields=True):
 class DeviceBook:
     """The devices that this one knows, as they are in its file at the moment. See `transport.keys.KeyBook`."""
 
-    def __init__(self, folder: Path, own: bytes = b"") -> None:
-        """`own`: this device's public key, which is trusted in both roles and is not in the file."""
+    def __init__(self, folder: Path, own_key: bytes = b"") -> None:
+        """`own_key`: this device's public key, which is trusted in both roles and is not in the file."""
         self.path = folder / BOOK_FILE
-        self._own = own
+        self._own = own_key
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
         self._devices: dict[str, KnownDevice] = {}

@@ -35,12 +35,13 @@ class Dialler:
     ) -> str:
         """Make the worker at this address join, and return its name: see `Coordinator.invite`."""
         reached = reach_either(
-            self._transport, COORDINATOR, (host, port), token, limit_seconds, patience=self._security.patience,
-            once=once, is_cancelled=is_cancelled, credentials=self._dialling_credentials,
+            self._transport, COORDINATOR, (host, port), token, limit_seconds,
+            timeout_factor=self._security.timeout_factor, once=once, is_cancelled=is_cancelled,
+            credentials=self._dialling_credentials,
         )  # fmt: skip
         joined: Future[Member] = Future()
         secret, security = self._rendezvous.terms.secret, reached.security
-        data = Security(secret, encrypted=security.encrypted, patience=security.patience)
+        data = Security(secret, encrypted=security.encrypted, timeout_factor=security.timeout_factor)
         self._rendezvous.receive(reached.channel, Invitation(host, port, data, security.credentials), joined)
         try:
             return joined.result(HELLO_SECONDS + 2 * WELCOME_SECONDS).name

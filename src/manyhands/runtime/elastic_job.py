@@ -120,7 +120,7 @@ class ElasticJob:
         self._begun: Run | None = None
         """The last generation whose first round was done."""
         self._prepared_seconds: float | None = None
-        """The longest that everybody took to get ready."""
+        """The longest that all devices took to get ready."""
 
     def run(self) -> JobOutcome:
         order = self.order
@@ -208,7 +208,7 @@ class ElasticJob:
         if run is not None and self.controller is not None and run is not self._begun:
             self._begun = run
             self.controller.began(run.order.plan, step + 1)
-        self._dismiss(everybody=True)
+        self._dismiss(givers_too=True)
 
     def _saved(self, snapshot: RunState) -> None:
         self.hooks.on_snapshot(snapshot)
@@ -235,10 +235,10 @@ class ElasticJob:
         run = self._run
         return run is not None and (self._should_pause() or any(member.is_lost for member in run.members.values()))
 
-    def _dismiss(self, *, everybody: bool = False) -> None:
+    def _dismiss(self, *, givers_too: bool = False) -> None:
         """Dismiss the members that were asked to leave and are no longer needed."""
         run = self._run
-        names = () if run is None else run.names if everybody else run.everybody
+        names = () if run is None else run.names if givers_too else run.participants
         self._membership.dismiss(names)
 
     # When members change
@@ -246,7 +246,7 @@ class ElasticJob:
     def _after_loss(self, run: Run, order: Order, error: ManyhandsError) -> Order:
         since = time.monotonic()
         alive = {member.name for member in self.coordinator.alive()}
-        lost = [name for name in run.everybody if name not in alive]
+        lost = [name for name in run.participants if name not in alive]
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
         if isinstance(error, NotFinite):
@@ -304,7 +304,9 @@ class ElasticJob:
                 located, error = self._surveyed(new_error), new_error
         is_saved_alone = any(holders == (COORDINATOR,) for holders in located.holders.values())
         if is_saved_alone and located.steps_done < self._furthest:
-            reason = f"some weights were on {lost or 'somebody'} alone and are gone: going on from the last checkpoint"
+            reason = (
+                f"some weights were on {lost or 'one device'} alone and are gone: going on from the last checkpoint"
+            )
             self.log_event("rewound", step=located.steps_done, reason=reason)
         first, last = located.steps_done, order.last_step
         self.outcome.generations += 1
@@ -319,7 +321,7 @@ class ElasticJob:
 
     def _surveyed(self, error: ManyhandsError) -> Located:
         """Return the latest state of which every part exists, with the places where the parts are."""
-        timeout_factor = self.coordinator.security.patience
+        timeout_factor = self.coordinator.security.timeout_factor
         limit = time.monotonic() + SURVEY_SECONDS * timeout_factor
         while True:
             self._membership.wait_for_enough(error, self._check_waiting)

@@ -35,7 +35,7 @@ class Handout:
         self.gives = _turned(self.sources)
         """Source -> device -> tensors that the device is sent."""
         givers = [name for name in self.gives if name not in self.names and name != COORDINATOR]
-        self.everybody = (*self.names, *givers)
+        self.participants = (*self.names, *givers)
         """The devices that compute, and those that only send the state they have."""
 
     def job(

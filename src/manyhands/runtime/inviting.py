@@ -114,4 +114,4 @@ class Inviting:
         """End the thread: it invites no more. A worker that is a member stays."""
         self._closing.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS * self.coordinator.security.patience)
+            self._thread.join(_CLOSE_SECONDS * self.coordinator.security.timeout_factor)

@@ -56,7 +56,7 @@ def reach(joining: Joining, name: str, transport: Transport) -> ControlConnectio
     """Return a connection to the coordinator, which may not have started yet."""
     return reach_either(
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
-        encrypted=joining.encrypted, patience=joining.timeout_factor, credentials=joining.credentials,
+        encrypted=joining.encrypted, timeout_factor=joining.timeout_factor, credentials=joining.credentials,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def prepare(run: Run) -> None:
     run.coordinator.endpoint.mailbox.open(run.generation, run.expected(), run.first, run.stride)
     document = to_document(run.order.graph)
     digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
-    for name in run.everybody:
-        peers = run.coordinator.addresses(run.everybody, name)
+    for name in run.participants:
+        peers = run.coordinator.addresses(run.participants, name)
         job = None
         if name in run.names:
             job = run.handout.job(
@@ -37,11 +37,11 @@ def prepare(run: Run) -> None:
             run.members[name].resident_dataset = ""
         gives = run.handout.gives.get(name, {})
         run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since))
-    timeout_factor = run.coordinator.security.patience
+    timeout_factor = run.coordinator.security.timeout_factor
     is_connected = threading.Event()
 
     def connect() -> None:
-        run.coordinator.connect(run.everybody, CONNECT_SECONDS * timeout_factor)
+        run.coordinator.connect(run.participants, CONNECT_SECONDS * timeout_factor)
         is_connected.set()
         run.coordinator.wake()  # no message may be left that would wake it
 
@@ -55,11 +55,11 @@ def prepare(run: Run) -> None:
                 run.members[name].graph_digest = digest
 
     def is_ready() -> bool:
-        return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(run.everybody)
+        return (is_connected.is_set() or connecting.is_over()) and len(ready) == len(run.participants)
 
     began = time.monotonic()
     limit_seconds = run.usual.prepare_limit_seconds * timeout_factor
-    run.follow(is_ready, handle, "to get ready", limit_seconds, lambda: set(run.everybody) - ready)
+    run.follow(is_ready, handle, "to get ready", limit_seconds, lambda: set(run.participants) - ready)
     run.times.prepare_seconds = time.monotonic() - began
     if run.order.trace_steps or run.order.watch_every:
         run.coordinator.clock_sync.synchronize(run.names)

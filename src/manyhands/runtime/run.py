@@ -83,7 +83,7 @@ class Run:
         is_training = order.plan.is_training
         feeder = Feeder(
             order.graph, schedule, coordinator.endpoint, with_targets=is_training,
-            local=coordinator.silos if is_training else None, laying=order.preload,
+            local=coordinator.silos if is_training else None, preload=order.preload,
         )  # fmt: skip
         self.feed = BatchFeed(order, feeder, first)
         self.order = self._aligned(order)
@@ -102,9 +102,9 @@ class Run:
         return self.handout.names
 
     @property
-    def everybody(self) -> tuple[str, ...]:
+    def participants(self) -> tuple[str, ...]:
         """The devices that compute, and those that only give away the state they have."""
-        return self.handout.everybody
+        return self.handout.participants
 
     @property
     def first(self) -> int:
@@ -137,7 +137,7 @@ class Run:
 
     def prepare(self) -> None:
         """Make every device build its part and connect to the others."""
-        self.members = self.coordinator.members_for(self.everybody)
+        self.members = self.coordinator.members_for(self.participants)
         try:
             prepare(self)
         except BaseException as error:
@@ -188,7 +188,7 @@ class Run:
         for name, tensors in self.handout.given_here():
             self.coordinator.endpoint.send(name, self.first, STATE, tensors)
         self.feed.preload({name: self.members[name] for name in self.names}, self.first)
-        for name in self.everybody:
+        for name in self.participants:
             snapshots = order.snapshots if name in keepers else ()
             start = Start(self.generation, self.first, order.last_step, snapshots, order.backup_every)
             self.coordinator.send(name, start)
@@ -326,13 +326,13 @@ class Run:
 
         The missing devices are evicted, unless all are missing.
         """
-        if missing and len(missing) < len(self.everybody):
+        if missing and len(missing) < len(self.participants):
             errors = [self.evicted(Verdict(name, f"waited {limit_seconds:g} s for it {task}")) for name in missing]
             return errors[0]
         return TimedOut(f"Waited {limit_seconds:g} s for {', '.join(self.names)} {task}; nothing was received.")
 
     def _stop(self, error: BaseException | None = None) -> None:
-        for name in self.everybody:
+        for name in self.participants:
             self.coordinator.send(name, Stop(self.generation), _STOP_SECONDS)
         self.coordinator.endpoint.mailbox.interrupt(
             error if isinstance(error, ManyhandsError) else WorkerLost("The run has ended.")

@@ -104,7 +104,7 @@ class _Search:
                 reached = reach_either(
                     self._transport, joining.name, (host, candidate.port), joining.token,
                     min(CONNECT_SECONDS * joining.timeout_factor, seconds_left),
-                    encrypted=joining.encrypted, patience=joining.timeout_factor, once=True,
+                    encrypted=joining.encrypted, timeout_factor=joining.timeout_factor, once=True,
                     credentials=joining.credentials,
                 )  # fmt: skip
                 return Found(candidate, joining, reached)

@@ -175,7 +175,7 @@ class _Reception:
         token = joining.token or new_token()
         credentials = joining.credentials() if encrypted and not is_secret(token) else None
         self.security: Security = DeviceSecurity(
-            token, encrypted=encrypted, patience=joining.timeout_factor, credentials=credentials
+            token, encrypted=encrypted, timeout_factor=joining.timeout_factor, credentials=credentials
         )
         self._audit = AuditLog(config_folder() if credentials is not None else None)
         self._failed_proofs = FailedProofs(self.report, self._audit)
@@ -248,7 +248,7 @@ class _Reception:
             if present is None:
                 is_free = older is None
             else:
-                is_free = present.silent_seconds > TAKEOVER_SECONDS * self.security.patience
+                is_free = present.silent_seconds > TAKEOVER_SECONDS * self.security.timeout_factor
             if is_free:
                 self._next = peer
                 self._change.notify_all()

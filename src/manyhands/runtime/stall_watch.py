@@ -43,7 +43,7 @@ class StallWatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._timeout_factor = run.coordinator.security.patience
+        self._timeout_factor = run.coordinator.security.timeout_factor
         self._work = stalls.work_of(run.order.plan, run.order.graph.network)
         self._round_seconds: deque[float] = deque(maxlen=_RECENT_ROUNDS)
         """Times of recent rounds, on each device; a step's time where a round has several."""

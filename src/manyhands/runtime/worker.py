@@ -99,7 +99,7 @@ class Worker:
         reached = reached or reach(joining, name, self.transport)
         self.channel = reached.channel
         self._credentials = reached.security.credentials
-        self._peers = LaterSecurity("", reached.security.encrypted, reached.security.patience)
+        self._peers = LaterSecurity("", reached.security.encrypted, reached.security.timeout_factor)
         """The security of connections to other workers: the coordinator sends the secret when it welcomes this one."""
         self.endpoint = self.transport.endpoint(
             name, self._peers, host=self.channel.local_host, listener=reached.listener

@@ -79,7 +79,7 @@ def check_possible() -> None:
         raise LabError(f"There can be no lab here: {why}")
 
 
-def _patience(played: Played) -> float:
+def _timeout_factor(played: Played) -> float:
     """Return how many times longer than usual to wait for a device. What a whole core does in two seconds without
     reading messages takes a device with a tenth of a core twenty."""
     return max(1.0, played.scale, 2.0 / (played.slowest_share * HEARTBEAT_TIMEOUT_SECONDS))
@@ -107,7 +107,7 @@ def lab_session(setup: LabCluster, *, logs: Path | None, say: Say, limit_seconds
             0,
             new_secret(),
             logs=logs,
-            timeout_factor=_patience(played),
+            timeout_factor=_timeout_factor(played),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             announce=False,
         ) as coordinator,

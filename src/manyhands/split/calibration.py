@@ -115,7 +115,7 @@ def _typed(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How a calibration is made: what it tries, how exactly, and for how long."""
+    """Settings of a calibration: what it tries, how exactly, and for how long."""
 
     cuts: Sequence[int] | None = None
     """None: every cut that Algorithm 2 would consider."""

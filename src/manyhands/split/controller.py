@@ -112,7 +112,7 @@ class Course:
 
 @dataclass(frozen=True)
 class LinkWatch:
-    """How the controller watches the link, and when it changes the deployment."""
+    """The controller's view of the link, and when it changes the deployment."""
 
     probe: Probe | None = None
     clock: Callable[[], float] = time.monotonic
@@ -200,7 +200,7 @@ class SplitController:
     def stepped(self, step: int) -> None:
         self.steps = step + 1
 
-    def told(self, facts: Mapping[str, Any]) -> Redeployed | None:
+    def changed(self, facts: Mapping[str, Any]) -> Redeployed | None:
         """Record how a re-deployment went; return the change to report, or None where the deployment is the same."""
         pending, self._pending = self._pending, None
         if pending is None:

@@ -266,7 +266,7 @@ class SplitJob(Job):
         if event != "recovered":
             super().tell(event, **facts)
             return
-        change = self.steering.told(facts)
+        change = self.steering.changed(facts)
         if change is None:  # it only looked at the link
             self.record.event("looked", **facts)
             return

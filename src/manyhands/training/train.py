@@ -231,7 +231,7 @@ class TrainJob(Job):
             self.workload.optimizer,
             kernels,
             Preload(inputs, targets, self.workload.batch_size),
-            is_laid=self.workload.feed == "start",
+            is_preloaded=self.workload.feed == "start",
         )
         for plan, seconds in trials:
             self.record.event("tried", seconds=seconds, plan=plan.to_dict())

@@ -59,12 +59,12 @@ def fastest_in_trial(
     kernels: Mapping[str, Mapping[str, Kernel]],
     batch: Preload,
     *,
-    is_laid: bool,
+    is_preloaded: bool,
 ) -> Trials:
     """Return plans with the seconds of a step, the one to choose first; `plans` are ordered by simulated time.
 
     Plans take turns, as a machine's speed drifts. The same batch is trained on repeatedly, from the graph's own
-    weights, which do not change; `is_laid`: the devices hold it beforehand. Then the plans nearest to the best of
+    weights, which do not change; `is_preloaded`: the devices hold it beforehand. Then the plans nearest to the best of
     several take turns with it: a simulation may be wrong by more than a layer. Plans that are close to the best then
     have a longer trial, which decides, again for the one that the simulation ranks first unless another is clearly
     faster. If the best adds up gradients in buckets during the backward pass, it is tried in one bucket too: where
@@ -76,7 +76,9 @@ def fastest_in_trial(
         racing, usual = list(step_seconds), dict[int, float]()
         for turn in range(1, turns.most + 1):
             for number in racing:
-                step_seconds[number] += _steps(coordinator, graph, some[number], optimizer, kernels, batch, is_laid)
+                step_seconds[number] += _steps(
+                    coordinator, graph, some[number], optimizer, kernels, batch, is_preloaded
+                )
             usual = {number: statistics.median(steps) for number, steps in step_seconds.items() if steps}
             best = min(usual, key=lambda number: usual[number], default=0)
             racing = [number for number in racing if number in usual and usual[number] <= PRUNED_RATIO * usual[best]]
@@ -152,23 +154,23 @@ def _steps(
     optimizer: Optimizer,
     kernels: Mapping[str, Mapping[str, Kernel]],
     batch: Preload,
-    is_laid: bool,
+    is_preloaded: bool,
 ) -> list[float]:
     """Return the seconds of each of a few steps; empty if a worker lacks the memory."""
     order = Order(
         graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=WARM_UP + STEPS,
         optimizer=at_start(optimizer), kernels={name: kernels.get(name, {}) for name in plan.devices},
-        preload=batch if is_laid else None,
+        preload=batch if is_preloaded else None,
     )  # fmt: skip
     run = Run(coordinator, order)
     try:
         run.prepare()
     except OutOfMemory:
         return []
-    return run.run(same_batches(batch, WARM_UP + STEPS, is_laid=is_laid)).step_seconds[WARM_UP:]
+    return run.run(same_batches(batch, WARM_UP + STEPS, is_preloaded=is_preloaded)).step_seconds[WARM_UP:]
 
 
-def same_batches(batch: Preload, steps: int, *, is_laid: bool) -> Iterator[tuple[int, Any, Any]]:
+def same_batches(batch: Preload, steps: int, *, is_preloaded: bool) -> Iterator[tuple[int, Any, Any]]:
     """Return an iterator that repeats one batch, or only its sample numbers if the devices hold the samples."""
-    fed = batch.numbers() if is_laid else (batch.inputs, batch.targets)
+    fed = batch.numbers() if is_preloaded else (batch.inputs, batch.targets)
     return ((step, *fed) for step in range(steps))

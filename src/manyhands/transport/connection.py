@@ -46,7 +46,7 @@ class Connection:
         self._is_far = is_far(wire)
         self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
-        self.frames_at_last_beat = 0
+        self.frames_at_last_heartbeat = 0
         self.events = READ
         self.is_registered = False
 

@@ -28,7 +28,7 @@ from manyhands.transport.shaping import Port, Shaper
 from manyhands.transport.sharing import SharingSetting
 from manyhands.transport.wire import Broken, Wire
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _AT_ONCE_BYTES = 4 * 2**20
 """The bytes that are read from or written to one connection before others get their turn."""
 _LITTLE_BYTES = 64 * 1024
@@ -47,13 +47,13 @@ class ConnectionLoop:
         sharing: SharingSetting,
         silence_seconds: float,
         on_lost: Callable[[str], None],
-        on_beat: Callable[[], None],
+        on_heartbeat: Callable[[], None],
     ) -> None:
-        """Start the event loop. `on_lost` is called with each peer whose connection ended, in any thread; `on_beat` at
-        every heartbeat."""
+        """Start the event loop. `on_lost` is called in any thread with each peer whose connection ended;
+        `on_heartbeat` at every heartbeat."""
         self.name, self.silence_seconds = name, silence_seconds
-        self._mailbox, self._sharing, self._on_lost, self._on_beat = mailbox, sharing, on_lost, on_beat
-        self.beat_seconds = min(_BEAT_SECONDS, silence_seconds / 4)
+        self._mailbox, self._sharing, self._on_lost, self._on_heartbeat = mailbox, sharing, on_lost, on_heartbeat
+        self.heartbeat_seconds = min(_HEARTBEAT_SECONDS, silence_seconds / 4)
         self.connections: dict[str, Connection] = {}
         self.lost: set[str] = set()
         """Peers whose connection ended and was not made again."""
@@ -75,15 +75,15 @@ class ConnectionLoop:
         self._bell.setblocking(False)
         self._poller.register(self._alarm, READ, None)
         self._looked_at = time.monotonic()
-        self._beaten_at = math.inf
+        self._last_heartbeat_at = math.inf
         self._event_loop = EventLoop(
-            f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.beat_seconds / 2
+            f"engine {name}", self._turn, self._ring, self._has_work, self._end, self.heartbeat_seconds / 2
         )
         mailbox.let_help(self._event_loop)
 
-    def start_beating(self) -> None:
-        """Send heartbeats from now on, and call `on_beat`."""
-        self._beaten_at = time.monotonic()
+    def start_heartbeats(self) -> None:
+        """Send heartbeats from now on, and call `on_heartbeat`."""
+        self._last_heartbeat_at = time.monotonic()
 
     def stop_accepting(self) -> None:
         """Refuse connections from now on."""
@@ -182,9 +182,9 @@ class ConnectionLoop:
             self._asked.popleft()()
         if self._held:
             self._serve_held()
-        if now - self._beaten_at >= self.beat_seconds:
-            self._beaten_at = now
-            self._beat(now)
+        if now - self._last_heartbeat_at >= self.heartbeat_seconds:
+            self._last_heartbeat_at = now
+            self._send_heartbeats(now)
         return 0 < came < _LITTLE_BYTES and all(entry is None or entry.trickles for entry, _ in ready)
 
     def _pardon(self, now: float) -> None:
@@ -298,7 +298,7 @@ class ConnectionLoop:
         self._held.pop(connection, None)
         connection.close()
 
-    def _beat(self, now: float) -> None:
+    def _send_heartbeats(self, now: float) -> None:
         """Send a heartbeat where nothing else was sent, and lose the peers whose heartbeats have stopped."""
         for connection in list(self.connections.values()):
             silent_seconds = now - connection.heard_at
@@ -307,12 +307,12 @@ class ConnectionLoop:
                 continue
             outbox = connection.outbox
             is_busy = outbox.is_inside_a_frame if outbox.is_shaped else outbox.has_work
-            if outbox.frames == connection.frames_at_last_beat and not is_busy:
-                outbox.put_beat()
+            if outbox.frames == connection.frames_at_last_heartbeat and not is_busy:
+                outbox.put_heartbeat()
                 self._go_on_writing(connection)
-            connection.frames_at_last_beat = outbox.frames
+            connection.frames_at_last_heartbeat = outbox.frames
         if not self._is_closing:
-            self._on_beat()
+            self._on_heartbeat()
 
     def _end(self) -> None:
         for connection in list(self.connections.values()):

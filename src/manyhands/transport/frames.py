@@ -51,11 +51,11 @@ def control(topic: str, size: int) -> Header:
     return Header("", -1, 0, topic, size, 0, size)
 
 
-BEAT = control("beat", 0)
+HEARTBEAT = control("beat", 0)
 """A heartbeat: it shows only that its sender is alive."""
 OFFER, ANSWER = "memory offered", "memory found"
 """See `sharing`."""
-CONTROL_TOPICS = frozenset({BEAT.topic, OFFER, ANSWER})
+CONTROL_TOPICS = frozenset({HEARTBEAT.topic, OFFER, ANSWER})
 LARGEST_CONTROL_BYTES = 4096
 
 
@@ -87,7 +87,11 @@ def header_bytes(prelude: bytes | bytearray | memoryview) -> int:
 
 def is_control(header: Header) -> bool:
     """Return whether a frame is for the transport itself. Such a frame must be small and whole."""
-    if header.generation != BEAT.generation or header.origin != BEAT.origin or header.topic not in CONTROL_TOPICS:
+    if (
+        header.generation != HEARTBEAT.generation
+        or header.origin != HEARTBEAT.origin
+        or header.topic not in CONTROL_TOPICS
+    ):
         return False
     if header.length > LARGEST_CONTROL_BYTES or header.length != header.bytes or header.place >= 0:
         size = f"{header.length} of {header.bytes} bytes"

@@ -44,15 +44,15 @@ class DeadlineHandler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.server.limits.idle_seconds)
-        self.patience = DeadlineReader(self.connection, self.server.limits.idle_seconds)
-        self.rfile = io.BufferedReader(self.patience)
+        self.deadline = DeadlineReader(self.connection, self.server.limits.idle_seconds)
+        self.rfile = io.BufferedReader(self.deadline)
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):  # a client that went away gets no answer
             super().handle()
 
     def handle_one_request(self) -> None:
-        self.patience.allow(self.server.limits.idle_seconds)
+        self.deadline.allow(self.server.limits.idle_seconds)
         if not self.server.waits(self.connection):
             self.close_connection = True
             return
@@ -63,11 +63,11 @@ class DeadlineHandler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         self.server.begins(self.connection)
-        self.patience.allow(self.server.limits.idle_seconds)
+        self.deadline.allow(self.server.limits.idle_seconds)
         return super().parse_request()
 
     def _linger(self) -> None:
-        self.patience.allow(LINGER_SECONDS)
+        self.deadline.allow(LINGER_SECONDS)
         bytes_left = LINGER_BYTES
         with contextlib.suppress(OSError):
             while bytes_left > 0 and (piece := self.rfile.read1(bytes_left)):

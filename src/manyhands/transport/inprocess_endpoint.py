@@ -34,7 +34,7 @@ class RendezvousEndpoint:
         self.transport, self.name, self.address, self.security = transport, name, address, security
         self.mailbox = Mailbox(name, limit_seconds=transport.limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
-        self.silence_seconds = HEARTBEAT_TIMEOUT_SECONDS * security.patience
+        self.silence_seconds = HEARTBEAT_TIMEOUT_SECONDS * security.timeout_factor
         """Silence is not detected here, only breaks are."""
         self._peers: dict[str, tuple[_Link, RendezvousEndpoint]] = {}
         self._named: set[str] = set()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.transport.frames import BEAT, Header, encode, is_control
+from manyhands.transport.frames import HEARTBEAT, Header, encode, is_control
 from manyhands.transport.memory import window
 from manyhands.transport.shaping import Shaper
 from manyhands.transport.shared_memory import FillingRing
@@ -127,14 +127,14 @@ class Outbox:
             self._precedence.begin(self)
         (self._urgent if urgent else self._bulk).append(message)
 
-    def put_beat(self) -> None:
+    def put_heartbeat(self) -> None:
         """Make the next frame a heartbeat, unless a thread is writing. No shaper delays it, so that a slow link does
         not look dead."""
         if not self.writing.acquire(blocking=False):
             return
         try:
             if not self.is_inside_a_frame:
-                self._frame = [memoryview(encode(BEAT))]
+                self._frame = [memoryview(encode(HEARTBEAT))]
                 self.frames += 1
                 if self.shaper is not None:
                     self.shaper.let_pass(len(self._frame[0]))

@@ -90,7 +90,7 @@ class PeerRendezvous:
             older[0].close()
         if self._is_closing or len(self._pending) >= _MOST_PENDING:
             raise Refused("Too many peers wait to be named.")
-        self._pending[peer] = (wire, time.monotonic() + PENDING_SECONDS * self._security.patience)
+        self._pending[peer] = (wire, time.monotonic() + PENDING_SECONDS * self._security.timeout_factor)
 
     def _welcome(self, peer: str, wire: Wire) -> None:
         try:

@@ -63,14 +63,14 @@ class Security:
 
     token: str = field(repr=False)
     encrypted: bool
-    patience: float = 1.0
+    timeout_factor: float = 1.0
     """The factor by which all timeouts are longer than usual: where time itself goes slower, in a lab."""
     credentials: ClassVar[Credentials | None] = None
     """This device's key and those it knows: see `DeviceSecurity`. Never sent."""
 
     @property
     def handshake_seconds(self) -> float:
-        return HANDSHAKE_LIMIT_SECONDS * self.patience
+        return HANDSHAKE_LIMIT_SECONDS * self.timeout_factor
 
     @property
     def is_secret(self) -> bool:
@@ -247,7 +247,7 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
 def enter(connected: socket.socket, security: Security, purpose: Purpose, where: str, deadline: float) -> Wire:
     """Run the client's side and return the wire. Refused says what does not match; Broken before the server's preamble
     may be tried again, and TakesNoProofs later."""
-    wire: Wire = Wire(connected, security.patience)
+    wire: Wire = Wire(connected, security.timeout_factor)
     ours = preamble(security, purpose)
     write_all(wire, ours, deadline)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
@@ -257,7 +257,9 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
     try:
         certificate = b""
         if security.encrypted:
-            wire = encrypted = EncryptedWire(connected, _client_side(), is_server=False, patience=security.patience)
+            wire = encrypted = EncryptedWire(
+                connected, _client_side(), is_server=False, timeout_factor=security.timeout_factor
+            )
             encrypted.shake_hands(deadline)
             certificate = encrypted.peer_certificate
         handshake = Handshake(wire, ours + theirs, certificate, deadline)
@@ -278,7 +280,7 @@ def admit(
     Refused, Broken or TimeoutError end this client's connection only.
     """
     purpose, security = next(iter(securities.items()))
-    wire: Wire = Wire(connected, security.patience)
+    wire: Wire = Wire(connected, security.timeout_factor)
     theirs = read_exactly(wire, PREAMBLE.size, deadline)
     wanted_purpose = PREAMBLE.unpack(theirs)[-1]
     if wanted_purpose in securities:
@@ -294,7 +296,7 @@ def admit(
     certificate = b""
     if security.encrypted:
         context, certificate = _own_side(security)
-        wire = encrypted = EncryptedWire(connected, context, is_server=True, patience=security.patience)
+        wire = encrypted = EncryptedWire(connected, context, is_server=True, timeout_factor=security.timeout_factor)
         encrypted.shake_hands(deadline)
     handshake = Handshake(wire, theirs + ours, certificate, deadline)
     wire.peer_key = demand(handshake, security.knowledge, origin_of(connected), limiter)

@@ -59,7 +59,7 @@ class TcpEndpoint:
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
-        self.silence_seconds = silence_seconds or HEARTBEAT_TIMEOUT_SECONDS * security.patience
+        self.silence_seconds = silence_seconds or HEARTBEAT_TIMEOUT_SECONDS * security.timeout_factor
         self.sharing = sharing or SharingSetting.of_environment()
         self._met_at: dict[str, int] = {}
         """The port of each peer when it was last named."""
@@ -69,7 +69,7 @@ class TcpEndpoint:
         self._loop = loop = ConnectionLoop(
             name, self.mailbox, self.sharing, self.silence_seconds, self._forget, self._tidy
         )
-        self.beat_seconds = loop.beat_seconds
+        self.heartbeat_seconds = loop.beat_seconds
         self._connections, self._lost, self._lock = loop.connections, loop.lost, loop.lock
         try:
             self._rendezvous = PeerRendezvous(
@@ -78,7 +78,7 @@ class TcpEndpoint:
         except BaseException:
             loop.close()
             raise
-        loop.start_beating()
+        loop.start_heartbeats()
         self.address = self._rendezvous.address
 
     def _forget(self, peer: str) -> None:
@@ -116,7 +116,7 @@ class TcpEndpoint:
 
     def silent_peers(self) -> dict[str, float]:
         """See `transport.ConnectedEndpoint`."""
-        now, noted = time.monotonic(), 2 * self.beat_seconds
+        now, noted = time.monotonic(), 2 * self.heartbeat_seconds
         silences = {peer: now - connection.heard_at for peer, connection in list(self._connections.items())}
         return {peer: seconds for peer, seconds in silences.items() if seconds > noted}
 

@@ -170,7 +170,7 @@ def reach_either(
     limit_seconds: float,
     *,
     encrypted: bool | None = None,
-    patience: float = 1.0,
+    timeout_factor: float = 1.0,
     once: bool = False,
     is_cancelled: Callable[[], bool] = lambda: False,
     credentials: Callable[[], Credentials | None] = lambda: None,
@@ -183,7 +183,7 @@ def reach_either(
     kinds = [encrypted] if encrypted is not None else [False, True] if is_loopback(host) and token else [True]
     for kind in kinds:
         key_ring = credentials() if kind and not is_secret(token) else None
-        security = DeviceSecurity(token, encrypted=kind, patience=patience, credentials=key_ring)
+        security = DeviceSecurity(token, encrypted=kind, timeout_factor=timeout_factor, credentials=key_ring)
         try:
             channel = transport.reach(name, host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
             return ControlConnection(channel, security)

@@ -30,17 +30,17 @@ class Broken(Exception):
     """The connection is lost; the message gives the reason in a few words."""
 
 
-def tune(connected: socket.socket, patience: float = 1.0) -> None:
+def tune(connected: socket.socket, timeout_factor: float = 1.0) -> None:
     """Make small messages leave at once, and a peer that vanished without closing the connection be noticed."""
     connected.setblocking(False)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform == "linux":
-            limit_milliseconds = int(UNACKNOWLEDGED_LIMIT_SECONDS * patience * 1000)
+            limit_milliseconds = int(UNACKNOWLEDGED_LIMIT_SECONDS * timeout_factor * 1000)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_milliseconds)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(5 * patience)))
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(2 * patience)))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(5 * timeout_factor)))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(2 * timeout_factor)))
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
@@ -55,8 +55,8 @@ class Wire:
     peer_key = b""
     """The other device's public key, which it has proven; empty where it has none."""
 
-    def __init__(self, connected: socket.socket, patience: float = 1.0) -> None:
-        tune(connected, patience)
+    def __init__(self, connected: socket.socket, timeout_factor: float = 1.0) -> None:
+        tune(connected, timeout_factor)
         self.socket = connected
 
     @property
@@ -107,9 +107,9 @@ class EncryptedWire(Wire):
     encrypted = True
 
     def __init__(
-        self, connected: socket.socket, context: ssl.SSLContext, *, is_server: bool, patience: float = 1.0
+        self, connected: socket.socket, context: ssl.SSLContext, *, is_server: bool, timeout_factor: float = 1.0
     ) -> None:
-        super().__init__(connected, patience)
+        super().__init__(connected, timeout_factor)
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self._using_tls = threading.Lock()

@@ -49,13 +49,13 @@ class Ours:
     graph: Graph = field(init=False)
     choice: Choice = field(default_factory=Choice)
 
-    laying: Preload = field(init=False)
+    preload: Preload = field(init=False)
     """The batch, resident in our workers, as it is in PyTorch's processes."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         self.data = SameBatch(self.setting.model, self.setting.shape, self.setting.samples)
-        self.laying = Preload.of(self.data)
+        self.preload = Preload.of(self.data)
         module, loss = build(self.setting.model), loss_function(ZOO[self.setting.model].loss)
         self.graph = captured(module, self.data, loss, granularity="blocks", name=self.setting.model)
 
@@ -90,7 +90,7 @@ class Ours:
         return fastest_in_trial(
             self.session.coordinator, self.graph, plans, OPTIMIZER,
             dict.fromkeys(self.session.cluster.names, self.choice.kernels),
-            self.laying, is_laid=True,
+            self.preload, is_preloaded=True,
         )  # fmt: skip
 
     def two_stages(self, cut: int) -> Plan:
@@ -109,11 +109,11 @@ class Ours:
         """Return the seconds of a round, as the coordinator sees it end."""
         order = Order(
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps + WARM_UP_STEPS,
-            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), preload=self.laying,
+            optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), preload=self.preload,
         )  # fmt: skip
         run = Run(self.session.coordinator, order)
         run.prepare()
-        return steady(run.run(same_batches(self.laying, steps + WARM_UP_STEPS, is_laid=True)).step_seconds)
+        return steady(run.run(same_batches(self.preload, steps + WARM_UP_STEPS, is_preloaded=True)).step_seconds)
 
 
 def steady(seconds: Sequence[float]) -> float:

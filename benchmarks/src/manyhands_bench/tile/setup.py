@@ -65,7 +65,7 @@ class TiledNetwork:
     shape: tuple[int, ...]
     graph: Graph
     data: SameBatch
-    laying: Preload
+    preload: Preload
     kernels: Mapping[str, Kernel]
 
     @classmethod
@@ -125,11 +125,11 @@ class TiledNetwork:
             graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps, optimizer=OPTIMIZER,
             kernels=dict.fromkeys(plan.devices, self.kernels),
             trace_steps=range(WARM_UP_STEPS, steps) if trace else range(0), memory_step=steps - 1 if memory else -1,
-            preload=self.laying if laid else None,
+            preload=self.preload if laid else None,
         )  # fmt: skip
         run = Run(session.coordinator, order)
         run.prepare()
-        return run.run(same_batches(self.laying, steps, is_laid=laid))
+        return run.run(same_batches(self.preload, steps, is_preloaded=laid))
 
     def step_seconds(self, session: Session, plan: Plan, steps: int) -> float:
         """Return the median seconds of a step. The sample is resident in our workers, as it is in PyTorch's process:
