@@ -24,7 +24,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.graph import Graph
 from manyhands.inference import infer as inference
-from manyhands.inference.infer import Inference, captured_at_rest, told
+from manyhands.inference.infer import Inference, captured_at_rest, event_text
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.session.session import Session
 from real_runs import LAYERS, Pictures, assert_same, kill, names, network, restart, shared, workers
@@ -327,7 +327,7 @@ def test_a_killed_worker_is_done_without_by_whatever_the_planner_says(cluster: C
 
 def test_what_people_are_told() -> None:
     lost = {"seconds": 1.234, "samples": 2, "devices": ["a", "b"]}
-    assert told("recovered", lost) == "Going on with a, b after 1.23 s, 2 sample(s) run again."
-    assert told("recovered", {**lost, "samples": 0}) == "Going on with a, b after 1.23 s."
-    assert told("joined", {"device": "c"}) == "c joins."
-    assert told("replanned", {}) == ""
+    assert event_text("recovered", lost) == "Going on with a, b after 1.23 s, 2 sample(s) run again."
+    assert event_text("recovered", {**lost, "samples": 0}) == "Going on with a, b after 1.23 s."
+    assert event_text("joined", {"device": "c"}) == "c joins."
+    assert event_text("replanned", {}) == ""

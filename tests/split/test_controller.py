@@ -176,7 +176,7 @@ def test_k_changes_with_the_epoch() -> None:
     change = found(found.plan, BOTH, "auto")
     assert change.plan.replay.k == 1
     assert change.how == "redeployed"
-    assert found.told({"step": 30, "seconds": 0.1, "bytes_moved": 0}) is not None
+    assert found.changed({"step": 30, "seconds": 0.1, "bytes_moved": 0}) is not None
     assert found.changes[0].reason == "phase"
     assert found.cuts == [(0, 2)]
     found.stepped(49)
@@ -211,7 +211,7 @@ def test_a_link_that_gets_worse_for_good_moves_the_cut() -> None:
     change = found(found.plan, BOTH, "auto")
     assert found.deployment.cut > first.cut
     found.began(change.plan, 60)
-    told = found.told({"step": 52, "seconds": 0.4, "bytes_moved": 10_000})
+    told = found.changed({"step": 52, "seconds": 0.4, "bytes_moved": 10_000})
     assert told is not None
     assert (told.reason, told.before, told.after) == ("rates", first, found.deployment)
     assert found.cuts == [(0, first.cut), (52, found.deployment.cut)]
@@ -234,7 +234,7 @@ def test_a_lost_server_leaves_the_edge_alone_and_returns() -> None:
     assert alone.plan.devices == ("edge",)
     assert alone.plan.micro_batches == ends().round_batches(0, 2.4)
     assert alone.backup_every == 0
-    found.told({"step": 5, "seconds": 0.2, "bytes_moved": 30_000})
+    found.changed({"step": 5, "seconds": 0.2, "bytes_moved": 30_000})
     assert found.moved_bytes() == (0, 0), "they come from the edge's own checkpoint"
     clock.now += 60
     assert not found.should_change(9)
@@ -242,7 +242,7 @@ def test_a_lost_server_leaves_the_edge_alone_and_returns() -> None:
     back = found(alone.plan, BOTH, "auto")
     assert link.asked, "nothing is known of the link any more"
     assert back.plan.devices == BOTH
-    found.told({"step": 9, "seconds": 0.2, "bytes_moved": 20_000})
+    found.changed({"step": 9, "seconds": 0.2, "bytes_moved": 20_000})
     assert found.moved_bytes() == (20_000, 0)
     assert [one.reason for one in found.changes] == ["lost", "back"]
     assert [cut for _, cut in found.cuts] == [first.cut, LAYERS, found.deployment.cut]
@@ -276,7 +276,7 @@ def test_alone_at_the_edge_it_looks_at_the_link_now_and_then() -> None:
         if found.should_change(step):
             plan = found(found.plan, BOTH, "auto").plan
             found.began(plan, step)
-            if found.told({"step": step, "seconds": 0.1, "bytes_moved": 1}) is not None:
+            if found.changed({"step": step, "seconds": 0.1, "bytes_moved": 1}) is not None:
                 break
             looks += 1
     assert 1 <= looks <= 4
@@ -323,7 +323,7 @@ def test_two_changes_before_a_round_are_told_as_one() -> None:
     found(found.plan, ("edge",), "auto")
     found(found.plan, BOTH, "auto")
     if found.deployment == first:
-        assert found.told({"step": 1, "seconds": 0.1, "bytes_moved": 0}) is None
+        assert found.changed({"step": 1, "seconds": 0.1, "bytes_moved": 0}) is None
         assert found.changes == []
 
 
