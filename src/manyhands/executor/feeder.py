@@ -44,7 +44,7 @@ class Feeder:
         preload: Preload | None = None,
     ) -> None:
         self.graph, self.schedule, self.endpoint, self.with_targets = graph, schedule, endpoint, with_targets
-        self.plan, self.local, self.preload = schedule.plan, dict(local or {}), preload
+        self.plan, self.local, self.resident = schedule.plan, dict(local or {}), preload
         if preload is not None:
             names, rows = everything_fed(graph, targets=with_targets), torch.arange(preload.count)
             self.local = {device: SiloContent(names, rows) for device in self.plan.devices}
@@ -85,21 +85,21 @@ class Feeder:
 
     def _bound_preload(self) -> dict[tuple[str, bool], torch.Tensor]:
         """Return the tensors of all samples by name, and by whether it is a target's."""
-        if self.preload is None:
+        if self.resident is None:
             return {}
-        count = self.preload.count
-        inputs = _typed(bound_inputs(self.graph, self.preload.inputs), self._specs, count)
+        count = self.resident.count
+        inputs = _typed(bound_inputs(self.graph, self.resident.inputs), self._specs, count)
         tensors = {(name, False): tensor for name, tensor in inputs.items()}
         if self.with_targets:
-            targets = _typed(self._named_targets(self.preload.targets), self._target_specs, count)
+            targets = _typed(self._named_targets(self.resident.targets), self._target_specs, count)
             tensors |= {(name, True): tensor for name, tensor in targets.items()}
         return tensors
 
     def resident_key(self, device: str) -> str:
         """Return a key for what is preloaded on a device; empty: nothing is."""
-        if self.preload is None or device not in self.parts:
+        if self.resident is None or device not in self.parts:
             return ""
-        return resident_key(self.preload.key, self.parts[device])
+        return resident_key(self.resident.key, self.parts[device])
 
     def preload(self, device: str, step: int) -> None:
         """Send a device its boxes of all samples; does not wait."""

@@ -69,7 +69,7 @@ class TcpEndpoint:
         self._loop = loop = ConnectionLoop(
             name, self.mailbox, self.sharing, self.silence_seconds, self._forget, self._tidy
         )
-        self.heartbeat_seconds = loop.beat_seconds
+        self.heartbeat_seconds = loop.heartbeat_seconds
         self._connections, self._lost, self._lock = loop.connections, loop.lost, loop.lock
         try:
             self._rendezvous = PeerRendezvous(
