@@ -207,7 +207,7 @@ def test_an_urgent_message_overtakes_a_large_one(security: Security) -> None:
         guest.wire.close()
 
 
-def test_a_beat_keeps_an_idle_connection(security: Security) -> None:
+def test_a_heartbeat_keeps_an_idle_connection(security: Security) -> None:
     with joined(security, {"x": 1}, silence_seconds=0.8) as (a, b):
         time.sleep(1.8)
         a.send("b", 0, "x", [random_bytes(1)])
@@ -218,7 +218,7 @@ def test_a_beat_keeps_an_idle_connection(security: Security) -> None:
 def test_a_silent_peer_is_lost(security: Security) -> None:
     with joined(security, {"x": 1}, silence_seconds=0.3) as (a, b):
         start = time.monotonic()
-        a._loop._beat = lambda now: None  # type: ignore[method-assign]
+        a._loop._send_heartbeats = lambda now: None  # type: ignore[method-assign]
         with pytest.raises(WorkerLost, match=r"a was lost: .* \(silent for \d+\.\d s\)"):
             b.mailbox.receive("a", 0, "x", [random_bytes(1)])
         assert time.monotonic() - start < 15  # waits themselves have a limit of 20

@@ -87,7 +87,7 @@ class LocalWorkers:
             words = [
                 "worker", "--join", f"{address[0]}:{address[1]}", "--name", name, "--slots", str(len(spec.names)),
                 "--compute", spec.compute, "--threads", str(threads),
-                "--encrypted" if security.encrypted else "--plain", "--timeout_factor", f"{security.timeout_factor:g}",
+                "--encrypted" if security.encrypted else "--plain", "--patience", f"{security.timeout_factor:g}",
                 "--slowdown", repr(spec.slowdown),
             ]  # fmt: skip
             if spec.silo:
