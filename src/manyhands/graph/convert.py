@@ -28,6 +28,7 @@ from manyhands.graph.conversion_refusals import (
     refuse_nonlinear_backward,
     refuse_unfit_randomness,
 )
+from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
@@ -195,7 +196,9 @@ def _convert_node(node: Any, state: Conversion) -> None:
         check_no_other_view(node, mutated.name, where, state)
         target, in_place = plain, plain != target
     if target not in ops.ALLOWED or ops.resolve(target) is None:
-        raise off_list(target, node)
+        if not _decompose(node, state):
+            raise off_list(target, node)
+        return
     refuse_hidden_randomness(target, arguments, where)
     outputs = output_specs(name, value, where)
     is_list = isinstance(value, (tuple, list))
@@ -246,6 +249,30 @@ def _inline(node: Any, state: Conversion) -> None:
     state.prefix, state.without_gradient = outer, was
     state.around.pop()
     state.arguments[outer + node.name] = results
+
+
+def _decompose(node: Any, state: Conversion) -> bool:
+    """Convert what an operator is made of in its place; return whether PyTorch knows how."""
+    graph = decomposed(node)
+    if graph is None:
+        return False
+    outer, prefix = state.prefix, f"{state.prefix}{node.name}."
+    arguments = [_argument(source, state, node) for source in tensor_arguments(node)]
+    state.around.append((node, outer))
+    state.prefix = prefix
+    placeholders = [inner_node for inner_node in graph.nodes if inner_node.op == "placeholder"]
+    for placeholder, argument in zip(placeholders, arguments, strict=True):
+        state.arguments[prefix + placeholder.name] = argument
+    for inner_node in graph.nodes:
+        if inner_node.op == "call_function":
+            _convert_node(inner_node, state)
+    (result,) = next(inner_node for inner_node in graph.nodes if inner_node.op == "output").args
+    is_list = isinstance(result, (list, tuple))
+    results = [state.arguments[prefix + inner_node.name] for inner_node in (result if is_list else [result])]
+    state.prefix = outer
+    state.around.pop()
+    state.arguments[outer + node.name] = results if is_list else results[0]
+    return True
 
 
 def _argument(value: Any, state: Conversion, node: Any) -> Argument:
