@@ -37,6 +37,11 @@ class Conversion:
     """Name in the exported program -> what stands for it in the Graph."""
     root: dict[str, str] = field(default_factory=dict)
     """Value -> the value, or 'weight NAME', whose memory it may share."""
+    views: dict[str, tuple[str, Node]] = field(default_factory=dict)
+    """View -> the value that it shows, and the node that made it."""
+    latest: dict[str, str | None] = field(default_factory=dict)
+    """Value whose memory was written -> the value that now has its content; None: to be made anew (view_writes.py)."""
+    numbers: int = 0
     prefix: str = ""
     """The prefix of names inside a sub-graph, which has its own."""
     buffers: set[str] = field(default_factory=set)
@@ -51,6 +56,11 @@ class Conversion:
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     outers: dict[str, int] = field(default_factory=dict)
     """The outer factor (rows.py) of values whose samples are interleaved."""
+
+    def count(self) -> int:
+        """Return a number that no other node was given."""
+        self.numbers += 1
+        return self.numbers
 
     def add(self, node: Node) -> None:
         self.nodes.append(node)

@@ -31,18 +31,20 @@ from manyhands.graph.conversion_refusals import (
 from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
+from manyhands.graph.random_nodes import DRAWN_BY_SIZE, drawn_like
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
 from manyhands.graph.source_lines import place_of
 from manyhands.graph.trees import tree_map
+from manyhands.graph.view_writes import COPIES, current, fresh, spread, write
 from manyhands.graph.writes import (
     MASKED_WRITES,
     assign_buffer,
-    check_no_other_view,
     check_write,
     convert_buffer_write,
     masked_fill,
     may_share_memory,
     memory_root,
+    plain_write,
 )
 
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
@@ -147,7 +149,7 @@ def _outputs(program: Any, state: Conversion, assigned: tuple[str, ...]) -> list
         record = state.arguments[node.name]
         if not isinstance(record, Value):
             raise CaptureFailed("The module returns one of its own weights or an integer; return a computed tensor.")
-        leaves.append(record.name)
+        leaves.append(fresh(record.name, state))
     return leaves
 
 
@@ -177,6 +179,8 @@ def _convert_node(node: Any, state: Conversion) -> None:
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
     if target == "aten.to.device":  # where a tensor lives is decided where the graph is run
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
+    if target in DRAWN_BY_SIZE:
+        target, arguments, options = drawn_like(name, target, arguments, options, value, node, state)
     if target in _VIEWS_AS and _is_as_before(arguments, state):
         target, arguments = "aten.alias.default", arguments[:1]
     mutated = next((a for a in arguments[:1] if isinstance(a, (Value, Weight))), None)
@@ -188,13 +192,15 @@ def _convert_node(node: Any, state: Conversion) -> None:
     if target in MASKED_WRITES:
         target, arguments = masked_fill(target, arguments, where, state)
     if is_write:
-        plain = target if target in ops.RANDOM else ops.functional(target)
-        if plain is None:
-            raise off_list(target, node)
         assert isinstance(mutated, Value)
         check_write(target, mutated.name, where, state)
-        check_no_other_view(node, mutated.name, where, state)
-        target, in_place = plain, plain != target
+        if target in COPIES:
+            target, arguments = "aten.clone.default", (spread(node, arguments[1], mutated.name, where, state),)
+        plain, arguments = (target, arguments) if target in ops.ALLOWED else plain_write(target, arguments)
+        if plain is None:
+            raise off_list(target, node)
+        in_place = plain != target and state.root[mutated.name] == mutated.name and plain == ops.functional(target)
+        target = plain
     if target not in ops.ALLOWED or ops.resolve(target) is None:
         if not _decompose(node, state):
             raise off_list(target, node)
@@ -212,10 +218,11 @@ def _convert_node(node: Any, state: Conversion) -> None:
     shared = may_share_memory(target, arguments, len(made))
     for record, source in zip(made, shared, strict=True):
         state.root[record.name] = record.name if source is None else memory_root(source, state)
-    if is_write and isinstance(mutated, Value):  # later readers of the old name read the new value
-        for key, record in state.arguments.items():
-            if record == mutated:
-                state.arguments[key] = made[0]
+    for record, source in zip(made, shared, strict=True):
+        if isinstance(source, Value):
+            state.views[record.name] = (source.name, state.nodes[-1])
+    if is_write and isinstance(mutated, Value):
+        write(state.nodes[-1], state, state.specs[mutated.name], made[0])
 
 
 _VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default"})
@@ -277,7 +284,7 @@ def _decompose(node: Any, state: Conversion) -> bool:
 
 def _argument(value: Any, state: Conversion, node: Any) -> Argument:
     if isinstance(value, torch.fx.Node):
-        return state.arguments[state.prefix + value.name]
+        return current(state.arguments[state.prefix + value.name], state)
     if isinstance(value, (list, tuple)):
         return tuple(_argument(item, state, node) for item in value)
     if isinstance(value, torch.SymInt):

@@ -64,7 +64,9 @@ def decomposed(node: Any) -> torch.fx.Graph | None:
 def tensor_arguments(node: Any) -> list[Any]:
     """Return the nodes whose tensors `decomposed` takes, in the order of its inputs."""
     leaves, _ = tree_flatten((node.args, node.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+    return [
+        leaf for leaf in leaves if isinstance(leaf, torch.fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)
+    ]
 
 
 @cache

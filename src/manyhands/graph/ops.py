@@ -21,7 +21,9 @@ mul.Scalar mul.Tensor ne.Scalar ne.Tensor neg nan_to_num pow.Scalar pow.Tensor_S
 relu relu6 remainder.Scalar round rsqrt rsub.Scalar rsub.Tensor selu sigmoid sign silu sin softplus softshrink sqrt
 square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout type_as where.self where.ScalarOther
 where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias
-lift_fresh_copy addcmul addcdiv hardshrink
+lift_fresh_copy addcmul addcdiv hardshrink acos acosh asin asinh atan atan2 atanh cosh sinh trunc isnan isinf log10 exp2
+hypot copysign.Tensor fmod.Tensor remainder.Tensor erfc erfinv lgamma digamma sgn fmax fmin frac logit xlogy.Tensor
+bitwise_left_shift.Tensor bitwise_right_shift.Tensor add.Scalar pow.Scalar
 """
 
 _CONVOLUTION = """
@@ -46,12 +48,13 @@ squeeze.dim squeeze.dims slice.Tensor select.int narrow cat concat stack chunk s
 expand expand_as repeat tile pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 unbind.int roll pixel_shuffle pixel_unshuffle channel_shuffle movedim.int movedim.intlist swapaxes flip index_select
 gather index.Tensor take_along_dim tril triu repeat_interleave.self_int embedding one_hot numpy_T hstack vstack
-broadcast_to broadcast_tensors scatter.value scatter.src scatter_add
+broadcast_to broadcast_tensors scatter.value scatter.src scatter_add slice_scatter select_scatter diagonal unfold index_put
 """
 _REDUCTION = """
 mean mean.dim sum sum.dim_IntList amax amin max min max.dim min.dim softmax.int log_softmax.int argmax argmin var.dim
 var.correction var std.dim std.correction std norm.ScalarOpt_dim norm.Scalar linalg_vector_norm prod.dim_int cumsum
-logsumexp cosine_similarity all any all.dim any.dim topk sort _softmax _log_softmax all.default prod
+logsumexp cosine_similarity all any all.dim any.dim topk sort _softmax _log_softmax all.default prod cumprod kthvalue
+var_mean.correction
 """
 _CREATION = """
 zeros ones full arange arange.start arange.start_step zeros_like ones_like full_like new_zeros new_ones new_full

@@ -182,16 +182,17 @@ RANDOM_CALLS: dict[str, RandomOperator] = {
 def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor | None:
     """Return what `node` draws in step 0 of seed 0, where torch's own kernel of it makes `call` (a coin for every
     element of a dropout's mask, say); None if that is no call of this node."""
-    spec, like = node.outputs[0], arguments[0]
+    spec = node.outputs[0]
+    like = arguments[0] if isinstance(arguments[0], torch.Tensor) else torch.empty(arguments[0], dtype=_dtype(node))
     rank_fits = spec.batch_axis is None or spec.batch_axis < like.dim()
     if not rank_fits or call not in _DRAWN_BY.get(node.target, _COIN):
         return None
     shape = tuple(spec.shape[axis] if axis == spec.batch_axis else size for axis, size in enumerate(like.shape))
     whole = TensorSpec(spec.name, shape, spec.dtype, spec.batch_axis)
     first, second = (_bits(node, 0, 0, 0, like.shape, whole, like.device, stream) for stream in (0, 1))
-    if call == "aten.rand_like.default":
+    if call in ("aten.rand_like.default", "aten.rand.default"):
         return uniform(first, like.dtype)
-    if call == "aten.randn_like.default":
+    if call in ("aten.randn_like.default", "aten.randn.default"):
         return normal(first, second, like.dtype)
     if call == "aten.bernoulli.default":
         coins: torch.Tensor = (uniform(first, torch.float64) < like).to(like.dtype)
@@ -209,6 +210,6 @@ _COIN = frozenset({"aten.bernoulli_.float"})
 _DRAWN_BY = {
     "aten.bernoulli.default": frozenset({"aten.bernoulli.default"}),
     "aten.bernoulli.p": frozenset({"aten.bernoulli.p"}),
-    "aten.rand_like.default": frozenset({"aten.rand_like.default"}),
-    "aten.randn_like.default": frozenset({"aten.randn_like.default"}),
+    "aten.rand_like.default": frozenset({"aten.rand_like.default", "aten.rand.default"}),
+    "aten.randn_like.default": frozenset({"aten.randn_like.default", "aten.randn.default"}),
 }

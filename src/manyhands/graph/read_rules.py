@@ -64,8 +64,10 @@ def _given(node: Node, position: int, name: str, default: Argument = None) -> Ar
 _ALONG: dict[str, tuple[int, str, Argument]] = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "prod", "logsumexp",
                      "all", "any"), (1, "dim", None)),
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"), (1, "dim", None)),
+    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod",
+                     "var_mean", "unfold"), (1, "dim", None)),
     **dict.fromkeys(("norm", "linalg_vector_norm"), (2, "dim", None)),
+    **dict.fromkeys(("slice_scatter", "select_scatter"), (2, "dim", 0)), "kthvalue": (2, "dim", -1),
     "sort": (1, "dim", -1), "topk": (2, "dim", -1), "cosine_similarity": (2, "dim", 1), "flip": (1, "dims", None),
     "roll": (2, "dims", None), "index_select": (1, "dim", 0), "gather": (1, "dim", 0), "scatter": (1, "dim", 0),
     "scatter_add": (1, "dim", 0), "take_along_dim": (2, "dim", None), "cat": (1, "dim", 0), "concat": (1, "dim", 0),
@@ -88,7 +90,9 @@ def _axes_along(node: Node, source: TensorSpec) -> set[int]:
         ):
             return set(range(rank))  # var(unbiased), max(other)
         return _axes(_given(node, position, key, default), rank)
-    if name == "index":
+    if name == "diagonal":
+        return _axes((_given(node, 2, "dim1", 0), _given(node, 3, "dim2", 1)), rank)
+    if name in ("index", "index_put"):
         return {axis for axis, index in enumerate(node.arguments[1][:rank]) if index is not None}
     if name in ("chunk", "split", "split_with_sizes", "narrow", "slice"):
         same = all(spec.rows_per_sample == source.rows_per_sample for spec in node.outputs)

@@ -14,7 +14,7 @@ from manyhands.graph.conversion import WEIGHT_MARK, Conversion, module_of
 from manyhands.graph.conversion_refusals import (
     off_list,
 )
-from manyhands.graph.nodes import Argument, Node, Value, Weight, records, weights_of
+from manyhands.graph.nodes import Argument, Node, Value, Weight, weights_of
 from manyhands.graph.sizes import at, spec_of
 from manyhands.graph.source_lines import place_of
 
@@ -125,19 +125,14 @@ def assign_buffer(node: Any, name: str, state: Conversion) -> None:
     )  # fmt: skip
 
 
-def check_no_other_view(node: Any, name: str, where: str, state: Conversion) -> None:
-    """Refuse an in-place write if the same memory is read under another name afterwards."""
-    root = state.root[name]
-    shared = {n for n, r in state.root.items() if r == root and n != name}
-    for start, prefix in [(node, state.prefix), *reversed(state.around)]:
-        following = start.next
-        while following.op != "root":
-            for used in following.all_input_nodes:
-                for reader in records(state.arguments.get(prefix + used.name)):
-                    if isinstance(reader, Value) and reader.name in shared:
-                        raise CaptureFailed(
-                            f"{node.target} writes in place to memory that is read later under another name."
-                            f"{at(where)}",
-                            hint="Use the version without the underscore, or clone() first.",
-                        )
-            following = following.next
+def plain_write(target: str, arguments: tuple[Argument, ...]) -> tuple[str | None, tuple[Argument, ...]]:
+    """Return the operator, and its arguments, that computes what an in-place operator leaves in its first argument.
+
+    None: there is none on the list.
+    """
+    written, *others = arguments
+    if target == "aten.fill_.Scalar":
+        return "aten.full_like.default", (written, others[0])
+    if target == "aten.zero_.default":
+        return "aten.zeros_like.default", (written,)
+    return (target if target in ops.RANDOM else ops.functional(target)), arguments
