@@ -48,7 +48,8 @@ squeeze.dim squeeze.dims slice.Tensor select.int narrow cat concat stack chunk s
 expand expand_as repeat tile pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 unbind.int roll pixel_shuffle pixel_unshuffle channel_shuffle movedim.int movedim.intlist swapaxes flip index_select
 gather index.Tensor take_along_dim tril triu repeat_interleave.self_int embedding one_hot numpy_T hstack vstack
-broadcast_to broadcast_tensors scatter.value scatter.src scatter_add slice_scatter select_scatter diagonal unfold index_put
+broadcast_to broadcast_tensors scatter.value scatter.src scatter_add slice_scatter select_scatter diagonal
+unfold index_put
 """
 _REDUCTION = """
 mean mean.dim sum sum.dim_IntList amax amin max min max.dim min.dim softmax.int log_softmax.int argmax argmin var.dim

@@ -1,6 +1,6 @@
-"""Random tensors that a module asks for by size: torch.rand(n, 1). They become a tensor of that size and a draw like it.
+"""Random tensors that a module asks for by size, as torch.rand(n, 1): a tensor of that size, and a draw like it.
 
-So every random operator of a graph draws for the samples of a tensor, by counter (random_ops.py), whoever computes them.
+So every random operator of a graph draws for the samples of a tensor, by counter (random_ops.py), on any device.
 """
 
 from __future__ import annotations
