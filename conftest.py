@@ -10,13 +10,25 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from groups import group_of
+from groups import group_of, mark_slow_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
+
+
+class _Slow:
+    """Marks the cases of a test with `quick` that run with the slow tests, before pytest looks at the marks."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_slow_cases(items)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Slow(), "slow cases")
 
 
 @pytest.hookimpl(trylast=True)

@@ -32,3 +32,21 @@ def slow_if(is_so: bool) -> list[pytest.MarkDecorator]:
 def thinned(cases: Iterable[tuple[Any, ...]], every: int = 4) -> list[Any]:
     """One of so many with the quick tests: each starts a process of its own."""
     return [pytest.param(*case, marks=slow_if(place % every != 0)) for place, case in enumerate(cases)]
+
+
+def mark_slow_cases(items: Iterable[pytest.Item]) -> None:
+    """Of a test with many cases, mark those as slow that its `quick` does not name: quick("a", "b"), or quick(every=3)
+    for the first of three. A name that no case has is an error where all cases were collected."""
+    cases: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") is not None and hasattr(item, "callspec"):
+            cases.setdefault((str(item.path), item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for (_, name), these in cases.items():
+        mark = these[0].get_closest_marker("quick")
+        every, names = mark.kwargs.get("every"), set(mark.args)
+        missing = names - {item.callspec.id for item in these}
+        if missing and len(these) > len(names):
+            raise pytest.UsageError(f"{name} has no case {', '.join(sorted(missing))}")
+        for place, item in enumerate(these):
+            if (place % every != 0) if every else (item.callspec.id not in names):
+                item.add_marker(pytest.mark.slow)

@@ -141,6 +141,7 @@ class OneCycle(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.quick("Module")
 @pytest.mark.parametrize("kind", [Module, OneCycle])
 def test_a_module_in_lightnings_way_is_trained_exactly(
     kind: type[Module], cluster: Coordinator, tmp_path: Path
@@ -299,6 +300,7 @@ print(json.dumps({"answer": answer.tolist(), "manyhands": any(name.startswith("m
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_without_manyhands(cluster: Coordinator, tmp_path: Path) -> None:
     model = network()
     result = mh.train(

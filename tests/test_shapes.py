@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "manyhands"
@@ -16,9 +16,10 @@ OWN_ENVIRONMENT = {"runtime/fork_server.py", "runtime/own_folder.py", "runtime/c
 folder that libraries read from TMPDIR. The set may only become smaller."""
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    paths = sorted(SOURCE.rglob("*.py"))
+    return [(path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())) for path in paths]
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

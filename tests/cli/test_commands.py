@@ -243,6 +243,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.Monk
     assert run_json("models", "tiny")["parameters"] == 40_506
 
 
+@pytest.mark.quick("chair-3x4")
 @pytest.mark.parametrize(("model", "shape"), [("bert-small", "4x4"), ("chair", "3x4")])
 def test_a_wrong_input_shape_is_the_users_mistake(model: str, shape: str) -> None:
     result = run("models", model, "--input", shape)

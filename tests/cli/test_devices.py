@@ -31,6 +31,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "manyhands", *words], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_those_who_have_joined(home: Path) -> None:
     assert "No device has joined this one" in run("devices").stdout
     assert not home.exists(), "to look makes no key"
@@ -83,6 +84,7 @@ def test_what_is_no_command_is_a_cluster(home: Path) -> None:
 WORDS = ("doctor", "--listen", "127.0.0.1:0", "--wait", "1")
 
 
+@pytest.mark.slow
 def test_a_pipe_is_not_told_the_token(home: Path) -> None:
     done = run(*WORDS)
     token = (home / "token").read_text().strip()

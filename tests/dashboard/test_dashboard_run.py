@@ -62,6 +62,7 @@ class Running:
         return self.ran[0]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_shown_as_lost_and_the_run_as_recovered(
     browser: Browser, cluster: Coordinator, tmp_path: Path
 ) -> None:

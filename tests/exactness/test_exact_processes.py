@@ -51,6 +51,7 @@ def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
     return plans[kind]
 
 
+@pytest.mark.quick("mixed-SGD")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [
@@ -76,6 +77,7 @@ def test_unequal_shares_equal_one_device(cluster: Coordinator, tmp_path: Path, k
     assert len(ran.result.losses) == STEPS
 
 
+@pytest.mark.quick("Adam")
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=lambda optimizer: optimizer.name)
 def test_shares_equal_a_plain_pytorch_loop(cluster: Coordinator, tmp_path: Path, optimizer: Optimizer) -> None:
     data = Pictures()
@@ -146,6 +148,7 @@ def test_same_seed_and_plan_give_the_same_bits(cluster: Coordinator, tmp_path: P
     assert not torch.equal(runs[0].state["2.2.weight"], other.state["2.2.weight"])
 
 
+@pytest.mark.slow
 def test_float32_stays_float32(cluster: Coordinator, tmp_path: Path) -> None:
     model = network(dtype=torch.float32)
     ran = train(

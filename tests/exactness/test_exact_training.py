@@ -80,6 +80,7 @@ def test_the_reference_is_the_module_trained_by_pytorch() -> None:
     assert losses[-1] != losses[0]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"small", "still"}))
 def test_networks_with_something_special(name: str) -> None:
     graph = captured(name)
@@ -196,6 +197,7 @@ def test_skips_over_several_stages(micro_batches: int) -> None:
     assert_exact(graph, plan, batches_of("skips", 5, 6 * micro_batches), ADAM)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [

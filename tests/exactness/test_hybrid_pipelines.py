@@ -266,6 +266,7 @@ def test_any_network_cut_and_shared_in_any_way_trains_as_one_device(data: st.Dat
 SKIPPING: Drawing = (("conv", 0), ("norm", 1), ("relu", 0), ("concat", 0), ("norm", 2), ("gate", 1), ("add", 0))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("batch_norm", get_args(BatchNorm))
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "eager", "sequential"])
 def test_skips_over_several_cuts_with_either_batch_norm(order: Order, batch_norm: BatchNorm) -> None:

@@ -96,6 +96,7 @@ class Pooled(nn.Module):
         return out
 
 
+@pytest.mark.quick("first of its stage")
 @pytest.mark.parametrize("kind", ["helping", "first of its stage"])
 def test_devices_without_weights_equal_plain_pytorch(cluster: Coordinator, tmp_path: Path, kind: str) -> None:
     """One of a stage's devices has no state at all; where it is the stage's first, snapshots ask it for that."""

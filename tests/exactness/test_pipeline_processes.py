@@ -210,6 +210,7 @@ def test_devices_compute_while_messages_travel(slow_run: Ran) -> None:
         assert sum(computing(slow_run, b, start, end) for _, b, _, start, end in values if b == device) > 0, device
 
 
+@pytest.mark.slow
 def test_gradients_are_added_up_while_backward_goes_on(slow_run: Ran) -> None:
     """The reduction of a bucket begins before the stage's last backward pass has ended: in some step, for the thread
     that reduces may be let on late by a machine that does other things too."""

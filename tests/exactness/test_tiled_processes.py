@@ -57,6 +57,7 @@ def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
     return plans[kind]
 
 
+@pytest.mark.quick("mixed")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -91,6 +92,7 @@ def test_float32_stays_close_over_ten_steps(cluster: Coordinator, tmp_path: Path
     assert runs[0].result.losses == pytest.approx(runs[1].result.losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_strategy_chooses_grid_groups_and_tail(cluster: Coordinator, tmp_path: Path) -> None:
     ran = train(cluster, "tiles", tmp_path / "tiles", steps=4, test=Pictures(BATCH))
     ran.assert_as_planned()

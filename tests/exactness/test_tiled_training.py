@@ -230,6 +230,7 @@ def some_of(*rows: tuple[str, str]) -> list[Any]:
     ]
 
 
+@pytest.mark.quick("resnet-2x2", "unet-2x2", "efficientnet-2x2 interior", "vgg-1x2 one group", "yolov2-3x2 uneven")
 @pytest.mark.parametrize(
     ("name", "way"),
     some_of(
@@ -248,6 +249,7 @@ def test_the_zoo_whole(name: str, way: str) -> None:
     case.check(case.plan(case.tiled(WAYS[way])))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("name", "where"),
     some_of(
@@ -560,6 +562,7 @@ def special_case(name: str) -> Case:
     return case_of(SPECIAL[name](), (3 if name == "inception" else 2, 13, 11), steps=3)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", by_name("tiled", SPECIAL))
 @pytest.mark.parametrize(
     "groups", [(None, None), ((0,), (0,)), ((0, 2), (0, 3)), (None, (0,))], ids=["no", "one", "some", "back"]

@@ -121,6 +121,7 @@ def test_both_travel_at_once_and_weights_are_computed_meanwhile() -> None:
 WAYS = {"2x1": ByTiles((1, 1)), "2x2 uneven": ByTiles((2, 1), (1, 2)), "3x2": ByTiles((1, 2, 1), (1, 1))}
 
 
+@pytest.mark.quick("chain-True-2x1", "other_norms-True-3x2", "chain-False-2x2 uneven", "other_norms-False-2x1")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("through", [True, False])
 @pytest.mark.parametrize("build", [chain, other_norms])
@@ -155,6 +156,7 @@ def last_where(case: Case, plan: Plan, *numbers: int) -> dict[str, dict[str, Ker
     return dict.fromkeys(plan.devices, own)
 
 
+@pytest.mark.quick("chain-2", "other_norms-1")
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("build", [chain, other_norms])
 def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ignore[no-untyped-def]

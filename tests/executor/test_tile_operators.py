@@ -198,6 +198,7 @@ COMBINED: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("what", POINTWISE)
 def test_activation(what: str) -> None:
     case = Case.of(POINTWISE[what], (3, 8, 11))

@@ -277,6 +277,7 @@ def stored() -> dict[Path, DeviceProfile]:
     return {path: load_profile(path) for path in found if not path.name.endswith(".rate.json")}
 
 
+@pytest.mark.slow
 def test_the_second_run_knows_better(
     crew: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     close_fork_servers()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed")
 def test_workers_that_have_the_package_train_as_one_device_does(tmp_path: Path) -> None:
     with workers(2) as coordinator:
@@ -54,6 +55,7 @@ def test_workers_that_have_the_package_train_as_one_device_does(tmp_path: Path) 
     assert_close(ran.state, alone.state)
 
 
+@pytest.mark.slow
 def test_workers_without_the_package_refuse_the_plan_by_name(tmp_path: Path) -> None:
     with workers(2) as coordinator, pytest.raises(BadPlan, match=f"shared by '{NAME}', which is not regist") as error:
         train(coordinator, interleaved(names(coordinator)), tmp_path / "run", model=undrawn())

@@ -49,6 +49,7 @@ def check_evicted(trip: Trip, device: str, words: str, plan: str) -> None:
     assert recovered[0]["seconds"] < RECOVERY_SECONDS
 
 
+@pytest.mark.quick("samples-b-backward", "tiles-b-forward")
 @pytest.mark.parametrize(
     ("plan", "device", "place"),
     [

@@ -165,6 +165,7 @@ def test_who_is_lost_while_all_are_measured_is_done_without(
     assert f"Beginning without {devices[0]}: 2 device(s) left." in said
 
 
+@pytest.mark.slow
 def test_no_more_are_used_than_it_may(cluster: Coordinator, tmp_path: Path) -> None:
     ran = train(cluster, "samples", tmp_path / "run", steps=2, max_devices=2)
     assert ran.result.plan.devices == names(cluster)[:2]

@@ -202,6 +202,7 @@ def cluster() -> Iterator[Coordinator]:
             yield coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mishaps")
 def test_a_worker_out_of_memory_says_so_and_lives_on(cluster: Coordinator, tmp_path: Path) -> None:
     """Its memory is limited in the middle of the run; the next one, without the limit, has the same process."""

@@ -111,6 +111,7 @@ def test_a_killed_worker_is_done_without(
     assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training is over: another one evaluates alone."""
     devices, fired = names(cluster), []
@@ -148,6 +149,7 @@ def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[in
     assert "has sent nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
 
 
+@pytest.mark.quick("pipeline-15")
 @pytest.mark.parametrize(
     ("kind", "number"),
     [

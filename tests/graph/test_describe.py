@@ -66,6 +66,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
     return held
 
 
+@pytest.mark.quick("2-resnet18", "2-tiny", "2-bilstm")
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 @pytest.mark.parametrize("samples", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:

@@ -84,6 +84,7 @@ def check(module: nn.Module, x: torch.Tensor, piece: Piece, graph: Graph) -> Non
             piece.rest(len(x))
 
 
+@pytest.mark.slow
 @needs_onednn
 @settings(max_examples=30)
 @given(st.lists(st.tuples(KINDS, PLACES, PLACES), min_size=1, max_size=9), st.lists(PLACES, max_size=2))

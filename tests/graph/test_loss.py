@@ -249,6 +249,7 @@ def test_a_matrix_of_samples_by_samples_is_not_even_captured() -> None:
         captured(lambda o, t: F.cross_entropy(o @ t.T, torch.arange(o.shape[0])), FLOATS)
 
 
+@pytest.mark.quick("resnet18", "din", "tiny")
 @pytest.mark.parametrize(
     "name", by_name("zoo", registry.ZOO, slow=("resnet50", "mobilenetv2", "mobilenetv3-large", "yolov2"))
 )

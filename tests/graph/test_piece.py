@@ -49,6 +49,7 @@ def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
 
+@pytest.mark.quick("resnet18", "din", "bilstm", "tiny")
 def test_zoo_trains_exactly(example: Example) -> None:
     graph = example.graph
     batch, target = example.batch(3), example.target(3)
@@ -109,6 +110,7 @@ def draws_as_numpy(name: str, first_sample: int, monkeypatch: pytest.MonkeyPatch
     return by_pieces(graph, bounds_of(graph, "blocks"), batch, target, context), wanted
 
 
+@pytest.mark.quick("bilstm")
 @pytest.mark.parametrize(
     "name", by_name("zoo", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"], slow=("bert-small",))
 )

@@ -65,6 +65,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("plan", ["samples", "pipeline"])
 def test_reversed_gradients_and_a_penalty_train_as_in_pytorch(cluster: Coordinator, tmp_path: Path, plan: str) -> None:
     module, plain = Net(), Net()
@@ -202,6 +203,7 @@ class Validated(Step):
         raise AssertionError("never called")
 
 
+@pytest.mark.slow
 def test_setup_is_called_and_a_validation_step_is_warned_of(cluster: Coordinator, tmp_path: Path) -> None:
     module = Validated()
     trainer = mh.Trainer(cluster=cluster, batch_size=BATCH, folder=tmp_path / "run")

@@ -425,6 +425,7 @@ def resnet50() -> Network:
     return load_network("resnet50")
 
 
+@pytest.mark.slow
 def test_what_really_travels_for_resnet50_by_tiles(resnet50: Network) -> None:
     """As a run does it: the input's border is at hand (one point less), max pooling exchanges (one more), a window that
     moves by two asks one side only, and where 7 or 14 rows do not divide evenly, a skip's 1x1 convolution that moves by

@@ -83,6 +83,7 @@ def test_samples_follow_speed(tiny: Network) -> None:
     assert by_device["nx-1"] > by_device["nano-1"] * 2
 
 
+@pytest.mark.slow
 def test_tiles_have_taller_tiles_on_faster_devices() -> None:
     cluster = preset("env-c")
     wish = TileOptions(grid=(len(cluster.names), 1))
@@ -112,6 +113,7 @@ def test_auto_is_never_worse_than_any_candidate(tiny: Network, data: st.DataObje
     assert any(candidate.name.startswith("single") for candidate in planned.candidates)
 
 
+@pytest.mark.quick("tiny-edge-cloud-16-memory", "tiny-home-32-throughput", "tiny-pi3x6-32-throughput")
 @pytest.mark.parametrize(
     ("name", "where", "batch_size", "best"),
     [
@@ -139,6 +141,7 @@ def test_a_named_strategy_is_never_worse_than_autos_row_of_that_name(
         assert price(named.plan) <= seconds, strategy
 
 
+@pytest.mark.quick("env-c-latency", "decnn-480-5-latency")
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("where", ["env-c", "decnn-480-5"])
 def test_a_named_strategy_of_inference_is_never_worse_either(tiny: Network, where: str, objective: str) -> None:

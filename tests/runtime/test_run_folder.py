@@ -168,6 +168,7 @@ def test_a_run_keeps_its_plan(cluster: Coordinator, tmp_path: Path, monkeypatch:
         train(cluster, "pipeline", tmp_path, steps=6, resume=True)
 
 
+@pytest.mark.slow
 def test_what_a_run_cannot_go_on_with(cluster: Coordinator, tmp_path: Path) -> None:
     plan, folder = shared(names(cluster), 3, 1, 8), tmp_path / "run"
     train(cluster, plan, folder, steps=2)

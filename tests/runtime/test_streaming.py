@@ -191,6 +191,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("plan", "device", "place", "kind"), FAULTS)
 def test_one_is_lost(plan: str, device: str, place: str, kind: str) -> None:
     """In the middle: what is under way is run once more, what was answered is not."""

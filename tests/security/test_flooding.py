@@ -70,6 +70,7 @@ def assert_as_alone(coordinator: Coordinator, attacked: Ran, seconds: float, alo
     assert seconds < MOST_TIMES_LONGER * seconds_alone + MOST_SECONDS_LONGER
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("flooding")
 @pytest.mark.parametrize("kind", ["all", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
 def test_a_run_under_attack(coordinator: Coordinator, alone: tuple[Ran, float], tmp_path: Path, kind: str) -> None:

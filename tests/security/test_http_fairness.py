@@ -78,6 +78,7 @@ def ask(port: int, path: str, headers: bytes, *, encrypted: bool, origin: str = 
     return int(found.split()[1]) if found else 0, time.monotonic() - start
 
 
+@pytest.mark.quick("0.0.0.0-127.0.0.2-dashboard", "0.0.0.0-127.0.0.1-inference_server")
 @pytest.mark.parametrize("serving", [dashboard, inference_server])
 @pytest.mark.parametrize("origin", ["127.0.0.2", "127.0.0.1"])
 @pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "0.0.0.0"])

@@ -63,6 +63,7 @@ def at(port: int, host: str = "127.0.0.1") -> Address:
     return Address(host, port, is_dialled=True)
 
 
+@pytest.mark.slow
 def test_all_ports_that_no_member_has_look_alike() -> None:
     """Before: 'refused', 'silent' and 'open' told a port scan from inside of the worker's network."""
     probes = MemberProbes("pi-1", SECURITY, "127.0.0.1")

@@ -395,6 +395,7 @@ def test_a_plan_that_does_not_fit_is_refused_first() -> None:
         simulate(plan, network, cluster(["d0"]))
 
 
+@pytest.mark.slow
 def test_a_thousand_devices() -> None:
     """Eleven stages of ninety devices, sharing unevenly so that neighbours must cut each other's samples."""
     network = chain(11)

@@ -119,6 +119,7 @@ def test_nothing_comes_back_to_frozen_layers(two: Two, tmp_path: Path) -> None:
     assert all(one.requires_grad for one in models[0].parameters()), "afterwards it is as it was"
 
 
+@pytest.mark.slow
 def test_a_run_begins_where_another_ended(two: Two, tmp_path: Path) -> None:
     first, second, third = network(), network(seed=8), network(seed=9)
     trained = split(two, tmp_path / "first", first, Pictures(), cut=1, steps=4)

@@ -125,6 +125,7 @@ def test_everything_at_the_edge(two: Two, alone: dict[str, Tensor], tmp_path: Pa
     assert result.plan.devices == (two.edge,)
 
 
+@pytest.mark.quick("grouped")
 @pytest.mark.parametrize("mode", ["grouped", "window"])
 def test_gradients_are_late_by_k_at_most(two: Two, tmp_path: Path, mode: str) -> None:
     result, model = split(two, tmp_path / "run", k=5, mode=mode)
@@ -272,12 +273,14 @@ def test_a_run_goes_on_from_its_checkpoint(two: Two, alone: dict[str, Tensor], t
     assert len(result.losses) == STEPS
 
 
+@pytest.mark.slow
 def test_what_is_held_out_is_evaluated(two: Two, tmp_path: Path) -> None:
     result, model = split(two, tmp_path / "run", steps=3, k=2, bits=8, test=Pictures(30))
     found = mh.evaluate(model, Pictures(30), loss=functional.cross_entropy, cluster=two.session.coordinator)
     assert result.accuracy == found.accuracy
 
 
+@pytest.mark.slow
 def test_a_link_that_follows_a_trace(two: Two, tmp_path: Path) -> None:
     """Half a second of features at a steady rate, and what was decided from: the trace's mean."""
     step = 4 * 64 * BATCH * 8
@@ -288,6 +291,7 @@ def test_a_link_that_follows_a_trace(two: Two, tmp_path: Path) -> None:
     assert result.set_rates[0][1:] == (20 * step, 40 * step)
 
 
+@pytest.mark.slow
 def test_both_directions_and_both_ends_work_at_the_same_time(two: Two, tmp_path: Path) -> None:
     """Up and down take 50 ms each, whatever the machine does: one after the other, and side by side."""
     step = 4 * 64 * BATCH * 8
@@ -315,6 +319,7 @@ def test_the_link_is_looked_at(two: Two) -> None:
     assert cluster.bytes_per_second_between(two.server, two.edge) == 2e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rival",
     [

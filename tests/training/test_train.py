@@ -28,6 +28,7 @@ def cluster() -> Iterator[Coordinator]:
         yield coordinator
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("strategy", ["auto", "single", "samples", "pipeline"])
 def test_strategies_by_name(cluster: Coordinator, tmp_path: Path, strategy: str) -> None:
     ran = train(cluster, strategy, tmp_path, steps=3)
@@ -95,6 +96,7 @@ class Rows(Dataset[Any]):
         return x, {"out": x[:3] * 2}
 
 
+@pytest.mark.quick("AdamW")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -174,6 +176,7 @@ def test_plans_that_do_not_fit(cluster: Coordinator, tmp_path: Path) -> None:
         train(cluster, shared(names(cluster), 4, 8, order="stream"), tmp_path / "d")
 
 
+@pytest.mark.slow
 def test_a_named_strategy_may_have_local_statistics(cluster: Coordinator, tmp_path: Path) -> None:
     ran = train(cluster, "samples", tmp_path, steps=2, batch_norm="local", optimizer=ADAM)
     assert ran.result.plan.batch_norm == "local"

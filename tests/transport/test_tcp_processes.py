@@ -16,6 +16,7 @@ from manyhands.facts.errors import WorkerLost
 from manyhands.transport.security import Security
 
 
+@pytest.mark.quick("encrypted")
 def test_there_and_back(security: Security) -> None:
     with with_peer(security, "echo", 10) as (b, _):
         content = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)

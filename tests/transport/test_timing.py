@@ -150,6 +150,7 @@ def test_as_much_passes_as_a_steep_trace_says(security: Security) -> None:
     raise AssertionError(f"off by {misses}")
 
 
+@pytest.mark.quick("encrypted")
 def test_nothing_passes_a_stopped_link_and_it_is_not_dead(security: Security) -> None:
     with joined(security, {"x": 20_000}, silence_seconds=1.6) as (a, b):
         a.shape({"b": Link(STOPPED_BYTES_PER_SECOND, 0.0)})
