@@ -190,7 +190,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
         return
     in_place = False
     if target in MASKED_WRITES:
-        target, arguments = masked_fill(target, arguments, where, state)
+        target, arguments = masked_fill(target, arguments, state)
     if is_write:
         assert isinstance(mutated, Value)
         check_write(target, mutated.name, where, state)

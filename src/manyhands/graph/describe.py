@@ -42,7 +42,9 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     outers: dict[str, int | None] = {}
     for node in graph.nodes:
         outer = outer_of(node, specs, outers)
-        outers.update((spec.name, outer) for spec in node.outputs if outer != 1)
+        for spec in node.outputs:
+            if outer != 1:  # an output is read by rows: those of a sample lie together, or no share has some of them
+                outers[spec.name] = None if spec.name in graph.outputs else outer
     described = []
     for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
         reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)

@@ -80,7 +80,7 @@ class LossProof:
             if _has_effects(node):
                 return "whole"
             outer = outer_of(node, self.specs, outers)
-            outers.update((spec.name, outer) for spec in node.outputs if outer != 1)
+            outers.update((spec.name, None) for spec in node.outputs if outer != 1)  # rows of a target lie in order
             kind = self._kind(node, mixes_samples(node, self.specs, outers))
             if kind is not None:
                 self.kinds.update((spec.name, kind) for spec in node.outputs)

@@ -27,10 +27,15 @@ def reads_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[Read, ...]
 def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None) -> bool:
     """Return whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
 
-    `outers` (rows.py) names the tensors that hold their samples interleaved; making one counts as mixing, since no
-    range of its rows belongs to some samples.
+    `outers` (rows.py) names the tensors whose samples are interleaved. An operator that works row by row leaves each
+    row with its sample, however rows are ordered; where rows of different orders meet, or samples are torn apart, no
+    share of the samples could compute its part.
     """
-    if any(spec.batch_axis is not None and (outers or {}).get(spec.name, 1) != 1 for spec in node.outputs):
+    outers = outers or {}
+    if any(spec.batch_axis is not None and outers.get(spec.name, 1) is None for spec in node.outputs):
+        return True
+    rowwise = [specs[name] for name in values_of(node) if specs[name].rows_per_sample > 1]
+    if len({outers.get(spec.name, 1) for spec in rowwise}) > 1:
         return True
     if _counts_samples(node):
         return True

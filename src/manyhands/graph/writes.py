@@ -28,17 +28,15 @@ MASKED_WRITES = {
 }
 
 
-def masked_fill(
-    target: str, arguments: tuple[Argument, ...], where: str, state: Conversion
-) -> tuple[str, tuple[Argument, ...]]:
-    """Return `x[mask] = number` as a masked fill; any other write at computed places has no operator on the list."""
+def masked_fill(target: str, arguments: tuple[Argument, ...], state: Conversion) -> tuple[str, tuple[Argument, ...]]:
+    """Return `x[mask] = number` as a masked fill, which tiles can run; any other write at computed places as it is."""
     written, indices, value, *others = arguments
     specs = [state.specs[argument.name] for argument in (written, *indices) if isinstance(argument, Value)]
     if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(others):
         whole, mask = specs
         if mask.dtype == "bool" and (mask.shape, mask.batch_axis) == (whole.shape, whole.batch_axis):
             return MASKED_WRITES[target], (written, indices[0], value)
-    raise off_list(target, where)
+    return target, arguments
 
 
 def _is_scalar(argument: Argument, state: Conversion) -> bool:
