@@ -48,9 +48,9 @@ class Conversion:
     weight_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     wrappers: tuple[str, ...] = ()
-    around: list[tuple[Any, str]] = field(default_factory=list)
-    """The nodes whose sub-graphs are being converted, with the prefix outside."""
     without_gradient: bool = False
+    autocast: Any = None
+    """The lower precision of the region under torch.autocast; None: not in one."""
     with_gradient: set[str] = field(default_factory=set)
     """Values, and 'weight NAME', through which gradients may flow."""
     specs: dict[str, TensorSpec] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from manyhands.graph.nodes import Argument, Node, values_of
 from manyhands.graph.random_ops import RANDOM_CALLS
 from manyhands.graph.replacements import advice
 from manyhands.graph.sizes import at
-from manyhands.graph.source_lines import line_of, place_of
+from manyhands.graph.source_lines import line_of
 
 
 def refuse_nonlinear_backward(nodes: list[Node]) -> None:
@@ -25,19 +25,6 @@ def refuse_nonlinear_backward(nodes: list[Node]) -> None:
                 hint="Scaling, masking and reversing a gradient can be captured; clipping or normalising one cannot: "
                 "each device has the gradient of its own samples only.",
             )
-
-
-def autocast_refusal(node: Any) -> CaptureFailed:
-    """Return the error for a region under torch.autocast: its types would have to be repeated on every device."""
-    inner = getattr(node.graph.owning_module, node.args[4].target).graph
-    place = next(
-        (line for inner_node in inner.nodes if inner_node.op == "call_function" and (line := place_of(inner_node))), ""
-    )
-    return CaptureFailed(
-        f"The module computes under torch.autocast (to {str(node.args[1]).removeprefix('torch.')}), which is not "
-        f"captured.{at(place)}",
-        hint="Take the torch.autocast out of forward, or cast by hand there: x.to(torch.bfloat16).",
-    )
 
 
 def refuse_unfit_randomness(node: Node, state: Conversion) -> None:

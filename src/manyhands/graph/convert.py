@@ -20,9 +20,9 @@ from torch.export.graph_signature import InputKind
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
+from manyhands.graph.autocast import with_casts
 from manyhands.graph.conversion import WEIGHT_MARK, Conversion, Exported, module_of, own_name
 from manyhands.graph.conversion_refusals import (
-    autocast_refusal,
     off_list,
     refuse_hidden_randomness,
     refuse_nonlinear_backward,
@@ -45,6 +45,8 @@ from manyhands.graph.writes import (
     may_share_memory,
     memory_root,
     plain_write,
+    without_out,
+    write_buffer,
 )
 
 # Options that say where a tensor lives; a graph runs wherever its piece is placed.
@@ -159,11 +161,9 @@ def _convert_node(node: Any, state: Conversion) -> None:
         source, index = node.args
         state.arguments[name] = state.arguments[state.prefix + source.name][index]
         return
-    if str(node.target) == "wrap_with_set_grad_enabled":
-        _inline(node, state)
+    if str(node.target) in _REGIONS:
+        _REGIONS[str(node.target)](node, state)
         return
-    if str(node.target) == "wrap_with_autocast":
-        raise autocast_refusal(node)
     value = node.meta.get("val")
     if isinstance(value, (int, torch.SymInt)):
         state.arguments[name] = _integer(value, node)
@@ -176,9 +176,14 @@ def _convert_node(node: Any, state: Conversion) -> None:
     if is_number or (value is None and not target.startswith("aten.")):
         raise CaptureFailed(f"The module computes a Python number from a tensor ({target}).{at(where)}")
     arguments = tuple(_argument(a, state, node) for a in node.args)
+    if state.autocast is not None:
+        arguments = with_casts(node, arguments, state)
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
     if target == "aten.to.device":  # where a tensor lives is decided where the graph is run
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
+    written = options.pop("out", None)
+    if written is not None:
+        target = without_out(target) or target
     if target in DRAWN_BY_SIZE:
         target, arguments, options = drawn_like(name, target, arguments, options, value, node, state)
     if target in _VIEWS_AS and _is_as_before(arguments, state):
@@ -221,7 +226,11 @@ def _convert_node(node: Any, state: Conversion) -> None:
     for record, source in zip(made, shared, strict=True):
         if isinstance(source, Value):
             state.views[record.name] = (source.name, state.nodes[-1])
-    if is_write and isinstance(mutated, Value):
+    if isinstance(written, Weight):
+        write_buffer(node, written.name, made[0], where, state)
+    elif isinstance(written, Value):
+        mutated = written
+    if (is_write or written is not None) and isinstance(mutated, Value):
         write(state.nodes[-1], state, state.specs[mutated.name], made[0])
 
 
@@ -239,33 +248,44 @@ def _is_as_before(arguments: tuple[Argument, ...], state: Conversion) -> bool:
 def _inline(node: Any, state: Conversion) -> None:
     """Convert a `with torch.no_grad():` region, which is a sub-graph: its nodes join the others, marked."""
     enabled, inner, *values = node.args
-    outer, prefix = state.prefix, f"{state.prefix}{inner.name}."
-    arguments = [_argument(value, state, node) for value in values]
-    state.around.append((node, outer))
-    was, state.without_gradient = state.without_gradient, not enabled
-    state.prefix = prefix
-    graph = getattr(node.graph.owning_module, inner.target).graph
-    placeholders = [inner_node for inner_node in graph.nodes if inner_node.op == "placeholder"]
-    for placeholder, argument in zip(placeholders, arguments, strict=True):
-        state.arguments[prefix + placeholder.name] = argument
-    for inner_node in graph.nodes:
-        if inner_node.op == "call_function":
-            _convert_node(inner_node, state)
-    output = next(inner_node for inner_node in graph.nodes if inner_node.op == "output")
-    results = [state.arguments[prefix + inner_node.name] for inner_node in output.args[0]]
-    state.prefix, state.without_gradient = outer, was
-    state.around.pop()
-    state.arguments[outer + node.name] = results
+    before, state.without_gradient = state.without_gradient, not enabled
+    _inline_graph(node, getattr(node.graph.owning_module, inner.target).graph, inner.name, values, state)
+    state.without_gradient = before
+
+
+def _inline_autocast(node: Any, state: Conversion) -> None:
+    """Convert a `with torch.autocast(...):` region: its operators, with the casts that autocast makes."""
+    _, dtype, enabled, _, inner, *values = node.args
+    before, state.autocast = state.autocast, dtype if enabled else None
+    _inline_graph(node, getattr(node.graph.owning_module, inner.target).graph, inner.name, values, state)
+    state.autocast = before
+
+
+def _inline_checkpoint(node: Any, state: Conversion) -> None:
+    """Convert a region under torch.utils.checkpoint. What is kept for the backward pass is the executor's decision."""
+    inner, *values = node.args
+    _inline_graph(node, getattr(node.graph.owning_module, inner.target).graph, inner.name, values, state)
 
 
 def _decompose(node: Any, state: Conversion) -> bool:
     """Convert what an operator is made of in its place; return whether PyTorch knows how."""
     graph = decomposed(node)
-    if graph is None:
-        return False
-    outer, prefix = state.prefix, f"{state.prefix}{node.name}."
-    arguments = [_argument(source, state, node) for source in tensor_arguments(node)]
-    state.around.append((node, outer))
+    if graph is not None:
+        _inline_graph(node, graph, node.name, tensor_arguments(node), state)
+    return graph is not None
+
+
+_REGIONS = {
+    "wrap_with_set_grad_enabled": _inline, "wrap_with_autocast": _inline_autocast,
+    "tag_activation_checkpoint": _inline_checkpoint, "wrap_activation_checkpoint": _inline_checkpoint,
+}  # fmt: skip
+"""Operators whose argument is a sub-graph -> the conversion of that."""
+
+
+def _inline_graph(node: Any, graph: Any, name: str, values: list[Any], state: Conversion) -> None:
+    """Convert the nodes of a sub-graph in place of `node`; `values` are its inputs, as nodes of the graph around it."""
+    outer, prefix = state.prefix, f"{state.prefix}{name}."
+    arguments = [_argument(value, state, node) for value in values]
     state.prefix = prefix
     placeholders = [inner_node for inner_node in graph.nodes if inner_node.op == "placeholder"]
     for placeholder, argument in zip(placeholders, arguments, strict=True):
@@ -277,9 +297,7 @@ def _decompose(node: Any, state: Conversion) -> bool:
     is_list = isinstance(result, (list, tuple))
     results = [state.arguments[prefix + inner_node.name] for inner_node in (result if is_list else [result])]
     state.prefix = outer
-    state.around.pop()
     state.arguments[outer + node.name] = results if is_list else results[0]
-    return True
 
 
 def _argument(value: Any, state: Conversion, node: Any) -> Argument:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from manyhands.facts.errors import CaptureFailed
 from manyhands.graph import ops
 from manyhands.graph.conversion import WEIGHT_MARK, Conversion, module_of
@@ -134,3 +136,28 @@ def plain_write(target: str, arguments: tuple[Argument, ...]) -> tuple[str | Non
     if target == "aten.zero_.default":
         return "aten.zeros_like.default", (written,)
     return (target if target in ops.RANDOM else ops.functional(target)), arguments
+
+
+def without_out(target: str) -> str | None:
+    """Return the operator that gives what an operator with an `out` argument writes there; None: not on the list."""
+
+    _, name, overload = target.split(".", 2)
+    packet = getattr(torch.ops.aten, name)
+    expected = [argument.name for argument in getattr(packet, overload)._schema.arguments if not argument.is_out]
+    for other in packet.overloads():
+        same = [argument.name for argument in getattr(packet, other)._schema.arguments] == expected
+        if same and f"aten.{name}.{other}" in ops.ALLOWED:
+            return f"aten.{name}.{other}"
+    return None
+
+
+def write_buffer(node: Any, name: str, value: Value, where: str, state: Conversion) -> None:
+    """Add a write of a value to a buffer, whose readers read it from then on."""
+    if name in state.parameters:
+        raise CaptureFailed(f"The module writes to its parameter '{name}' in forward.{at(where)}")
+    spec = spec_of(f"{state.prefix}{node.name}.written", node.meta["val"], where)
+    state.add(
+        Node(spec.name, "aten.copy_.default", (Weight(name), value), {}, (spec,), False, False, name,
+             module_of(node, state), where, state.without_gradient)
+    )  # fmt: skip
+    state.arguments[state.prefix + node.name] = Weight(name)
