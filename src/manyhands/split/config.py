@@ -23,7 +23,6 @@ EPOCHS, BATCH_SIZE, OPTIMIZER = 4, 32, "SGD:lr=0.05,momentum=0.9"
 BASELINES = {"edge-only": "", "jointdnn": "", "k0": "", "uncompressed": "", "unbounded": ""}
 AMONG_SILOS = "cross-silo"
 """A baseline among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
-"""A baseline among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
