@@ -58,6 +58,7 @@ def test_a_loader_and_a_stream_train_as_the_data_set_does(cluster: Coordinator, 
     assert losses(cluster, tmp_path / "stream", Streamed(), batch_size=BATCH) == alike
 
 
+@pytest.mark.slow
 def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordinator, tmp_path: Path) -> None:
     """Numbers travel in every step, as the logs have it; the run's folder says what was laid out."""
     plan = Plan("Sequential", BATCH, (Stage((0, LAYERS), cluster.cluster().names, BySamples((7, 5))),))
@@ -82,6 +83,7 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     assert list(event["bytes"].values()) == [6 * BATCH * (8 * 8 * 8 + 8)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", [pytest.param("step", marks=pytest.mark.slow), "start"])
 def test_a_label_without_an_output_is_found_before_it_is_sent(feed: str, cluster: Coordinator, tmp_path: Path) -> None:
     inputs = torch.randn(48, 6, dtype=torch.float64)

@@ -108,6 +108,7 @@ def test_plan_prints_its_schedule() -> None:
     assert "forward s0 m0" in shown.stdout
 
 
+@pytest.mark.slow
 def test_profile_measures_and_is_reused(tmp_path: Path) -> None:
     first = run_json("profile", "-m", "tiny", "--batch-sizes", "1,2", "-o", "p.json", cwd=tmp_path)
     assert first["source"] == "measured"
@@ -214,6 +215,7 @@ def test_out_of_memory_is_refused_and_named(tmp_path: Path) -> None:
     assert anyway["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_file_names_its_network_and_decides(tmp_path: Path) -> None:
     run_json("plan", "-m", "tiny", "-c", "env-a", "--strategy", "samples", "-o", "p.yaml", cwd=tmp_path)
     assert run_json("simulate", "-c", "env-a", "-p", "p.yaml", cwd=tmp_path)["plan"]["network"] == "tiny"

@@ -47,6 +47,7 @@ def test_those_who_have_joined(home: Path) -> None:
     assert "pi3" in listed["devices"], "the catalogue is there, too"
 
 
+@pytest.mark.slow
 def test_revoke_forget_allow_and_the_log(home: Path) -> None:
     book = DeviceBook(home)
     book.join(PI, "pi", Role.WORKER)

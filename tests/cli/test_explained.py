@@ -82,6 +82,7 @@ def test_slips_of_the_pen(words: list[str], said: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_output_without_blocks_gets_letters(tmp_path: Path) -> None:
     """The program itself: what an output takes is settled when it starts."""
     words = ("plan", "-m", "tiny", "-c", "env-a", "-b", "20", "--share", "pipeline", "--no-what-if")

@@ -256,6 +256,7 @@ def test_a_page_before_there_is_a_run(browser: Browser, tmp_path: Path) -> None:
         assert_quiet(browser, found)
 
 
+@pytest.mark.slow
 def test_beyond_loopback_the_token_becomes_a_cookie(browser: Browser, tmp_path: Path) -> None:
     folder = write_example(tmp_path / "run")
     browser.send("Security.setIgnoreCertificateErrors", ignore=True)

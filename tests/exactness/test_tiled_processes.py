@@ -115,6 +115,7 @@ class _Maps(Pictures):
         return picture, picture.flip(1)
 
 
+@pytest.mark.slow
 def test_tile_plan_fits_any_batch_and_gathers_the_output(cluster: Coordinator, tmp_path: Path) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -119,6 +119,7 @@ def test_any_network_by_any_tiles(data: st.DataObject) -> None:
         case.check(case.plan(stage, micro_batches=micro_batches, order=order, bucket_bytes=size))
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=8)
 @given(st.data())
 def test_tiles_among_other_stages(data: st.DataObject) -> None:

@@ -211,6 +211,7 @@ def single_precision() -> Case:
     return case_of(chain(), (2, 16, 12), samples=4, steps=10, dtype=torch.float32)
 
 
+@pytest.mark.quick("beside sums", "one group of deltas", "some of both")
 @pytest.mark.parametrize("groups", GROUPS)
 def test_ten_steps_in_float32(groups: str) -> None:
     case = single_precision()

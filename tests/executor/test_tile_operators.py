@@ -211,6 +211,7 @@ def test_activation(what: str) -> None:
     run()
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("second", [(3, 8, 11), (3, 1, 1), (1, 1, 1)])
 @pytest.mark.parametrize("what", COMBINED)
 def test_two_maps_or_a_map_and_what_all_tiles_have(what: str, second: tuple[int, ...]) -> None:

@@ -151,6 +151,7 @@ def test_death_at_other_moments(
     assert "killed by SIGKILL" in error.message
 
 
+@pytest.mark.slow
 def test_who_is_lost_while_all_are_measured_is_done_without(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ def test_death_while_joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Coordinator.local_cluster(mh.Cluster.local(1), logs=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match=r"Worker local-1 ended with exit code 12 before it joined") as found:

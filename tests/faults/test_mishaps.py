@@ -231,6 +231,7 @@ def test_a_worker_out_of_memory_says_so_and_lives_on(cluster: Coordinator, tmp_p
     assert pid(cluster, name) == process
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("mishaps")
 def test_data_that_raises_ends_in_a_whole_folder(cluster: Coordinator, tmp_path: Path) -> None:
     """Somebody's own code fails: its words come out, and the run goes on from its checkpoint once it is mended."""

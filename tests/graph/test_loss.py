@@ -206,6 +206,7 @@ WHOLES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", MEANS)
 def test_means(name: str) -> None:
     assert captured(*MEANS[name]).loss_combination == "mean"
@@ -216,6 +217,7 @@ def test_sums(name: str) -> None:
     assert captured(*SUMS[name]).loss_combination == "sum"
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", WHOLES)
 def test_neither(name: str) -> None:
     graph = captured(*WHOLES[name])

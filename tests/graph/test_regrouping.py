@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ class Woven(nn.Module):
         return streams[0] * streams[1]
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=1, max_size=6))
 @settings(max_examples=12, deadline=None)
 def test_the_same_in_another_order(turns: list[bool]) -> None:

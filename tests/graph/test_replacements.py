@@ -76,6 +76,7 @@ def test_every_advice_is_tried() -> None:
     assert set(CASES) == set(SAME)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", sorted(SAME))
 def test_what_is_advised_runs_and_gives_the_same(name: str) -> None:
     refused, given = CASES[name]

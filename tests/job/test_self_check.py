@@ -83,6 +83,7 @@ def test_reversed_gradients_and_a_penalty_train_as_in_pytorch(cluster: Coordinat
     assert check["largest_relative_difference"] <= 1e-9
 
 
+@pytest.mark.slow
 def test_a_check_that_was_not_made_is_said(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

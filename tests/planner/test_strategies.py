@@ -94,6 +94,7 @@ def test_tiles_have_taller_tiles_on_faster_devices() -> None:
     assert rows["nx-1"] > 2 * rows["nano-1"]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_auto_is_never_worse_than_any_candidate(tiny: Network, data: st.DataObject) -> None:

@@ -154,6 +154,7 @@ def test_it_costs_little(attempts: dict[str, object]) -> None:
 # Real workers
 
 
+@pytest.mark.slow
 @needs_seccomp
 def test_local_workers_are_confined_and_exact(tmp_path: Path) -> None:
     """Forked ones, those that are started by themselves, and the same numbers as on one device."""

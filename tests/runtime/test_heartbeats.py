@@ -408,6 +408,7 @@ def test_a_worker_stopped_for_a_while_is_suspected_and_not_lost(session: Coordin
     assert len(session.alive()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("detecting")
 def test_a_worker_that_is_stopped_is_lost_within_the_limit(session: Coordinator) -> None:
     name = next(iter(session.members))

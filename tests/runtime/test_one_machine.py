@@ -88,6 +88,7 @@ def streams(one: str, other: str) -> dict[str, Plan]:
     }
 
 
+@pytest.mark.slow
 def test_inference_runs_through_it_too(cluster: Coordinator) -> None:
     """In the same processes as training; answers are one device's, bytes and actions the plan's."""
     devices = names(cluster)

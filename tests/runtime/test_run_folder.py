@@ -213,6 +213,7 @@ def test_epochs_and_seconds_between_checkpoints(monkeypatch: pytest.MonkeyPatch)
     assert options.checkpoint_steps(0.0) > 1000
 
 
+@pytest.mark.slow
 def test_what_was_decided_can_be_read_by_people(cluster: Coordinator, tmp_path: Path) -> None:
     train(cluster, shared(names(cluster), 3, 1, 8), tmp_path, steps=2)
     config = read_document(tmp_path / "config.yaml")

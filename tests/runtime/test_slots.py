@@ -56,6 +56,7 @@ def test_torch_is_in_memory_once(board: Coordinator) -> None:
         assert own < kilobytes["Rss"] / 3, kilobytes
 
 
+@pytest.mark.slow
 def test_one_slot_dies_alone_and_all_die_with_their_parent(board: Coordinator) -> None:
     os.kill(board.members["board.2"].facts.pid, signal.SIGKILL)
     end = time.monotonic() + 30

@@ -53,6 +53,7 @@ def announce(channel: Channel, size: int) -> None:
 # Before anything is known of a peer
 
 
+@pytest.mark.slow
 def test_four_bytes_reserve_next_to_nothing() -> None:
     """Before, each of these took 64 MiB: 40 connections took 2.8 GB."""
     security = Security(new_token(), encrypted=False)

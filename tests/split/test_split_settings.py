@@ -101,6 +101,7 @@ def test_what_a_generator_makes_stays_at_the_edge(two: Two, tmp_path: Path) -> N
     assert found[0, "edge"].plan.devices == (two.edge,)
 
 
+@pytest.mark.slow
 def test_nothing_comes_back_to_frozen_layers(two: Two, tmp_path: Path) -> None:
     """Features run ahead, the frozen part stays as it was, and the rest is what one device makes of it."""
     before = network().state_dict()

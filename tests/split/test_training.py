@@ -83,6 +83,7 @@ def graph_network(dtype: torch.dtype = torch.float64) -> Any:
     return capture(network(dtype=dtype), torch.zeros(4, 1, 8, 8, dtype=dtype)).network
 
 
+@pytest.mark.quick("1-grouped")
 @pytest.mark.parametrize(("cut", "mode"), [(1, "grouped"), (2, "window")])
 def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path: Path, cut: int, mode: str) -> None:
     result, model = split(two, tmp_path / "run", cut=cut, mode=mode)

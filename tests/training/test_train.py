@@ -165,6 +165,7 @@ def test_what_is_refused_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_plans_that_do_not_fit(cluster: Coordinator, tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="no plan file or strategy called 'sample'"):
         train(cluster, "sample", tmp_path / "a")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.transport.limiter import FREE_FAILURES, TOTAL_FAILURES, Limited, ProofLimiter, network_of
+from manyhands.transport.admission import client_network
+from manyhands.transport.limiter import FREE_FAILURES, TOTAL_FAILURES, Limited, ProofLimiter
 
 
 class Clock:
@@ -101,4 +102,4 @@ def test_an_error_within_is_a_failure() -> None:
     ],
 )  # fmt: skip
 def test_what_counts_as_one_address(one: str, other: str, is_same: bool) -> None:
-    assert (network_of(one) == network_of(other)) is is_same
+    assert (client_network(one) == client_network(other)) is is_same

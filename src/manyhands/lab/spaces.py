@@ -54,8 +54,7 @@ from manyhands.lab.lines import (
 )
 
 COORDINATOR_SPACE = "desk"
-"""The name of the namespace in which the coordinator of a lab runs."""
-"""The coordinator's place: member number 0, without limits."""
+"""The name of the namespace in which the coordinator of a lab runs: member number 0, without limits."""
 
 _FOLDER = Path("/var/run/netns")
 _CLONE_NEWNET = 0x40000000

@@ -17,8 +17,6 @@ from manyhands.planner.split_profile import parse_phases
 Phases = tuple[tuple[int, Bound], ...]
 """Pairs (epoch, K): from this epoch on, this K."""
 MODES: tuple[ReplayMode, ...] = ("grouped", "window")
-CONVENTIONAL = "cross-silo"
-"""A baseline among silos: every batch waits for its gradients, features go as they are (silo_job.py)."""
 USUAL_K = 5
 """The K where "auto" is given and no calibration says otherwise."""
 ROUND_BATCHES, WINDOW_BATCHES, UNBOUNDED_BATCHES = 24, 64, 32

@@ -35,14 +35,14 @@ from manyhands.runtime.following import Following
 from manyhands.runtime.member import Member
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure
-from manyhands.split.config import SplitConfig
+from manyhands.split.config import AMONG_SILOS, SplitConfig
 from manyhands.split.job import LEAST_BITS, SplitResult
-from manyhands.split.plans import CONVENTIONAL, Ends, Phases, mode_of
+from manyhands.split.plans import Ends, Phases, mode_of
 from manyhands.split.session import look_at_link, rates_of
 from manyhands.split.silos import JoinedSilos, check_again
 
 SILO_BASELINES: dict[str, dict[str, Any]] = {
-    CONVENTIONAL: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},
+    AMONG_SILOS: {"k": 0, "bits": 32}, "k0": {"k": 0}, "uncompressed": {"bits": 32}, "unbounded": {"k": None},
 }  # fmt: skip
 
 

@@ -14,13 +14,14 @@ keys are known prove no token: this limiter does not affect them, however much o
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from manyhands.transport.admission import client_network
 
 FREE_FAILURES = 5
 LONGEST_WAIT_SECONDS = 300.0
@@ -71,7 +72,7 @@ class ProofLimiter:
     def attempt(self, origin: str) -> Iterator[ProofAttempt]:
         """Begin one proof from this address; it has failed unless `succeeded` is called. Limited where none is accepted
         now."""
-        place = network_of(origin)
+        place = client_network(origin)
         with self._lock:
             address = self._begin(place)
         attempt = ProofAttempt()
@@ -84,7 +85,7 @@ class ProofLimiter:
     def check(self, origin: str) -> None:
         """Raise Limited where no proof from this address is accepted now; nothing is charged."""
         with self._lock:
-            self._look(network_of(origin))
+            self._look(client_network(origin))
 
     def _begin(self, place: str) -> _Address:
         address = self._look(place)
@@ -135,16 +136,3 @@ class ProofLimiter:
         with self._lock:
             self._addresses.clear()
             self._left = self._total
-
-
-def network_of(origin: str) -> str:
-    """Return what counts as one address: for IPv6 the /64, all of which one device can take for itself."""
-    try:
-        address = ipaddress.ip_address(origin.partition("%")[0])
-    except ValueError:
-        return origin
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)

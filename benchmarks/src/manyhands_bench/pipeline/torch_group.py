@@ -13,15 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manyhands.facts.errors import ManyhandsError, TimedOut
 from manyhands_bench.core.ddp import end_all
 from manyhands_bench.pipeline.torch_setting import LIMIT_SECONDS, BareRound, TorchSetting, TorchVariant
-
-if TYPE_CHECKING:
-    pass
-
 
 START_SECONDS = 120.0
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    pass
-
+from typing import NamedTuple
 
 LIMIT_SECONDS = 120.0
 """The limit for any answer, and for any message between the processes."""
