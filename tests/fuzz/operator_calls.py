@@ -77,21 +77,22 @@ abs bitwise_not:i celu ceil clone contiguous cos detach elu erf exp expm1 floor 
 leaky_relu log log1p log2 log_sigmoid logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt selu sigmoid
 sign silu sin softplus softshrink sqrt square tanh tan _to_copy alias lift_fresh_copy hardshrink
 mean sum max min argmax argmin var std all any all.default prod t numpy_T squeeze amax amin
-zeros_like ones_like empty_like bernoulli rand_like randn_like
+zeros_like ones_like empty_like bernoulli rand_like randn_like acos acosh asin asinh atan atanh cosh sinh trunc isnan
+isinf log10 exp2 erfc sgn frac
 """
 _BINARY = """
 add.Tensor bitwise_and.Tensor:i bitwise_or.Tensor:i bitwise_xor.Tensor:i clamp.Tensor clamp_max.Tensor clamp_min.Tensor
 div.Tensor eq.Tensor ge.Tensor gt.Tensor le.Tensor logical_and logical_or logical_xor lt.Tensor maximum
 minimum mul.Tensor ne.Tensor pow.Tensor_Tensor rsub.Tensor sub.Tensor type_as __and__.Tensor:i __or__.Tensor:i
 __xor__.Tensor:i mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div view_as reshape_as
-expand_as cosine_similarity hinge_embedding_loss
+expand_as cosine_similarity hinge_embedding_loss atan2 hypot fmod.Tensor remainder.Tensor fmax fmin
 """
 _SCALAR = """
 add.Scalar clamp clamp_max clamp_min div.Scalar eq.Scalar fmod.Scalar ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar
 ne.Scalar pow.Tensor_Scalar remainder.Scalar rsub.Scalar sub.Scalar
 """
 _ALONG = """
-softmax.int log_softmax.int all.dim any.dim max.dim min.dim prod.dim_int cumsum sort squeeze.dim unsqueeze unbind.int
+softmax.int log_softmax.int all.dim any.dim max.dim min.dim prod.dim_int cumsum cumprod sort squeeze.dim unsqueeze unbind.int
 """
 _WRITES = "copy_ add_.Tensor mul_.Tensor sub_.Tensor zero_"
 
@@ -240,6 +241,11 @@ def _put_shapes(put: Any) -> None:
     put("scatter.value", call(x(3, 4), 1, i(2, 4), 1.0))
     put("scatter.src", call(x(3, 4), 1, i(2, 4), x(2, 4)))
     put("scatter_add", call(x(3, 4), 1, i(2, 4), x(2, 4)))
+    put("slice_scatter", call(x(3, 4), x(3, 2), 2, 1, 3, 1))
+    put("select_scatter", call(x(3, 4), x(4), 1, -1))
+    put("diagonal", call(x(3, 3), 0, 1, 2))
+    put("unfold", call(x(3, 6), 2, 3, 1))
+    put("index_put", call(x(3, 4), [None, buffer(2, dtype="int64")], x(2, 4), True))
 
 
 def _put_others(put: Any) -> None:
@@ -250,6 +256,8 @@ def _put_others(put: Any) -> None:
     put("norm.ScalarOpt_dim", call(x(3, 4), 2, [1], True))
     put("norm.Scalar", call(x(3, 4), 2))
     put("linalg_vector_norm", call(x(3, 4), 2, [1], False))
+    put("kthvalue", call(x(3, 4), 2, 1, False))
+    put("var_mean.correction", call(x(3, 4), [1], correction=1, keepdim=True))
     put("topk", call(x(3, 4), 2, 2, True, True))
     put("_softmax", call(x(3, 4), 1, False))
     put("_log_softmax", call(x(3, 4), 1, False))

@@ -323,14 +323,6 @@ class OffTheList(nn.Module):
         return torch.linalg.svdvals(y.unsqueeze(1))  # mark
 
 
-class WritesAView(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        first = y[:, 0]
-        first.add_(1)  # mark
-        return y
-
-
 class InnerDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +348,7 @@ def helper(x: Tensor) -> Tensor:
     ("module", "guilty"),
     [
         (Branches(), Branches.forward), (FixesBatch(), FixesBatch.forward), (OffTheList(), OffTheList.forward),
-        (WritesAView(), WritesAView.forward), (InnerDropout(), InnerDropout.forward), (Helper(), helper),
+        (InnerDropout(), InnerDropout.forward), (Helper(), helper),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )  # fmt: skip

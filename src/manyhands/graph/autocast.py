@@ -71,12 +71,17 @@ def _is_cast(leaf: Any, dtype: torch.dtype) -> bool:
 
 def _cast(record: Argument, value: Any, dtype: torch.dtype, node: Any, state: Conversion) -> Argument:
     where = place_of(node)
-    name = f"{state.prefix}{node.name}.cast.{state.count()}"
     text = dtype_name(dtype, where)
+    kept = state.casts.get((record.name, text)) if isinstance(record, Weight) else None
+    if kept is not None:
+        return Value(kept)
+    name = f"{state.prefix}{node.name}.cast.{state.count()}"
     spec = structs.replace(spec_of(name, value, where), dtype=text)
     state.add(
         Node(name, "aten.to.dtype", (record, Enum(text)), {}, (spec,), module=module_of(node, state), where=where,
              without_gradient=state.without_gradient)
     )  # fmt: skip
     state.root[name] = name
+    if isinstance(record, Weight):  # autocast casts a weight once, so its gradients add up in the lower precision
+        state.casts[record.name, text] = name
     return Value(name)

@@ -51,6 +51,8 @@ class Conversion:
     without_gradient: bool = False
     autocast: Any = None
     """The lower precision of the region under torch.autocast; None: not in one."""
+    casts: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(weight, type) -> its cast in this region."""
     with_gradient: set[str] = field(default_factory=set)
     """Values, and 'weight NAME', through which gradients may flow."""
     specs: dict[str, TensorSpec] = field(default_factory=dict)

@@ -257,6 +257,7 @@ def _inline_autocast(node: Any, state: Conversion) -> None:
     """Convert a `with torch.autocast(...):` region: its operators, with the casts that autocast makes."""
     _, dtype, enabled, _, inner, *values = node.args
     before, state.autocast = state.autocast, dtype if enabled else None
+    state.casts.clear()
     _inline_graph(node, getattr(node.graph.owning_module, inner.target).graph, inner.name, values, state)
     state.autocast = before
 

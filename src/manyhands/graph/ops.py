@@ -22,8 +22,7 @@ relu relu6 remainder.Scalar round rsqrt rsub.Scalar rsub.Tensor selu sigmoid sig
 square sub.Scalar sub.Tensor tanh tan threshold to.dtype to.dtype_layout type_as where.self where.ScalarOther
 where.ScalarSelf where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor logical_xor bitwise_xor.Tensor _to_copy alias
 lift_fresh_copy addcmul addcdiv hardshrink acos acosh asin asinh atan atan2 atanh cosh sinh trunc isnan isinf log10 exp2
-hypot copysign.Tensor fmod.Tensor remainder.Tensor erfc erfinv lgamma digamma sgn fmax fmin frac logit xlogy.Tensor
-bitwise_left_shift.Tensor bitwise_right_shift.Tensor add.Scalar pow.Scalar
+hypot fmod.Tensor remainder.Tensor erfc sgn fmax fmin frac
 """
 
 _CONVOLUTION = """

@@ -45,7 +45,7 @@ def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | N
     if not batched or node.updates:
         return False
     if any(spec.batch_axis is None for spec in node.outputs):
-        return True
+        return node.target not in ops.CREATION  # new_zeros reads the type of its source, and no element
     return batched[0].batch_axis in _axes_along(node, batched[0])
 
 

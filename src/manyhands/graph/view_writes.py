@@ -38,11 +38,12 @@ def write(node: Node, state: Conversion, spec: TensorSpec, value: Value) -> None
         parent, view = state.views[name]
         value = _scattered(node, state, view, name, parent, value)
         name = parent
+    state.root[value.name] = value.name
+    state.views.pop(value.name, None)
     for other, memory in state.root.items():
         if memory == root:
             state.latest[other] = None
     state.latest[root] = value.name
-    state.root[value.name] = value.name
 
 
 def fresh(name: str, state: Conversion) -> str:
