@@ -133,7 +133,7 @@ def test_ignored_targets_are_shared_exactly(cluster: Coordinator, tmp_path: Path
     plans = {"line": in_line(names(cluster)), "single": "single"}
     ran = train(
         cluster, plans.get(kind, shared(names(cluster), 5, 7)), tmp_path / kind, data=data,
-        model=plain(), shuffle=False, **({"preload": True} if kind == "preloaded" else {}),
+        model=plain(), shuffle=False, **({"feed": "start"} if kind == "preloaded" else {}),
     )  # fmt: skip
     model = plain()
     stepper = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

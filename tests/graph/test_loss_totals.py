@@ -114,8 +114,11 @@ CASES: dict[str, tuple[LossFunction, Callable[[int, torch.Generator], Any]]] = {
     "balanced": (balanced, valid_labels),
     "balanced by row": (balanced_by_row, valid_labels),
     "masked": (lambda o, t: ((o - t["values"]) ** 2 * t["mask"]).sum() / t["mask"].sum(), both),
-    "masked, times a share": (
+    "mean over a share": (
         lambda o, t: ((o - t["values"]) ** 2 * t["mask"]).mean() * (1.0 / t["mask"].mean()), both,
+    ),
+    "times a total, beside a mean": (
+        lambda o, t: (o * t["mask"]).sum() * (1.0 / t["mask"].sum()) + o.square().mean(), both,
     ),
     "masked, whole numbers": (lambda o, t: (o * (t != -100)[:, None]).sum() / (t != -100).sum(), labels),
     "masked, beside a mean": (
@@ -133,7 +136,10 @@ CASES: dict[str, tuple[LossFunction, Callable[[int, torch.Generator], Any]]] = {
     "normalised": (normalised, floats),
     "any": (lambda o, t: (o * t["values"]).sum() * (t["mask"] > 0).any(), both),
 }  # fmt: skip
-SCALED = {"masked, times a share": -1, "beside a mean": 1, "plus a constant": 1, "times samples": 1}
+SCALED = {
+    "ignored": 0, "mean over a share": 0, "beside a sum": 0, "beside a mean": 1, "plus a constant": 1,
+    "times samples": 1, "masked, beside a mean": 1, "times a total, beside a mean": -1,
+}  # fmt: skip
 
 
 def example(name: str, samples: int, seed: int) -> tuple[Tensor, Any]:
@@ -194,17 +200,14 @@ def test_shares_add_up(name: str, counts: list[int], seed: int) -> None:
     expected.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     value, gradient = shared_out(graph, output, target, counts)
-    assert value == pytest.approx(float(expected.detach()), rel=1e-12, abs=1e-14)
-    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-15)
+    assert value == pytest.approx(float(expected.detach()), rel=1e-12, abs=1e-14, nan_ok=True)
+    if value == value:  # else everything is ignored
+        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SCALED)
 def test_how_totals_are_scaled(name: str) -> None:
-    graph = captured(name)
-    totals = loss_totals(graph)
-    assert totals is not None
-    if name in SCALED:
-        assert weighted_combination(graph, totals)[1] == SCALED[name]
+    assert _combination(captured(name))[1] == SCALED[name]
 
 
 @pytest.mark.parametrize("name", ["ignored", "weights and ignored", "likelihoods ignored"])
@@ -243,17 +246,14 @@ def test_a_mean_whose_example_ignores_nothing_is_shared_with_totals() -> None:
 
 
 def test_totals_do_not_look_at_outputs() -> None:
-    """For every case: nothing that the network returns reaches a total."""
+    """For every case: they are there when no output is."""
     for name in CASES:
         graph = captured(name)
         totals = loss_totals(graph)
         assert totals is not None
-        output, target = example(name, 3, 5)
-        given = bound(graph, target)
+        given = bound(graph, example(name, 3, 5)[1])
         assert not set(given) & set(tree_leaves(totals.original.input_tree[0][0]))
-        first = totals.of(given, 3)  # there is no output to look at
-        assert torch.equal(first, totals.of(given, 3))
-        assert output.isfinite().all()
+        assert totals.of(given, 3).isfinite().all()
 
 
 def loss_of(function: LossFunction, target: Any) -> LossTotals | None:
