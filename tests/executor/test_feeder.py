@@ -47,10 +47,11 @@ def test_each_device_is_fed_its_rows_of_each_micro_batch() -> None:
     feeder.send(0, x, y)
     rows = {("s0-0", 0): slice(0, 2), ("s0-1", 0): slice(2, 3), ("s0-0", 1): slice(3, 5), ("s0-1", 1): slice(5, 6)}
     for (device, micro_batch), own in rows.items():
-        inputs, targets = torch.empty_like(x[own]), torch.empty_like(y[own])
-        board.endpoints[device].mailbox.receive(COORDINATOR, 0, f"feed m{micro_batch}", [inputs, targets])
+        inputs, targets, totals = torch.empty_like(x[own]), torch.empty_like(y[own]), torch.empty(1).double()
+        board.endpoints[device].mailbox.receive(COORDINATOR, 0, f"feed m{micro_batch}", [inputs, targets, totals])
         assert torch.equal(inputs, x[own])
         assert torch.equal(targets, y[own])
+        assert float(totals) == 6  # targets of the whole batch that are not ignored
 
 
 def test_numbers_are_fed_in_the_type_of_the_capture() -> None:
@@ -58,7 +59,8 @@ def test_numbers_are_fed_in_the_type_of_the_capture() -> None:
     (x, y) = batches_of("small", 1, 2, dtype=torch.float32)[0]
     feeder.send(0, x, y.to(torch.int32))
     inputs, targets = torch.empty(1, 1, 8, 8, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    board.endpoints["s0-1"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets])
+    totals = torch.empty(1, dtype=torch.float64)
+    board.endpoints["s0-1"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets, totals])
     assert torch.equal(inputs, x[1:].double())
     assert torch.equal(targets, y[1:])
 
@@ -68,7 +70,8 @@ def test_memory_that_is_not_in_order_is_fed_all_the_same() -> None:
     (x, y) = batches_of("small", 1, 2)[0]
     feeder.send(0, x.transpose(2, 3), y)
     inputs, targets = torch.empty(1, 1, 8, 8, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    board.endpoints["s0-0"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets])
+    totals = torch.empty(1, dtype=torch.float64)
+    board.endpoints["s0-0"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets, totals])
     assert torch.equal(inputs, x.transpose(2, 3)[:1])
 
 

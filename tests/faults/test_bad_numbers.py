@@ -15,7 +15,7 @@ from manyhands.facts.errors import BadData, BadValue, DataNotFinite, NotFinite
 from manyhands.facts.optimizer import Optimizer
 from manyhands.job import workload
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, network, shared, train, workers
+from real_runs import BATCH, CLASSES, Pictures, Square, in_line, names, shared, train, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("bad_numbers")]  # its workers are started once
 

@@ -42,6 +42,7 @@ def write(node: Node, state: Conversion, spec: TensorSpec, value: Value) -> None
         if memory == root:
             state.latest[other] = None
     state.latest[root] = value.name
+    state.latest.pop(value.name, None)  # itself a view of what was there before: detach_, as torch.tensor(...) does
     state.root[value.name] = value.name
 
 
