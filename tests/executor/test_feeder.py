@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from harness import micro_batches_kept, plan_for, relative, run, schedule_of, shared
+from manyhands.data.silo import SiloContent
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.errors import BadData
+from manyhands.executor.share_loss import target_names
+from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.plan import Codec, Plan
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
@@ -93,6 +95,17 @@ def test_a_batch_that_does_not_fit_is_refused(name: str, inputs: Any, targets: A
     feeder, _ = feeder_of(name, 2, 1)
     with pytest.raises(BadData, match=words):
         feeder.send(0, inputs, targets)
+
+
+def test_totals_of_targets_that_are_in_a_silo_cannot_be_made() -> None:
+    graph = captured("small")
+    plan = plan_for(graph, [shared(0, len(graph.network.layers), 2, 1)], batch_size=3)
+    schedule = schedule_of(graph, plan)
+    board = Switchboard([*plan.devices, COORDINATOR], limit_seconds=1)
+    local = {"s0-1": SiloContent(frozenset(target_names(graph)), torch.arange(9))}
+    with pytest.raises(BadPlan, match=r"weighted by the targets of a whole batch.*in a silo") as error:
+        Feeder(graph, schedule, board.endpoints[COORDINATOR], local=local)
+    assert "single device for the last stage" in error.value.hint
 
 
 # Inference

@@ -101,7 +101,10 @@ class LossTotals:
     def inputs(self, totals: torch.Tensor, part: float, power: int) -> dict[str, torch.Tensor]:
         """Return the totals by the names of the rewritten loss's inputs, for a part n/N of the samples."""
         values: dict[str, torch.Tensor] = {}
-        for total, piece in zip(self.totals, totals.split([total.elements for total in self.totals]), strict=True):
+        first = 0
+        for total in self.totals:
+            piece = totals[first : first + total.elements]
+            first += total.elements
             dtype = getattr(torch, total.dtype)
             if power and not dtype.is_floating_point:
                 dtype = getattr(torch, self._dtype)  # counts are multiplied and divided by, and no longer whole

@@ -88,7 +88,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the loss of a share is computed."""
+    """The loss of a share: a piece, how its values combine, and the totals that it takes."""
 
     piece: Piece
     claim: LossCombination
