@@ -72,8 +72,8 @@ def test_samples_laid_out_before_the_first_step_train_the_same(cluster: Coordina
     ]  # fmt: skip
     assert results[0].losses == results[1].losses
     sizes = [[one.logs[name].received_bytes["coordinator"] for name in plan.devices] for one in results]
-    assert sizes[1] == [STEPS * samples * 2 * 8 for samples in (7, 5)]
-    assert sizes[0] == [STEPS * samples * (8 * 8 * 8 + 8) for samples in (7, 5)]
+    assert sizes[1] == [STEPS * (samples * 2 + 1) * 8 for samples in (7, 5)]  # numbers, and the loss's total
+    assert sizes[0] == [STEPS * (samples * (8 * 8 * 8 + 8) + 8) for samples in (7, 5)]
     for result, came in zip(results, sizes):
         assert result.bytes_by_use["input_output"] * STEPS == sum(came)
     (laid,) = (line for line in said if "laid out" in line)

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from drawn_plans import plans
 from harness import micro_batches_kept, plan_for, relative, run, schedule_of, shared
+from manyhands.data.silo import SiloContent
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.errors import BadData
+from manyhands.executor.share_loss import target_names
+from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.plan import Codec, Plan
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
@@ -47,10 +49,11 @@ def test_each_device_is_fed_its_rows_of_each_micro_batch() -> None:
     feeder.send(0, x, y)
     rows = {("s0-0", 0): slice(0, 2), ("s0-1", 0): slice(2, 3), ("s0-0", 1): slice(3, 5), ("s0-1", 1): slice(5, 6)}
     for (device, micro_batch), own in rows.items():
-        inputs, targets = torch.empty_like(x[own]), torch.empty_like(y[own])
-        board.endpoints[device].mailbox.receive(COORDINATOR, 0, f"feed m{micro_batch}", [inputs, targets])
+        inputs, targets, totals = torch.empty_like(x[own]), torch.empty_like(y[own]), torch.empty(1).double()
+        board.endpoints[device].mailbox.receive(COORDINATOR, 0, f"feed m{micro_batch}", [inputs, targets, totals])
         assert torch.equal(inputs, x[own])
         assert torch.equal(targets, y[own])
+        assert float(totals) == 6  # targets of the whole batch that are not ignored
 
 
 def test_numbers_are_fed_in_the_type_of_the_capture() -> None:
@@ -58,7 +61,8 @@ def test_numbers_are_fed_in_the_type_of_the_capture() -> None:
     (x, y) = batches_of("small", 1, 2, dtype=torch.float32)[0]
     feeder.send(0, x, y.to(torch.int32))
     inputs, targets = torch.empty(1, 1, 8, 8, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    board.endpoints["s0-1"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets])
+    totals = torch.empty(1, dtype=torch.float64)
+    board.endpoints["s0-1"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets, totals])
     assert torch.equal(inputs, x[1:].double())
     assert torch.equal(targets, y[1:])
 
@@ -68,7 +72,8 @@ def test_memory_that_is_not_in_order_is_fed_all_the_same() -> None:
     (x, y) = batches_of("small", 1, 2)[0]
     feeder.send(0, x.transpose(2, 3), y)
     inputs, targets = torch.empty(1, 1, 8, 8, dtype=torch.float64), torch.empty(1, dtype=torch.int64)
-    board.endpoints["s0-0"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets])
+    totals = torch.empty(1, dtype=torch.float64)
+    board.endpoints["s0-0"].mailbox.receive(COORDINATOR, 0, "feed m0", [inputs, targets, totals])
     assert torch.equal(inputs, x.transpose(2, 3)[:1])
 
 
@@ -90,6 +95,17 @@ def test_a_batch_that_does_not_fit_is_refused(name: str, inputs: Any, targets: A
     feeder, _ = feeder_of(name, 2, 1)
     with pytest.raises(BadData, match=words):
         feeder.send(0, inputs, targets)
+
+
+def test_totals_of_targets_that_are_in_a_silo_cannot_be_made() -> None:
+    graph = captured("small")
+    plan = plan_for(graph, [shared(0, len(graph.network.layers), 2, 1)], batch_size=3)
+    schedule = schedule_of(graph, plan)
+    board = Switchboard([*plan.devices, COORDINATOR], limit_seconds=1)
+    local = {"s0-1": SiloContent(frozenset(target_names(graph)), torch.arange(9))}
+    with pytest.raises(BadPlan, match=r"weighted by the targets of a whole batch.*in a silo") as error:
+        Feeder(graph, schedule, board.endpoints[COORDINATOR], local=local)
+    assert "single device for the last stage" in error.value.hint
 
 
 # Inference

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import plan_for, rows_of, shared
-from manyhands.executor.share_loss import ShareLoss, target_names, trained_weights
+from manyhands.executor.share_loss import ShareLoss, shared_totals, target_names, trained_weights
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss_totals import LOSS_TOTALS
 from manyhands.graph.piece import Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
@@ -43,12 +44,16 @@ def test_shares_add_up(name: str, counts: list[int], micro: int, seed: int) -> N
     _, targets = NETWORKS[name][1](Drawn(samples * micro, seed + 1))
     value, gradients = CapturedLoss(graph)(outputs, targets)
 
-    loss = ShareLoss(graph, plan_of(graph, samples, micro), torch.device("cpu"))
+    plan = plan_of(graph, samples, micro)
+    loss, totals = ShareLoss(graph, plan, torch.device("cpu")), shared_totals(graph, plan)
+    ahead = {LOSS_TOTALS: totals.of(dict(_targets(graph, targets)), samples * micro)} if totals is not None else {}
     total, found = 0.0, {name: torch.zeros_like(tensor) for name, tensor in outputs.items()}
     for start in range(0, samples * micro, samples):
         for first, count in zip(accumulate(counts, initial=start), counts):
             own = rows_of(targets, samples * micro, first, count)
-            part, slopes = loss(rows_of(outputs, samples * micro, first, count), dict(_targets(graph, own)), count)
+            part, slopes = loss(
+                rows_of(outputs, samples * micro, first, count), {**dict(_targets(graph, own)), **ahead}, count
+            )
             total += float(part)
             for output, slope in slopes.items():
                 found[output][first : first + count] += slope

@@ -22,7 +22,7 @@ from manyhands.graph import store
 from manyhands.graph.capture import capture
 from manyhands.graph.describe import fingerprint
 from manyhands.graph.graph import Graph
-from manyhands.graph.loss import combination, has_ignored, ignored_class
+from manyhands.graph.loss import combination, ignored_class, loss_totals
 from manyhands.graph.loss_trial import agrees
 from manyhands.graph.tape import bind_inputs
 from manyhands.models import registry
@@ -169,22 +169,30 @@ SUMS: dict[str, tuple[Any, ...]] = {
     "accumulated": (accumulated, FLOATS),
     "zero for most": (lambda o, t: F.relu(o - t - 1000).sum(), FLOATS),
 }  # fmt: skip
-WHOLES: dict[str, tuple[Any, ...]] = {
+WEIGHTED: dict[str, tuple[Any, ...]] = {
     "weights of classes": (lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 5.0, 0.1])), LABELS),
     "weights of classes, all the same": (
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1])), torch.ones_like(LABELS),
     ),
     "weights of likelihoods": (lambda o, t: F.nll_loss(log_softmax(o), t, torch.ones(CLASSES)), LABELS),
-    "softmax over samples": (lambda o, t: -(o.log_softmax(0) * t).mean(), FLOATS),
-    "rolled negatives": (lambda o, t: F.triplet_margin_loss(o, t, o.roll(1, 0)), FLOATS),
-    "similarity of features": (lambda o, t: (o.T @ o / o.shape[0] - torch.eye(CLASSES)).square().sum(), FLOATS),
-    "normalised by the batch": (lambda o, t: F.mse_loss((o - o.mean(0)) / (o.std(0) + 1e-5), t), FLOATS),
-    "batch norm": (lambda o, t: F.mse_loss(F.batch_norm(o, None, None, training=True), t), FLOATS),
     "over the target's sum": (lambda o, t: (o * t).sum() / t.sum(), FLOATS),
     "masked mean, nothing masked": (lambda o, t: ((o - 1).square() * t).sum() / t.sum(), torch.ones(5, CLASSES)),
     "mean over what is not ignored": (
         lambda o, t: F.cross_entropy(o, t, reduction="sum") / (t != -100).sum(), LABELS,
     ),
+    "an ignored class in the example": (lambda o, t: F.cross_entropy(o, t, ignore_index=1), LABELS),
+    "targets made up": (lambda o, t: F.cross_entropy(o, torch.where(t > 1, -100, t)), LABELS),
+    "two ignored classes": (
+        lambda o, t: F.cross_entropy(o, t) + F.cross_entropy(o, t, ignore_index=-1), LABELS,
+    ),
+}  # fmt: skip
+"""More of them, with targets that differ in weight: test_loss_totals.py."""
+WHOLES: dict[str, tuple[Any, ...]] = {
+    "softmax over samples": (lambda o, t: -(o.log_softmax(0) * t).mean(), FLOATS),
+    "rolled negatives": (lambda o, t: F.triplet_margin_loss(o, t, o.roll(1, 0)), FLOATS),
+    "similarity of features": (lambda o, t: (o.T @ o / o.shape[0] - torch.eye(CLASSES)).square().sum(), FLOATS),
+    "normalised by the batch": (lambda o, t: F.mse_loss((o - o.mean(0)) / (o.std(0) + 1e-5), t), FLOATS),
+    "batch norm": (lambda o, t: F.mse_loss(F.batch_norm(o, None, None, training=True), t), FLOATS),
     "root of the mean": (lambda o, t: F.mse_loss(o, t).sqrt(), FLOATS),
     "norm": (lambda o, t: torch.linalg.vector_norm(o - t), FLOATS),
     "product of means": (lambda o, t: F.mse_loss(o, t) * F.l1_loss(o, t), FLOATS),
@@ -193,10 +201,12 @@ WHOLES: dict[str, tuple[Any, ...]] = {
     "mean and sum": (lambda o, t: F.mse_loss(o, t) + o.square().sum(), FLOATS),
     "mean by samples twice": (lambda o, t: F.mse_loss(o, t) / o.shape[0], FLOATS),
     "random": (lambda o, t: F.mse_loss(F.dropout(o, 0.5), t), FLOATS),
-    "an ignored class in the example": (lambda o, t: F.cross_entropy(o, t, ignore_index=1), LABELS),
-    "targets made up": (lambda o, t: F.cross_entropy(o, torch.where(t > 1, -100, t)), LABELS),
-    "two ignored classes": (
-        lambda o, t: F.cross_entropy(o, t) + F.cross_entropy(o, t, ignore_index=-1), LABELS,
+    "weighted by outputs": (lambda o, t: (o * t).sum() / o.sum(), FLOATS),
+    "ignored by outputs": (lambda o, t: F.cross_entropy(o, torch.where(o[:, 0] > 0.5, t, -100)), LABELS),
+    "classes weighted by outputs": (lambda o, t: F.cross_entropy(o, t, weight=o.mean(0).detach()), LABELS),
+    "root of a weighted mean": (lambda o, t: ((o * t).sum() / t.sum()).sqrt(), FLOATS),
+    "weighted mean, mean and sum": (
+        lambda o, t: F.cross_entropy(o, t, ignore_index=1) + o.mean() + o.square().sum(), LABELS,
     ),
     "samples look each other up": (lambda o, t: F.mse_loss(F.embedding(t, o), o), LABELS),
     "first sample": (lambda o, t: F.mse_loss(o - o[0], t), FLOATS),
@@ -215,6 +225,12 @@ def test_means(name: str) -> None:
 @pytest.mark.parametrize("name", SUMS)
 def test_sums(name: str) -> None:
     assert captured(*SUMS[name]).loss_combination == "sum"
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weighted(name: str) -> None:
+    graph = captured(*WEIGHTED[name])
+    assert graph.loss_combination == graph.network.loss_combination == "weighted"
 
 
 @pytest.mark.quick(every=2)
@@ -267,7 +283,7 @@ def test_any_number_of_examples_will_do(samples: int) -> None:
     labels = torch.zeros(samples, dtype=torch.long)
     assert captured(F.cross_entropy, labels, samples=samples).loss_combination == "mean"
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
-    assert captured(weighted, labels, samples=samples).loss_combination == "whole"
+    assert captured(weighted, labels, samples=samples).loss_combination == "weighted"
 
 
 def test_examples_are_left_alone() -> None:
@@ -298,9 +314,7 @@ def test_the_run_finds_a_false_proof(name: str) -> None:
 
 
 SHOWN_BY_NOTHING = {
-    "weights of classes, all the same", "masked mean, nothing masked", "weights of likelihoods", "random",
-    "mean over what is not ignored", "targets made up", "two ignored classes", "not rows of samples",
-    "a target for all",
+    "random", "not rows of samples", "a target for all",
 }  # fmt: skip
 """Only the walk tells: no example here does, or there is nothing to split."""
 
@@ -337,36 +351,23 @@ def test_the_ignored_class(loss: LossFunction, target: Any, expected: int | None
     assert ignored_class(graph) == expected
 
 
-def test_an_ignored_class_is_looked_for_where_the_loss_reads_it() -> None:
-    def loss(output: Any, target: Any) -> Tensor:
-        classes = F.cross_entropy(output["logits"], target["labels"], ignore_index=0)
-        return classes + F.mse_loss(output["boxes"][0], target["boxes"])
-
-    labels = torch.tensor([1, 2, 1, 2, 2])
-    graph = captured(loss, {"labels": labels, "boxes": FLOATS}, Heads())
-    assert graph.loss_combination == "mean"
-    assert ignored_class(graph) == 0
-    assert not has_ignored(graph, {"labels": labels, "boxes": FLOATS * 0})
-    assert has_ignored(graph, {"labels": labels - 1, "boxes": FLOATS})
-    assert not has_ignored(captured(F.mse_loss, FLOATS), FLOATS - 100)
-
-
 def test_without_a_loss() -> None:
     graph = capture(nn.Linear(4, 3), numbers(2, 4))
     assert graph.loss_combination == ""
     assert graph.network.loss_combination == "mean"
     assert ignored_class(graph) is None
-    assert not has_ignored(graph, LABELS)
+    assert loss_totals(graph) is None
 
 
 # Stored
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "whole"])
+@pytest.mark.parametrize("name", ["mean", "sum", "weighted", "whole"])
 def test_it_is_stored(name: str, tmp_path: Path) -> None:
-    graph = captured(*{"mean": MEANS, "sum": SUMS, "whole": WHOLES}[name][
-        {"mean": "cross entropy", "sum": "squares", "whole": "weights of classes"}[name]
-    ])  # fmt: skip
+    graph = captured(*{
+        "mean": MEANS["cross entropy"], "sum": SUMS["squares"], "weighted": WEIGHTED["weights of classes"],
+        "whole": WHOLES["norm"],
+    }[name])  # fmt: skip
     store.save(graph, tmp_path)
     back = store.load(tmp_path)
     assert back.loss_combination == name
@@ -417,7 +418,7 @@ def by(share: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def test_a_loss_that_needs_all_samples_is_not_shared() -> None:
-    graph = captured(*WHOLES["weights of classes"], nn.ReLU())
+    graph = captured(*WHOLES["root of the mean"], nn.ReLU())
     layers = len(graph.network.layers)
     network = graph.network
     shared = by({"by": "samples", "samples": [4, 4]}, layers)
@@ -433,14 +434,14 @@ def test_a_loss_that_needs_all_samples_is_not_shared() -> None:
         with pytest.raises(BadPlan, match=said + ".*neither a mean nor a sum over samples.*in one place") as error:
             resolve(plan_for(graph, **changes), network)
         assert "micro_batches: 1 and a single device for the last stage" in error.value.hint
-        for other in ("mean", "sum"):
+        for other in ("mean", "sum", "weighted"):
             resolve(plan_for(graph, **changes), msgspec.structs.replace(network, loss_combination=other))
 
 
 def test_only_the_last_stage_must_have_all_samples() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, CLASSES))
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
-    graph = capture(module, numbers(5, 4), loss=weighted, target=LABELS)
+    loss, target = WHOLES["root of the mean"]
+    graph = capture(module, numbers(5, 4), loss=loss, target=target)
     assert len(graph.network.layers) == 2
     stages: list[dict[str, Any]] = [
         {"layers": [0, 1], "devices": ["a", "b"], "share": {"by": "samples", "samples": [4, 4]}},

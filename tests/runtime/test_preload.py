@@ -21,6 +21,7 @@ from real_runs import BATCH, LAYERS
 pytestmark = pytest.mark.xdist_group("faults")  # the same reference
 FED = {"samples": ("a", "b", "c"), "pipeline": ("a", "c"), "tiles": ("a", "b", "c"), "tiles+single": ("a", "b", "c")}
 """Who is given samples, or targets."""
+TOTAL_BYTES = 8
 
 
 def travelled(plan: str, *faults: Fault) -> tuple[Trip, Counter[str]]:
@@ -53,7 +54,9 @@ def test_numbers_travel_and_the_weights_are_the_same(plan: str) -> None:
             assert not came
         elif rows is not None:
             parts = 2 if plan == "samples" else 1  # the input, and the target of the same rows
-            assert came == STEPS * rows[name] * ROW_BYTES * parts
+            has_targets = plan == "samples" or name == "c"
+            totals = PLANS[plan].micro_batches * TOTAL_BYTES if has_targets else 0  # of the loss: one number
+            assert came == STEPS * (rows[name] * ROW_BYTES * parts + totals)
 
 
 def test_after_a_loss_only_what_is_new_is_preloaded() -> None:

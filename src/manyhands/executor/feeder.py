@@ -13,12 +13,13 @@ from manyhands.data.silo import SiloContent
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
 from manyhands.executor.resident_dataset import SAMPLES, resident_key
-from manyhands.executor.share_loss import target_names
+from manyhands.executor.share_loss import shared_totals, target_names
 from manyhands.facts.boxes import Box
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.graph.batching import bound, bound_inputs
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss_totals import LOSS_TOTALS
 from manyhands.graph.tape import bind_tree
 from manyhands.schedule.feeding import feed_topic, result_topic
 from manyhands.schedule.policy import Schedule
@@ -60,6 +61,9 @@ class Feeder:
         }
         self._specs = {spec.name: spec for spec in graph.inputs}
         self._target_specs = {spec.name: spec for spec in graph.loss.inputs} if graph.loss is not None else {}
+        self._totals = shared_totals(graph, self.plan) if with_targets and graph.loss is not None else None
+        if self._totals is not None:
+            self._target_specs[LOSS_TOTALS] = self._totals.spec
         self._check_silos()
         self._preloaded = self._bound_preload()
 
@@ -69,6 +73,11 @@ class Feeder:
 
     def _check_silos(self) -> None:
         """Check that what is in a silo is read there, a row for each sample."""
+        if self._totals is not None and self.resident is None and not self._away.isdisjoint(target_names(self.graph)):
+            raise BadPlan(
+                "The loss is weighted by the targets of a whole batch, which are in a silo.",
+                hint="Use one micro-batch, and a single device for the last stage.",
+            )
         for device, parts in self.parts.items():
             for part in parts:
                 if part.name not in self._away:
@@ -106,6 +115,7 @@ class Feeder:
         rows = [
             self._preloaded[part.name, part.is_target][(slice(None), *part.box.slices()[1:])]
             for part in self.parts[device]
+            if part.is_of_samples
         ]
         self.endpoint.send(device, step, SAMPLES, [row.contiguous() for row in rows])
 
@@ -117,7 +127,7 @@ class Feeder:
         values = bound_inputs(self.graph, inputs)
         bound_targets = {}
         if self.with_targets:
-            bound_targets = self._checked(self._named_targets(targets), self._target_specs)
+            bound_targets = self._with_totals(self._checked(self._named_targets(targets), self._target_specs))
         self._send(step, values, bound_targets, place)
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
@@ -132,6 +142,13 @@ class Feeder:
             for device, parts in self.parts.items():
                 tensors = [self._cut(device, part, checked, targets, number) for part in parts]
                 self.endpoint.send(device, step, feed_topic(place + number), tensors)
+
+    def _with_totals(self, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a batch's targets with the totals that its loss makes of them, if it is shared and has any."""
+        if self._totals is None:
+            return dict(targets)
+        here = {n: self._preloaded[n, True][t] if n in self._away else t for n, t in targets.items()}
+        return {**targets, LOSS_TOTALS: self._totals.of(here, self.plan.step_size)}
 
     @property
     def _passes(self) -> int:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.executor.boxes import dtype_of, empty
-from manyhands.executor.share_loss import target_names
+from manyhands.executor.share_loss import shared_totals, target_names
 from manyhands.facts.boxes import Box, Interval
 from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import op_range
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss_totals import LOSS_TOTALS
 from manyhands.schedule.actions import Action, Receive, Reduce
 from manyhands.schedule.feeding import AT_HOME, fed_inputs
 from manyhands.schedule.lowering import Lowering
@@ -40,6 +41,11 @@ class FeedPart:
     """Whether the device has it, in its silo or because it was preloaded there: the rows' numbers travel."""
     scattered: tuple[Interval, ...] = ()
     """The origin of the rows of `box`, if they do not lie side by side: intervals of the micro-batch's rows."""
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether it can be preloaded: all but the totals of a loss, which are made of every batch. They come last."""
+        return self.name != LOSS_TOTALS
 
     @property
     def bytes(self) -> int:
@@ -81,6 +87,8 @@ def feed_parts(
         specs = {spec.name: spec for spec in graph.loss.inputs}
         rows = last.sample_intervals(device)
         parts += [_target(specs[name], rows, last.samples) for name in target_names(graph)]
+        totals = shared_totals(graph, lowering.plan)
+        parts += [_target(totals.spec, rows, last.samples)] if totals is not None else []
     return tuple(replace(part, is_local=True) if part.name in local else part for part in parts)
 
 

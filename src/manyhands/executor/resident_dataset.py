@@ -24,12 +24,12 @@ SAMPLES = "samples"
 
 def resident_bytes(parts: Sequence[FeedPart], samples: int) -> int:
     """Return the bytes that parts take for so many samples."""
-    return sum(samples * prod(part.box.shape[1:]) * DTYPE_BYTES[part.dtype] for part in parts)
+    return sum(samples * prod(part.box.shape[1:]) * DTYPE_BYTES[part.dtype] for part in parts if part.is_of_samples)
 
 
 def resident_key(preload_key: str, parts: Sequence[FeedPart]) -> str:
     """Return a name for what is preloaded of these parts: a device that had data of this key before has all of it."""
-    listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts]
+    listed = [f"{part.name} {part.dtype} {Box(part.box.intervals[1:])}" for part in parts if part.is_of_samples]
     return hashlib.sha256("\n".join([preload_key, *listed]).encode()).hexdigest()
 
 
@@ -45,7 +45,11 @@ class ResidentDataset:
                 hint=HINT,
             )
         self.where, self.samples, self.key = f"What was laid out at {device}", samples, key
-        self.arrays = [torch.empty((samples, *part.box.shape[1:]), dtype=dtype_of(part.dtype)) for part in parts]
+        self.arrays = [
+            torch.empty((samples, *part.box.shape[1:]), dtype=dtype_of(part.dtype))
+            for part in parts
+            if part.is_of_samples
+        ]
         self.is_full = False
 
     def take(self, number: int, rows: torch.Tensor) -> torch.Tensor:

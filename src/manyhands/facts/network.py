@@ -24,7 +24,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-LossCombination = Literal["mean", "sum", "whole"]
+LossCombination = Literal["mean", "sum", "weighted", "whole"]
 """The way in which the losses of the shares of a batch make that of the whole: a mean weighted by samples, a sum, or
 not at all, so that all samples must be in one place."""
 

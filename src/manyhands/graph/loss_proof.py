@@ -5,6 +5,7 @@ The walk determines what each tensor of the loss is as a function of the samples
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,9 +61,14 @@ _LINEAR = _VIEWS | _CASTS | {"neg", "expand", "expand_as", "broadcast_to", "stac
 
 
 class LossProof:
-    """A walk over the loss from its inputs to its value. A tensor without a kind is anything at all."""
+    """A walk over the loss from its inputs to its value. A tensor without a kind is anything at all.
 
-    def __init__(self, loss: Graph, penalties: frozenset[str] = frozenset()) -> None:
+    `totals` are inputs that are the same for any samples, times the number of samples to some power (loss_totals.py).
+    """
+
+    def __init__(
+        self, loss: Graph, penalties: frozenset[str] = frozenset(), totals: Mapping[str, int] | None = None
+    ) -> None:
         self.loss = loss
         self.specs = {spec.name: spec for spec in loss.inputs}
         self.specs.update({spec.name: spec for node in loss.nodes for spec in node.outputs})
@@ -71,13 +77,14 @@ class LossProof:
         self.kinds: dict[str, _Kind] = {
             spec.name: _EACH for spec in loss.inputs if spec.batch_axis == 0 and spec.rows_per_sample == 1
         } | dict.fromkeys(penalties, _FIXED)
+        self.kinds.update((name, _Kind("fixed", power)) for name, power in (totals or {}).items())
         self.ignored: list[tuple[str, int]] = []
         """Parts of the target, each with the class that a mean leaves out."""
 
     def combination(self) -> LossCombination:
         outers: dict[str, int | None] = {}
         for node in self.loss.nodes:
-            if _has_effects(node):
+            if has_effects(node):
                 return "whole"
             outer = outer_of(node, self.specs, outers)
             outers.update((spec.name, None) for spec in node.outputs if outer != 1)  # rows of a target lie in order
@@ -228,10 +235,12 @@ class LossProof:
     def _is_plain_mean(self, node: Node) -> bool:
         """Return whether a mean over classes divides by the number of targets, but for those of an ignored class."""
         target = _name(node.arguments[1])
-        if ops.argument(node, "weight") is not None or target not in self.specs:
+        if target not in self.specs:
             return False
         if self.specs[target].dtype.startswith(("float", "bfloat")):
-            return True  # probabilities of classes
+            return True  # probabilities of classes, by the number of targets even where classes have weights
+        if ops.argument(node, "weight") is not None:
+            return False
         number = ops.argument(node, "ignore_index")
         if not isinstance(number, int):
             return False
@@ -250,7 +259,7 @@ class LossProof:
         return name
 
 
-def _has_effects(node: Node) -> bool:
+def has_effects(node: Node) -> bool:
     """Return whether a node draws, writes a buffer or uses statistics of the batch."""
     random = RANDOM_CALLS.get(node.target)
     if node.updates or (random is not None and random.draws(node, training=True)):

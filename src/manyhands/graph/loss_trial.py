@@ -16,6 +16,7 @@ import torch
 from manyhands.facts.network import LossCombination
 from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
+from manyhands.graph.loss_totals import LossTotals, totals_of
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
@@ -39,12 +40,17 @@ _DRAWS = (("normal", False), ("between 0 and 1", True), ("probabilities", False)
 """Ways to draw outputs, each with whether non-integer targets are changed; a loss may not accept all of them."""
 
 
-def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether values and gradients of shares add up to those of the whole, on every draw that the loss
-    accepts."""
+def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Tensor], power: int | None = None) -> bool:
+    """Return whether values and gradients of shares add up to those of the whole, on every draw that the loss accepts.
+
+    With a `power`, the shares are computed by the loss as it is rewritten to take the whole's totals (loss_totals.py).
+    """
     try:
         double = in_double(loss)
-        piece = Piece(double, Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()}))
+        weights = Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()})
+        piece = Piece(double, weights)
+        totals = totals_of(double) if power is not None else None
+        sharing = _Sharing(piece if totals is None else Piece(totals.loss, weights), claim, totals, power or 0)
     except (RuntimeError, NotImplementedError):
         return False  # e.g. weights without values
     is_large = sum(spec.elements for spec in loss.inputs) > _LARGE
@@ -66,7 +72,7 @@ def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Ten
         for sizes in splits:
             order = iter(torch.randperm(samples, generator=generator).tolist())
             shares = [list(islice(order, size)) for size in sizes]
-            if not _adds_up(piece, claim, values, of_outputs, whole, shares):
+            if not _adds_up(sharing, values, of_outputs, whole, shares):
                 return False
         draws_run += 1
         if is_large:
@@ -80,24 +86,40 @@ class _Result:
     gradients: dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class _Sharing:
+    """The loss of a share: a piece, how its values combine, and the totals that it takes."""
+
+    piece: Piece
+    claim: LossCombination
+    totals: LossTotals | None
+    power: int
+
+    def inputs(self, share: Mapping[str, torch.Tensor], totals: torch.Tensor, part: float) -> dict[str, torch.Tensor]:
+        """Return what the loss of a part of the samples takes."""
+        return {**share, **(self.totals.inputs(totals, part, self.power) if self.totals is not None else {})}
+
+    def totals_in(self, values: Mapping[str, torch.Tensor], samples: int) -> torch.Tensor:
+        return self.totals.of(values, samples) if self.totals is not None else torch.zeros(0)
+
+
 def _adds_up(
-    piece: Piece,
-    claim: LossCombination,
+    sharing: _Sharing,
     values: Mapping[str, torch.Tensor],
     of_outputs: set[str],
     whole: _Result,
     shares: list[list[int]],
 ) -> bool:
     samples = sum(len(rows) for rows in shares)
+    totals, specs = sharing.totals_in(values, samples), sharing.piece.specs
     total, size = 0.0, abs(whole.value)
     for rows in shares:
-        share = {
-            name: tensor if piece.specs[name].batch_axis is None else tensor[rows] for name, tensor in values.items()
-        }
-        result = _run(piece, share, of_outputs, len(rows))
+        share = {name: tensor if specs[name].batch_axis is None else tensor[rows] for name, tensor in values.items()}
+        part = len(rows) / samples
+        result = _run(sharing.piece, sharing.inputs(share, totals, part), of_outputs, len(rows))
         if result is None:
             return False
-        factor = len(rows) / samples if claim == "mean" else 1.0
+        factor = part if sharing.claim == "mean" else 1.0
         total += factor * result.value
         size = max(size, abs(factor * result.value))
         for name, gradient in result.gradients.items():

@@ -160,7 +160,9 @@ class _Tally:
         self.graph, self.function, self.samples, self.size = graph, loss, samples, size
         self.targets: dict[int, Any] = {}
         """Targets of the batches under way, by step."""
-        self._is_whole = loss is not None and (graph.loss_combination == "whole" or ignored_class(graph) is not None)
+        self._is_whole = loss is not None and (
+            graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None
+        )
         """Whether the loss of all samples does not follow from those of batches: all outputs are kept until the end."""
         self._kept: list[tuple[Any, Any]] = []
         self._loss = 0.0

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from manyhands.executor.feeder import Feeder
-from manyhands.facts.errors import BadData
-from manyhands.facts.plan import ByTiles, Plan
 from manyhands.graph.labels import check_labels
-from manyhands.graph.loss import has_ignored, ignored_class
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order
 
@@ -26,14 +23,13 @@ class BatchFeed:
         """Steps whose batches were sent."""
         self.inputs: dict[int, Any] = {}
         """Inputs of the steps under way."""
-        self._looks_for_ignored = _shares_batches(order.plan) and ignored_class(order.graph) is not None
 
     def send(self, batches: Batches, round_first: int) -> None:
         """Send the next batch; `round_first`: the first step of its round."""
         step, inputs, targets = next(batches)
         assert step == self.sent, "batches come in order"
         if self._order.preload is None:
-            self._check_targets(f"The targets of step {step}", targets)
+            check_labels(self._order.graph, targets, f"The targets of step {step}")
         self.inputs[step] = inputs
         self.feeder.send(round_first, inputs, targets, step - round_first)
         self.sent += 1
@@ -45,22 +41,7 @@ class BatchFeed:
     def preload(self, members: dict[str, Member], step: int) -> None:
         """Send the devices of a run their parts of all samples, where those are to be resident and are not yet."""
         if self._order.preload is not None:
-            self._check_targets("The targets", self._order.preload.targets)
+            check_labels(self._order.graph, self._order.preload.targets)
         for name, member in members.items():
             if self.needs_preload(name, member):
                 self.feeder.preload(name, step)
-
-    def _check_targets(self, which: str, targets: Any) -> None:
-        check_labels(self._order.graph, targets, which)
-        if self._looks_for_ignored and has_ignored(self._order.graph, targets):
-            raise BadData(
-                f"{which} hold the class {ignored_class(self._order.graph)}, which the loss leaves "
-                f"out: its mean is over the others, and the parts of a batch differ in how many they have.",
-                hint='Train with plan="single" and one micro-batch.',
-            )
-
-
-def _shares_batches(plan: Plan) -> bool:
-    last = plan.stages[-1]
-    shared = len(last.devices) > 1 and not isinstance(last.share, ByTiles)
-    return plan.is_training and (plan.micro_batches > plan.steps_per_round or shared)
