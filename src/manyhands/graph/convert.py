@@ -65,7 +65,7 @@ def convert(exported: Exported) -> Graph:
             _convert_node(node, state)
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
-    live_nodes = _live(state.nodes, set(leaves))
+    live_nodes = live(state.nodes, set(leaves))
     refuse_nonlinear_backward(live_nodes)
     return Graph(
         name=exported.name,
@@ -307,7 +307,7 @@ def _integer(value: Any, node: Any) -> Argument:
     return value if isinstance(value, int) else sized(value, place_of(node))
 
 
-def _live(nodes: list[Node], outputs: set[str]) -> list[Node]:
+def live(nodes: list[Node], outputs: set[str]) -> list[Node]:
     """Return the nodes whose result is used, or that write a buffer."""
     needed = set(outputs)
     live_nodes = []
