@@ -63,8 +63,10 @@ def labelled_arguments(
         return positional, {**keywords, **target}, tuple(target)
     required = [name for name in free if parameters[name].default is inspect.Parameter.empty]
     candidates = [name for name in LABELS if name in free] or (required if len(required) == 1 else [])
-    if not candidates and any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and LABELS[0] not in keywords:
-        candidates = [LABELS[0]]
+    if not candidates and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if isinstance(target, dict) and target and keywords.keys().isdisjoint(target):
+            return positional, {**keywords, **target}, tuple(target)
+        candidates = [LABELS[0]] if LABELS[0] not in keywords else []
     if not candidates:
         taken = ", ".join(parameters) or "nothing"
         raise CaptureFailed(
