@@ -17,8 +17,11 @@ from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.own_loss import module_loss
+from manyhands.graph.piece import Context, Piece
 from manyhands.graph.store import load, save
+from manyhands.graph.tape import outputs_of
 from manyhands.graph.trees import tree_leaves
+from manyhands.graph.weights import Weights
 
 TOKENS = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
 MASK = torch.arange(6).expand(4, 6) < torch.tensor([[6], [4], [5], [2]])
@@ -284,3 +287,16 @@ def test_a_loss_that_is_neither() -> None:
         capture(Classifier(), IDS, loss="mine", target=CLASSES)  # type: ignore[arg-type]
     with pytest.raises(CaptureFailed, match="without an example target"):
         capture(Classifier(), IDS, loss="own")
+
+
+def test_a_tensor_given_twice_is_two_inputs() -> None:
+    """Without labels too: another batch may have other values there."""
+
+    class Both(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return left - 2 * right
+
+    x = torch.ones(4, 3)
+    graph = capture(Both(), (x, x))
+    values = Piece(graph, Weights.copied(graph))({"left": x, "right": 3 * x}, Context(samples=4))
+    assert torch.equal(outputs_of(graph, values), -5 * x)

@@ -145,6 +145,9 @@ def export_module(
     examples = [
         resized(leaf, exported_samples(batch)) if is_batched else leaf for leaf, is_batched in zip(leaves, has_batch)
     ]
+    # A tensor given twice (input_ids as labels, say) would be taken for a single input.
+    places = {id(leaf): place for place, leaf in reversed(list(enumerate(examples)))}
+    examples = [leaf if places[id(leaf)] == place else leaf.clone() for place, leaf in enumerate(examples)]
     returned: list[tuple[Any, list[str]]] = []
     outputs = tensors_alone if has_own_loss else without_none
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs)
