@@ -179,6 +179,8 @@ def _convert_node(node: Any, state: Conversion) -> None:
     options = {k: _argument(a, state, node) for k, a in node.kwargs.items() if k not in _PLACEMENT}
     if target == "aten.to.device":  # where a tensor lives is decided where the graph is run
         target, arguments = "aten.to.dtype", (arguments[0], *arguments[2:])
+    if target in _JOINS:
+        arguments = (_without_blanks(arguments[0], state), *arguments[1:])
     if target in DRAWN_BY_SIZE:
         target, arguments, options = drawn_like(name, target, arguments, options, value, node, state)
     if target in _VIEWS_AS and _is_as_before(arguments, state):
@@ -223,6 +225,20 @@ def _convert_node(node: Any, state: Conversion) -> None:
             state.views[record.name] = (source.name, state.nodes[-1])
     if is_write and isinstance(mutated, Value):
         write(state.nodes[-1], state, state.specs[mutated.name], made[0])
+
+
+_JOINS = frozenset({"aten.cat.default", "aten.concat.default"})
+
+
+def _without_blanks(parts: Argument, state: Conversion) -> Argument:
+    """Return what is joined without tensors of shape (0,), which PyTorch leaves out whatever the others' axes are:
+    caches of keys and values begin so."""
+    shapes = [
+        state.specs[part.name].shape if isinstance(part, Value) else state.weight_shapes.get(part.name)
+        for part in parts
+    ]
+    rest = tuple(part for part, shape in zip(parts, shapes, strict=True) if shape != (0,))
+    return rest or parts
 
 
 _VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default"})

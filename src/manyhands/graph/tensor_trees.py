@@ -30,7 +30,8 @@ def flattened(value: Any, leaves: list[torch.Tensor], where: str) -> Any:
         return [flattened(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)]
     raise CaptureFailed(
         f"{where} is a {type(value).__name__}; inputs and outputs must be tensors, or tuples, lists, dicts and "
-        "dataclasses of them."
+        "dataclasses of them.",
+        hint="Do not return it, or turn it off: config.use_cache = False for the cache of a Hugging Face model.",
     )
 
 

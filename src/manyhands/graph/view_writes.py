@@ -42,6 +42,7 @@ def write(node: Node, state: Conversion, spec: TensorSpec, value: Value) -> None
         if memory == root:
             state.latest[other] = None
     state.latest[root] = value.name
+    state.latest.pop(value.name, None)  # detach_ makes a view of the memory that it is written to
     state.root[value.name] = value.name
 
 
