@@ -157,6 +157,7 @@ class Judging(nn.Module):
         return answer
 
 
+@pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("way", ["samples", "pipeline"])
 def test_a_network_that_computes_its_own_loss(cluster: Coordinator, tmp_path: Path, way: str) -> None:
     model, plain, data = Judging(), Judging(), Pictures(4 * BATCH)

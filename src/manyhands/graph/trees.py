@@ -11,9 +11,9 @@ from typing import Any
 class Fields(dict[str, Any]):
     """The fields of a dataclass, by name and as attributes. Fields that were None are left out, and read None."""
 
-    _kind: type | None = None
+    _kind: Any = None
 
-    def __init__(self, fields: Mapping[str, Any], kind: type | None) -> None:
+    def __init__(self, fields: Mapping[str, Any], kind: Any) -> None:
         super().__init__(fields)
         self._kind = kind
 
