@@ -268,6 +268,22 @@ def test_writes_in_place_are_seen_by_later_readers() -> None:
     check(WritesInPlace(), randn(2, 1, 4, 4), bounds=(2, 4, 5, 6), other=randn(3, 1, 4, 4))
 
 
+def test_a_cache_that_begins_empty() -> None:
+    """torch.tensor([]) is detached in place, and joined with a tensor of other axes, which PyTorch lets pass."""
+
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = torch.tensor([], dtype=x.dtype)
+            cache = torch.cat([cache, self.a(x)], dim=-2)
+            return torch.cat([cache, x], dim=-2)
+
+    check(Caches(), randn(2, 4, 3), other=randn(3, 4, 3))
+
+
 def test_the_input_given_is_never_written() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:

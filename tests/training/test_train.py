@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from manyhands.facts.errors import BadData, BadPlan, BadValue, ManyhandsError, U
 from manyhands.facts.optimizer import Optimizer
 from manyhands.files.documents import write_document
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import ADAM, BATCH, SGD, Pictures, assert_close, names, network, shared, train, workers
+from real_runs import ADAM, BATCH, CLASSES, SGD, Pictures, assert_close, names, network, shared, train, workers
 
 pytestmark = pytest.mark.xdist_group("training")  # its workers are started once
 
@@ -130,6 +131,74 @@ def test_any_loss_data_and_optimiser(cluster: Coordinator, tmp_path: Path, optim
             schedule.step()
         assert ran.result.losses[step] == pytest.approx(loss.item(), rel=1e-10)
     assert_close(ran.state, plain.state_dict())
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Judging(nn.Module):
+    """A network that computes its own loss where it is given labels, with a parameter that only the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b, self.c = nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.double()
+
+    def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Answer:
+        hidden = torch.tanh(self.b(torch.tanh(self.a(pixels.flatten(1)))))
+        answer = Answer(self.c(hidden))
+        if labels is not None:
+            answer.loss = functional.cross_entropy(answer.logits, labels.view(-1)) * self.scale.exp()
+        return answer
+
+
+@pytest.mark.quick("pipeline")
+@pytest.mark.parametrize("way", ["samples", "pipeline"])
+def test_a_network_that_computes_its_own_loss(cluster: Coordinator, tmp_path: Path, way: str) -> None:
+    model, plain, data = Judging(), Judging(), Pictures(4 * BATCH)
+    ran = train(
+        cluster, way, tmp_path, model=model, data=data, loss=None, steps=6, shuffle=False, test=Pictures(7),
+        optimizer=Optimizer("SGD", lr=0.2, momentum=0.9), verify=True,
+    )  # fmt: skip
+    ran.assert_as_planned()
+    assert len(ran.result.plan.stages) == (2 if way == "pipeline" else 1)
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+    for step in range(6):
+        first = step % 4 * BATCH
+        stepper.zero_grad()
+        loss = plain(data.pictures[first : first + BATCH], data.classes[first : first + BATCH]).loss
+        loss.backward()
+        stepper.step()
+        assert ran.result.losses[step] == pytest.approx(loss.item(), rel=1e-10)
+    assert_close(ran.state, plain.state_dict())
+    with torch.no_grad():
+        wanted = plain(Pictures(7).pictures, Pictures(7).classes)
+    assert ran.result.test is not None
+    assert ran.result.test.loss == pytest.approx(wanted.loss.item(), rel=1e-9)
+    right = (wanted.logits.argmax(1) == Pictures(7).classes).double().mean().item()
+    assert ran.result.test.accuracy == pytest.approx(right)
+    evaluated = mh.evaluate(model, Pictures(7), loss="own", cluster=cluster)
+    assert evaluated.loss == pytest.approx(wanted.loss.item(), rel=1e-9)
+
+
+def test_a_loss_of_a_field_of_the_output(cluster: Coordinator, tmp_path: Path) -> None:
+    """The loss gets the dataclass itself, in training and in evaluation; without it accuracy is that of `logits`."""
+    ran = train(
+        cluster, "samples", tmp_path, model=Judging(), loss=lambda out, y: functional.cross_entropy(out.logits, y),
+        steps=2, test=Pictures(7),
+    )  # fmt: skip
+    plain = mh.evaluate(ran.model, Pictures(7), cluster=cluster)
+    with torch.no_grad():
+        logits = ran.model(Pictures(7).pictures).logits
+    assert ran.result.test is not None
+    assert ran.result.test.loss == pytest.approx(functional.cross_entropy(logits, Pictures(7).classes).item(), rel=1e-9)
+    right = (logits.argmax(1) == Pictures(7).classes).double().mean().item()
+    assert plain.accuracy == ran.result.test.accuracy == pytest.approx(right)
 
 
 def test_what_is_refused_at_once(tmp_path: Path) -> None:

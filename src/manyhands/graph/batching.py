@@ -14,6 +14,7 @@ from manyhands.facts.errors import BadData
 from manyhands.facts.network import TensorSpec
 from manyhands.graph.graph import Graph
 from manyhands.graph.tape import bind_inputs, outputs_of
+from manyhands.graph.trees import Fields
 
 
 def named_sample(graph: Graph, sample: Any) -> dict[str, torch.Tensor]:
@@ -101,7 +102,8 @@ def joined(graph: Graph, answers: Sequence[Any]) -> Any:
         if isinstance(tree, str):
             return _beside(specs[tree], parts)
         if isinstance(tree, dict):
-            return {key: visit(branch, [part[key] for part in parts]) for key, branch in tree.items()}
+            items = {key: visit(branch, [part[key] for part in parts]) for key, branch in tree.items()}
+            return tree.filled(items) if isinstance(tree, Fields) else items
         if isinstance(tree, (list, tuple)):
             return [visit(branch, [part[place] for part in parts]) for place, branch in enumerate(tree)]
         return tree

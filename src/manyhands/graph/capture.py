@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph.arguments import bound_arguments, in_training_mode
@@ -21,8 +20,10 @@ from manyhands.graph.export import LossModule, export_module
 from manyhands.graph.graph import Graph
 from manyhands.graph.loss import combination
 from manyhands.graph.misfits import target_misfit
+from manyhands.graph.own_loss import OWN_LOSS, divided, labelled_arguments
 from manyhands.graph.penalties import with_penalties
-from manyhands.graph.tensor_trees import as_many
+from manyhands.graph.tensor_trees import as_many, batch_of, exported_samples, flattened
+from manyhands.graph.trees import tree_map
 from manyhands.graph.verify import verify as check
 
 
@@ -30,7 +31,7 @@ def capture(
     module: nn.Module,
     example_batch: Any,
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     target: Any = None,
     granularity: str = "blocks",
     name: str = "",
@@ -41,6 +42,8 @@ def capture(
     `example_batch` is a tensor, a tuple (positional arguments) or a dict (keyword arguments, or one positional dict if
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
     example `target`, `loss(output, target)` is captured too, and how it combines over samples is determined (loss.py).
+    With a target alone, or loss="own", the module's forward is given it as its labels and returns the loss itself
+    (own_loss.py): as one number, as the entry or field `loss` of a dict or dataclass, or in a tuple.
     `granularity` is "blocks" or "operators". With `verify`, loss and gradients on the example batch are compared with
     the module's own (verify.py); a graph with custom autograd functions is always verified if it has a loss.
 
@@ -52,20 +55,24 @@ def capture(
     The graph's state shares its memory with the module until it is copied (Weights.copied, store.save): training the
     module afterwards changes it.
     """
-    _check_arguments(module, granularity)
+    _check_arguments(module, granularity, loss)
+    if loss is None and target is not None:
+        loss = OWN_LOSS
     if verify and loss is None:
         raise BadValue("verify=True compares gradients, and there is no loss.", hint="Pass loss= and target= too.")
+    if loss is not None and target is None:
+        raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
     functions: list[str] = []
     with _buffers_kept(module), in_training_mode(module):
-        positional, keywords = bound_arguments(module, example_batch)
-        graph, outputs = export_module(
-            module, positional, keywords, functions, name=name or type(module).__name__, granularity=granularity
-        )
-        if loss is not None:
-            if target is None:
-                raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
-            examples = [outputs, as_many(target, example_batch)]
-            graph = _with_loss(graph, module, loss, examples, functions)
+        name = name or type(module).__name__
+        if isinstance(loss, str):
+            graph = _with_own_loss(module, example_batch, target, functions, name, granularity)
+        else:
+            positional, keywords = bound_arguments(module, example_batch)
+            graph, outputs = export_module(module, positional, keywords, functions, name=name, granularity=granularity)
+            if loss is not None:
+                examples = [outputs, as_many(target, example_batch)]
+                graph = _with_loss(graph, module, loss, examples, functions)
     if loss is not None and (verify or functions):
         check(graph, module, loss, example_batch, target)
     return graph
@@ -79,7 +86,9 @@ def _with_loss(
     try:
         loss_graph, value = _export_loss(loss, examples, met)
         if met:  # a custom function checks whether its inputs need gradients; ordinary operators do not
-            for leaf in tree_flatten(examples[0])[0]:
+            leaves: list[torch.Tensor] = []
+            flattened(examples[0], leaves, "the output")
+            for leaf in leaves:
                 leaf.requires_grad_(leaf.is_floating_point())
             loss_graph, value = _export_loss(loss, examples, met)
     except CaptureFailed as error:
@@ -90,6 +99,27 @@ def _with_loss(
         raise CaptureFailed(f"The loss returns {returned}; it must return one number.", hint="Take its mean().")
     graph = with_penalties(graph, loss_graph, module)
     return msgspec.structs.replace(graph, loss_combination=combination(graph, *examples))
+
+
+def _with_own_loss(
+    module: nn.Module, batch: Any, target: Any, functions: list[str], name: str, granularity: str
+) -> Graph:
+    """Return the graph of a module without its labels, with the loss that it computes of them."""
+    positional, keywords, labels = labelled_arguments(module, batch, target)
+    whole, _ = export_module(
+        module, positional, keywords, functions, name=name, granularity=granularity, has_own_loss=True
+    )
+    graph, loss = divided(whole, labels, module)
+    leaves: list[torch.Tensor] = []
+    flattened(batch, leaves, "the input")
+    samples = exported_samples(batch_of(leaves))
+    made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
+    outputs = tree_map(
+        lambda leaf: torch.zeros(made[leaf].shape_for(samples), dtype=getattr(torch, made[leaf].dtype)),
+        graph.output_tree,
+    )
+    graph = with_penalties(graph, loss, module)
+    return msgspec.structs.replace(graph, loss_combination=combination(graph, outputs, as_many(target, batch)))
 
 
 def _export_loss(loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]) -> tuple[Graph, Any]:
@@ -108,7 +138,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
             child._buffers.update(buffers)
 
 
-def _check_arguments(module: object, granularity: str) -> None:
+def _check_arguments(module: object, granularity: str, loss: object) -> None:
     if not isinstance(module, nn.Module):
         received = f"class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise CaptureFailed(
@@ -117,3 +147,8 @@ def _check_arguments(module: object, granularity: str) -> None:
     if granularity not in GRANULARITIES:
         choices = " or ".join(f'"{choice}"' for choice in GRANULARITIES)
         raise BadValue(f"Granularity {granularity!r} is unknown.", hint=f"Use {choices}.")
+    if not (loss is None or callable(loss) or loss == OWN_LOSS):
+        raise BadValue(
+            f'loss is {loss!r:.80}; it must be a function of (output, target), or "own" for the module\'s own loss.',
+            hint='Write loss="own", or torch.nn.functional.cross_entropy, say.',
+        )

@@ -67,7 +67,7 @@ def convert(exported: Exported) -> Graph:
             _convert_node(node, state)
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
-    live_nodes = _live(state.nodes, set(leaves))
+    live_nodes = live(state.nodes, set(leaves))
     refuse_nonlinear_backward(live_nodes)
     return Graph(
         name=exported.name,
@@ -184,6 +184,8 @@ def _convert_node(node: Any, state: Conversion) -> None:
     written = options.pop("out", None)
     if written is not None:
         target = without_out(target) or target
+    if target in _JOINS:
+        arguments = (_without_blanks(arguments[0], state), *arguments[1:])
     if target in DRAWN_BY_SIZE:
         target, arguments, options = drawn_like(name, target, arguments, options, value, node, state)
     if target in _VIEWS_AS and _is_as_before(arguments, state):
@@ -232,6 +234,20 @@ def _convert_node(node: Any, state: Conversion) -> None:
         mutated = written
     if (is_write or written is not None) and isinstance(mutated, Value):
         write(state.nodes[-1], state, state.specs[mutated.name], made[0])
+
+
+_JOINS = frozenset({"aten.cat.default", "aten.concat.default"})
+
+
+def _without_blanks(parts: Argument, state: Conversion) -> Argument:
+    """Return what is joined without tensors of shape (0,), which PyTorch leaves out whatever the others' axes are:
+    caches of keys and values begin so."""
+    shapes = [
+        state.specs[part.name].shape if isinstance(part, Value) else state.weight_shapes.get(part.name)
+        for part in parts
+    ]
+    rest = tuple(part for part, shape in zip(parts, shapes, strict=True) if shape != (0,))
+    return rest or parts
 
 
 _VIEWS_AS = frozenset({"aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default"})
@@ -326,7 +342,7 @@ def _integer(value: Any, node: Any) -> Argument:
     return value if isinstance(value, int) else sized(value, place_of(node))
 
 
-def _live(nodes: list[Node], outputs: set[str]) -> list[Node]:
+def live(nodes: list[Node], outputs: set[str]) -> list[Node]:
     """Return the nodes whose result is used, or that write a buffer."""
     needed = set(outputs)
     live_nodes = []

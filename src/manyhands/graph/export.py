@@ -21,8 +21,16 @@ from manyhands.graph.export_errors import explain
 from manyhands.graph.graph import Graph
 from manyhands.graph.misfits import last_entered, shape_text
 from manyhands.graph.quiet_export import quiet_export, where_batch_was_fixed
-from manyhands.graph.tensor_trees import batch_of, example_outputs, exported_samples, flattened, resized
-from manyhands.graph.trees import tree_map
+from manyhands.graph.tensor_trees import (
+    batch_of,
+    example_outputs,
+    exported_samples,
+    flattened,
+    resized,
+    tensors_alone,
+    without_none,
+)
+from manyhands.graph.trees import rebuilt, tree_map
 
 
 class LossModule(nn.Module):
@@ -41,17 +49,20 @@ class _Flat(nn.Module):
     `note` is a function, since torch.export undoes what tracing assigned to attributes.
     """
 
-    def __init__(self, inner: nn.Module, trees: list[Any], note: Callable[[Any, list[str]], None]) -> None:
+    def __init__(
+        self, inner: nn.Module, trees: list[Any], note: Callable[[Any, list[str]], None], outputs: Callable[[Any], Any]
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.trees = trees
         self.note = note
+        self.outputs = outputs
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         by_name = {f"#{i}": leaf for i, leaf in enumerate(leaves)}
-        positional, keywords = (tree_map(by_name.__getitem__, tree) for tree in self.trees)
+        positional, keywords = (rebuilt(tree_map(by_name.__getitem__, tree)) for tree in self.trees)
         before = [(path, child, dict(child._buffers)) for path, child in self.inner.named_modules()]
-        output = self.inner(*positional, **keywords)
+        output = self.outputs(self.inner(*positional, **keywords))
         tensors: list[torch.Tensor] = []
         tree = flattened(output, tensors, "the output")
         assigned: list[str] = []
@@ -121,9 +132,11 @@ def export_module(
     name: str,
     granularity: str,
     is_loss: bool = False,
+    has_own_loss: bool = False,
 ) -> tuple[Graph, Any]:
     """Return the graph, and an example of what the module returns (for the loss). Custom autograd functions that it
-    calls are added to `functions`, by name."""
+    calls are added to `functions`, by name. With `has_own_loss` outputs that are no tensors are left out, since nothing
+    but the loss is used."""
     leaves: list[torch.Tensor] = []
     trees = [flattened(positional, leaves, "the input"), flattened(keywords, leaves, "the input")]
     batch = batch_of(leaves)
@@ -132,8 +145,12 @@ def export_module(
     examples = [
         resized(leaf, exported_samples(batch)) if is_batched else leaf for leaf, is_batched in zip(leaves, has_batch)
     ]
+    # A tensor given twice (input_ids as labels, say) would be taken for a single input.
+    places = {id(leaf): place for place, leaf in reversed(list(enumerate(examples)))}
+    examples = [leaf if places[id(leaf)] == place else leaf.clone() for place, leaf in enumerate(examples)]
     returned: list[tuple[Any, list[str]]] = []
-    flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)))
+    outputs = tensors_alone if has_own_loss else without_none
+    flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs)
     dimension = torch.export.Dim("batch")
     shapes = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from pathlib import Path
@@ -16,6 +17,15 @@ def _own_frames(node: Any) -> list[tuple[str, str]]:
     """Return (file, line) of the user's frames, innermost last."""
     frames: list[tuple[str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
     return [frame for frame in frames if not is_torchs_or_ours(frame[0])]
+
+
+def definition_of(function: Any) -> str:
+    """Return 'PATH:LINE' of a function's definition, or '' if it was written in a terminal."""
+    try:
+        unwrapped = inspect.unwrap(function)
+        return f"{inspect.getsourcefile(unwrapped)}:{inspect.getsourcelines(unwrapped)[1]}"
+    except (OSError, TypeError):
+        return ""
 
 
 def line_of(node: Any) -> str:

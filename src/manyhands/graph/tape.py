@@ -6,6 +6,7 @@ measures.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def bind_tree(tree: Any, value: Any) -> dict[str, torch.Tensor]:
             bound[tree] = value
         elif isinstance(tree, dict):
             for key, item in tree.items():
-                visit(item, value[key])
+                visit(item, getattr(value, key) if dataclasses.is_dataclass(value) else value[key])
         else:
             for item, part in zip(tree, value, strict=True):
                 visit(item, part)

@@ -2,26 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from manyhands.facts.errors import CaptureFailed
-from manyhands.graph.trees import tree_leaves, tree_map
+from manyhands.graph.trees import Fields, tree_leaves, tree_map
 
 
 def flattened(value: Any, leaves: list[torch.Tensor], where: str) -> Any:
-    """Return `value` with every tensor replaced by its number in `leaves`, as '#3'."""
+    """Return `value` with every tensor replaced by its number in `leaves`, as '#3'. A dataclass becomes its fields that
+    are not None."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return f"#{len(leaves) - 1}"
+    if isinstance(value, Fields):
+        return value.filled({key: flattened(item, leaves, f"{where}.{key}") for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        trees = {key: flattened(item, leaves, f"{where}.{key}") for key, item in fields.items() if item is not None}
+        return Fields(trees, type(value))
     if isinstance(value, dict):
         return {str(key): flattened(item, leaves, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [flattened(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)]
     raise CaptureFailed(
-        f"{where} is a {type(value).__name__}; inputs and outputs must be tensors, or tuples, lists and dicts of them."
+        f"{where} is a {type(value).__name__}; inputs and outputs must be tensors, or tuples, lists, dicts and "
+        "dataclasses of them.",
+        hint="Do not return it, or turn it off: config.use_cache = False for the cache of a Hugging Face model.",
     )
+
+
+def without_none(output: Any) -> Any:
+    """Return an output without entries of dicts that are None; fields of dataclasses are left out by `flattened`."""
+    if type(output) is dict:
+        return {key: without_none(item) for key, item in output.items() if item is not None}
+    return output
+
+
+def tensors_alone(output: Any) -> Any:
+    """Return an output without everything that is no tensor, such as a cache of keys and values."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        return Fields(_with_tensors(fields), type(output))
+    if isinstance(output, dict):
+        return _with_tensors(output)
+    if isinstance(output, (list, tuple)):
+        return [tensors_alone(item) for item in output if _may_hold_tensors(item)]
+    return output
+
+
+def _with_tensors(items: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): tensors_alone(item) for key, item in items.items() if _may_hold_tensors(item)}
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_record or isinstance(value, (torch.Tensor, dict, list, tuple))
 
 
 def batch_of(leaves: list[torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree
@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.errors import CaptureFailed
-from manyhands.graph.arguments import bound_arguments, in_training_mode
+from manyhands.graph.arguments import in_training_mode
 from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Node
+from manyhands.graph.own_loss import module_loss
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
 from manyhands.graph.sizes import at
@@ -62,7 +63,11 @@ class _Step:
 
 
 def verify(
-    graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], example_batch: Any, target: Any
+    graph: Graph,
+    module: nn.Module,
+    loss: Callable[..., torch.Tensor] | Literal["own"],
+    example_batch: Any,
+    target: Any,
 ) -> Verified:
     """Compare `graph`, captured from `module` with `loss`, with the module itself on one small batch.
 
@@ -125,7 +130,12 @@ class _Given:
     """The module, its graph, and the batch on which both are run."""
 
     def __init__(
-        self, graph: Graph, module: nn.Module, loss: Callable[..., torch.Tensor], batch: Any, target: Any
+        self,
+        graph: Graph,
+        module: nn.Module,
+        loss: Callable[..., torch.Tensor] | Literal["own"],
+        batch: Any,
+        target: Any,
     ) -> None:
         assert graph.loss is not None, "the graph was captured without a loss"
         self.graph, self.module, self.loss, self.batch, self.target = graph, module, loss, batch, target
@@ -142,10 +152,9 @@ class _Given:
 
     def by_module(self, watch: Callable[[str, torch.Tensor], None] | None = None) -> _Step:
         """Run the module's own step. `watch` is called with what each child returns."""
-        positional, keywords = bound_arguments(self.module, self.batch)
         with _restored(self.module), in_training_mode(self.module), torch.enable_grad(), _watched(self.module, watch):
             with _Draws(self.graph) as draws:
-                value = self.loss(self.module(*positional, **keywords), self.target)
+                value = module_loss(self.module, self.loss, self.batch, self.target)
             draws.check_all_drawn()
             results = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
             buffers = {name: tensor.detach().clone() for name, tensor in self.module.named_buffers()}

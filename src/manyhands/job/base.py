@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -318,14 +318,14 @@ class Job:
             self.record.devices(outcome.logs, travels, traffic.to_dict())
         return result
 
-    def finish(self, planned: PlannedRun, result: TrainResult, loss: Callable[..., torch.Tensor]) -> None:
+    def finish(self, planned: PlannedRun, result: TrainResult) -> None:
         """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
         only reported."""
         after = Aftermath(result.problems, self.record, self.say)
         if self.test is not None:
             self._doing("evaluating on held-out data")
             with after.surviving("The held-out data could not be evaluated"):
-                result.test = self.evaluated(planned, self.test, loss)
+                result.test = self.evaluated(planned, self.test)
         if result.test is not None:
             with after.surviving("The accuracy could not be written to the run's folder"):
                 self.record.event("evaluated", accuracy=result.test.accuracy, loss=result.test.loss)
@@ -350,9 +350,9 @@ class Job:
             if self.say is not None:
                 self.say(text)
 
-    def evaluated(self, planned: PlannedRun, test: Dataset[Any], loss: Callable[..., torch.Tensor]) -> EvaluateResult:
+    def evaluated(self, planned: PlannedRun, test: Dataset[Any]) -> EvaluateResult:
         """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
-        trained = self.trained.weights
+        trained, loss = self.trained.weights, self.workload.loss
         try:
             return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
         except WorkerLost as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -26,7 +26,10 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import ignored_class
-from manyhands.graph.tape import outputs_of
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.tape import bind_inputs, outputs_of
+from manyhands.graph.trees import Fields, branched, rebuilt
+from manyhands.graph.weights import Weights
 from manyhands.plans.planning import is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.runtime.coordinator import Coordinator
@@ -66,7 +69,12 @@ class _Padded(Dataset[Any]):
 
 
 def captured(
-    model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor] | None, *, granularity: str, name: str
+    model: nn.Module,
+    data: Dataset[Any],
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None,
+    *,
+    granularity: str,
+    name: str,
 ) -> Graph:
     """Return the graph of a model and its loss for this data; floats are cast to the model's own type."""
     inputs, targets = example(data, EXAMPLE_SAMPLES)
@@ -107,7 +115,7 @@ def evaluate_in(
     plan: Plan,
     weights: Mapping[str, torch.Tensor],
     data: Dataset[Any],
-    loss: Callable[..., torch.Tensor] | None,
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     profile: Profile,
 ) -> EvaluateResult:
     """Evaluate on the session's workers, by a plan's stages and shares."""
@@ -156,8 +164,12 @@ class _Batches:
 class _Tally:
     """Adds up losses and right answers."""
 
-    def __init__(self, graph: Graph, loss: Callable[..., torch.Tensor] | None, samples: int, size: int) -> None:
-        self.graph, self.function, self.samples, self.size = graph, loss, samples, size
+    def __init__(
+        self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int
+    ) -> None:
+        self.graph, self.samples, self.size = graph, samples, size
+        self.function = self._own_loss if isinstance(loss, str) else loss
+        self._penalties: list[torch.Tensor] = []
         self.targets: dict[int, Any] = {}
         """Targets of the batches under way, by step."""
         self._is_whole = loss is not None and (
@@ -173,21 +185,30 @@ class _Tally:
         count = min(self.size, self.samples - step * self.size)
         target = _first(self.targets.pop(step), count)
         output = _first(outputs_of(self.graph, outputs), count)
+        self._penalties = [outputs[name] for name in self.graph.penalties]
         if self._is_whole:
             self._kept.append((output, target))
         elif self.function is not None:
             value = self._loss_of(output, target)
             self._loss += value if self.graph.loss_combination == "sum" else value * count
         is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dim() == 1
-        if isinstance(output, torch.Tensor) and output.dim() == 2 and is_classes:
-            self._right += int((output.argmax(1) == target).sum())
+        scores = output.get("logits") if isinstance(output, dict) else output
+        if isinstance(scores, torch.Tensor) and scores.dim() == 2 and is_classes:
+            self._right += int((scores.argmax(1) == target).sum())
             self._answers += count
 
     def _loss_of(self, output: Any, target: Any) -> float:
         assert self.function is not None
         floats = next((leaf.dtype for leaf in _leaves(output) if leaf.is_floating_point()), torch.get_default_dtype())
         with torch.no_grad():
-            return float(self.function(output, cast(target, floats)))
+            return float(self.function(rebuilt(output), cast(target, floats)))
+
+    def _own_loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the loss that the module computes itself."""
+        loss = self.graph.loss
+        assert loss is not None, "the graph was captured with its own loss"
+        inputs = bind_inputs(loss, ([output, self._penalties] if self._penalties else output, target))
+        return Piece(loss, Weights.copied(loss))(inputs, Context(training=False))[loss.outputs[0]]
 
     @property
     def loss(self) -> float | None:
@@ -204,7 +225,7 @@ def _first(value: Any, count: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[:count]
     if isinstance(value, dict):
-        return {key: _first(item, count) for key, item in value.items()}
+        return branched(value, lambda item: _first(item, count))
     if isinstance(value, (list, tuple)):
         return type(value)(_first(item, count) for item in value)
     return value
@@ -226,7 +247,8 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
-        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
+        items = {key: _joined([part[key] for part in parts]) for key in parts[0]}
+        return parts[0].filled(items) if isinstance(parts[0], Fields) else items
     return type(parts[0])(_joined([part[place] for part in parts]) for place in range(len(parts[0])))
 
 
@@ -234,7 +256,7 @@ def evaluate(
     model: nn.Module,
     data: Dataset[Any],
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     batch_size: int = 64,
     cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "samples",
@@ -243,7 +265,7 @@ def evaluate(
     say: Say | None = None,
 ) -> EvaluateResult:
     """Return loss and accuracy of `model` on `data`, in evaluation mode, computed by the cluster. The model is
-    unchanged."""
+    unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns."""
     data = given(data).data
     expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.job.callbacks import Say
 from manyhands.job.config_sections import WorkloadConfig
 
@@ -33,7 +34,8 @@ class Workload:
 
     model: nn.Module
     data: Dataset[Any]
-    loss: Callable[..., torch.Tensor]
+    loss: Callable[..., torch.Tensor] | Literal["own"]
+    """A function of (output, target); "own": forward is given the target as its labels, and returns the loss."""
     optimizer: Optimizer
     config: WorkloadConfig
     batch_norm: str = "synchronised"
@@ -47,7 +49,7 @@ class Workload:
                 f"optimizer is a {type(self.optimizer).__name__}; it must be an mh.Optimizer.",
                 hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).',
             )
-        if not callable(self.loss):
+        if not callable(self.loss) and self.loss != OWN_LOSS:
             raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
         if self.config.batch_size is None:
             raise BadValue("batch_size is None; it must be a whole number of at least 1.", hint="Write batch_size=64.")

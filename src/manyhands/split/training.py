@@ -116,7 +116,7 @@ def split_with(
         if config.on_planned is not None:
             config.on_planned(planned)
         result = job.train(planned, config.on_step)
-        job.finish(job.last_planned, result, loss)
+        job.finish(job.last_planned, result)
     return result
 
 

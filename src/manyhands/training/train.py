@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
 from manyhands.job.config import takes
 from manyhands.job.opening import open_run
@@ -48,7 +49,7 @@ def train(
     model: nn.Module,
     data: Dataset[Any],
     *,
-    loss: Callable[..., torch.Tensor],
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     optimizer: Optimizer,
     **options: Unpack[TrainOptions],
 ) -> TrainResult:
@@ -59,14 +60,19 @@ def train(
 
     data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
                     IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
-    loss            any callable (output, target) that torch.export can capture
+    loss            any callable (output, target) that torch.export can capture; left out: the loss that the model's
+                    forward returns, given the target as its labels
     optimizer       mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     """
     return train_with(TrainConfig.from_keywords("mh.train", options), model, data, loss, optimizer)
 
 
 def train_with(
-    config: TrainConfig, model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor], optimizer: Optimizer
+    config: TrainConfig,
+    model: nn.Module,
+    data: Dataset[Any],
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None,
+    optimizer: Optimizer,
 ) -> TrainResult:
     """Train as configured, and return the result."""
     workload = workload_of(config, model, data, loss, optimizer)
@@ -102,12 +108,16 @@ def train_with(
             config.on_planned(planned)
         strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
         result, planned = job.run(planned, config.on_step, strategy, retry_policy)
-        job.finish(planned, result, loss)
+        job.finish(planned, result)
         return result
 
 
 def workload_of(
-    config: TrainConfig, model: nn.Module, data: Dataset[Any], loss: Callable[..., torch.Tensor], optimizer: Optimizer
+    config: TrainConfig,
+    model: nn.Module,
+    data: Dataset[Any],
+    loss: Callable[..., torch.Tensor] | Literal["own"] | None,
+    optimizer: Optimizer,
 ) -> Workload:
     """Return the workload, with the batch size and the order of a DataLoader where the configuration has none."""
     samples = given(data)
@@ -115,7 +125,8 @@ def workload_of(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
         test=given(config.test).data if config.test is not None else None,
     )  # fmt: skip
-    return Workload(model, samples.data, loss, optimizer, config, config.batch_norm, config.feed)
+    own_or_given = OWN_LOSS if loss is None else loss
+    return Workload(model, samples.data, own_or_given, optimizer, config, config.batch_norm, config.feed)
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
