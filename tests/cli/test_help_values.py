@@ -55,7 +55,7 @@ OTHERWISE = {
 """What some values of an option need besides, and others not."""
 STANDS_FOR = {"local:N": "local:2", "decoupled:NAME": "decoupled:mobilenetv2"}
 PLACES = ("folder", "file", "file.npz", "name", "preset", "cluster.yaml", "module:factory", "torchvision:NAME",
-          "timm:NAME", "random", "model.onnx")  # fmt: skip
+          "timm:NAME", "random", "model.onnx", "file.py:Class", "hf:TYPE", "hf:FOLDER")  # fmt: skip
 """Words for what is the reader's own."""
 PROSE = {
     ("train", "--data"): {"synthetic"}, ("split train", "--data"): {"synthetic"},
