@@ -1,4 +1,4 @@
-"""Models in a file of Python: `file.py:Class`."""
+"""Models in a file of Python: `./file.py:Class`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manyhands check`: what can be done with a network before anything is planned."""
+"""`manyhands check`: a network's capture, ways of sharing and needs, before anything is planned."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.facts.errors import BadFile, NotInstalled, OutOfMemory, UnknownName, did_you_mean
+from manyhands.facts.errors import BadFile, BadValue, NotInstalled, OutOfMemory, UnknownName, did_you_mean
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import read_document
 
@@ -28,8 +28,8 @@ TOKENS = 64
 """The most tokens of an example, unless its shape is given."""
 _SAMPLES_OF_SOUND = 4000
 _ELSEWHERE = (
-    "Nothing is downloaded: put a model's config.json into a folder, and write hf:FOLDER (hf:./FOLDER, if a type has that "
-    "name)."
+    "Nothing is downloaded: put a model's config.json into a folder, and write hf:FOLDER (hf:./FOLDER, if a type has "
+    "that name)."
 )
 _HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -98,20 +98,27 @@ def example_inputs(
 
 def _shape(main: str, config: Any) -> tuple[int, ...]:
     """Return the shape of one sample of what is no text."""
-    if main == "input_features":
-        return (int(config.num_mel_bins), 2 * int(config.max_source_positions))
+    vision = getattr(config, "vision_config", None) or config
     if main == "input_values":
         return (_SAMPLES_OF_SOUND,)
-    vision = getattr(config, "vision_config", None) or config
-    size = getattr(vision, "image_size", None) or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return (int(getattr(vision, "num_channels", 3)), int(height), int(width))
+    if main == "input_features":
+        sizes = [getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)]
+        sizes[1:] = [2 * size for size in sizes[1:] if isinstance(size, int)]
+    else:
+        size = getattr(vision, "image_size", None) or 224
+        sizes = [getattr(vision, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size))]
+    if not all(isinstance(size, int) for size in sizes):
+        raise BadValue(
+            f"The configuration does not say which shape '{main}' has.",
+            hint="Give that of one sample: --input 3x224x224.",
+        )
+    return tuple(sizes)
 
 
 def _described(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """Return the class of a network, the class of its configuration, and that one's fields."""
     transformers = _transformers(name)
-    if not _is_path(name):
+    if not _is_path(name, transformers.CONFIG_MAPPING):
         config_class = _config_class(transformers, name, f"There is no type of networks called '{name}'")
         with _offline():
             fields = _small(config_class)
@@ -132,8 +139,8 @@ def _described(name: str) -> tuple[Any, Any, dict[str, Any]]:
     return model_class, config_class, {**fields, "use_cache": False}
 
 
-def _is_path(name: str) -> bool:
-    return "/" in name or name.endswith(".json") or Path(name).expanduser().is_dir()
+def _is_path(name: str, types: Collection[str]) -> bool:
+    return "/" in name or name.endswith(".json") or (name not in types and Path(name).is_dir())
 
 
 def _transformers(name: str) -> Any:

@@ -113,15 +113,15 @@ LIBRARIES = ("torchvision", "timm", "hf")
 
 
 def build(name_or_path: str, **kwargs: Any) -> nn.Module:
-    """Return a new model with random weights: a zoo name, `module:factory`, `file.py:Class`, `torchvision:NAME`,
-    `timm:NAME`, `hf:TYPE`, `hf:FOLDER` or `decoupled:` and one of those."""
+    """Return a new model with random weights: a zoo name, `module:factory`, `./file.py:Class`,
+    `torchvision:NAME`, `timm:NAME`, `hf:TYPE`, `hf:FOLDER` or `decoupled:` and one of those."""
     return _call(name_or_path, factory(name_or_path), kwargs)
 
 
 def from_file(name: str, place: str) -> str:
     """Return a model's name as it was read from `place`, a file, if it may be used.
 
-    Building a `module:factory` or a `file.py:Class` runs that code. The author of a plan or a run's folder may not
+    Building a `module:factory` or a `./file.py:Class` runs that code. The author of a plan or a run's folder may not
     choose that for its reader: only a person who types the name does.
     """
     if runs_code(name):

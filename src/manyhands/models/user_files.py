@@ -1,5 +1,5 @@
-"""Models in a file of Python that a person named: `file.py:Class`. The file is run, as `python file.py` would run it,
-so no name that was read from a file may come here (registry.from_file)."""
+"""Models in a file of Python that a person named: `./file.py:Class`. The file is run, as Python runs a program, so no
+name that was read from a file may come here (registry.from_file)."""
 
 from __future__ import annotations
 

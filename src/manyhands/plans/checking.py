@@ -1,5 +1,5 @@
-"""What can be done with a network, without planning or running it: whether it captures, which ways of sharing apply,
-what is in the way of the others, and what it takes.
+"""Checks of a network before anything is planned: whether it is captured, which ways of sharing apply, what is in the
+way of the others, and what a training step takes.
 
 A way of sharing applies if the checks that every plan passes accept a plan of it for two devices: nothing here decides
 by itself what a stage can do.
@@ -48,17 +48,17 @@ class SharingCheck:
     by: str
     applies: bool
     extent: str
-    """How much of the network can, in words; empty if nothing can."""
+    """The part of the network that can, in words; empty if none can."""
     layers: int
     """The number of layers that can."""
     reason: str = ""
-    """Why the rest cannot, or what is to be known; empty if there is nothing."""
+    """The reason why the rest cannot, or a note on how it applies."""
     obstacle: SharingObstacle | None = None
 
 
 @dataclass(frozen=True)
 class TrainingNeeds:
-    """What a training step on one device takes, at one batch size."""
+    """The memory and time of a training step on one device, at one batch size."""
 
     batch_size: int
     peak_bytes: int | None
@@ -70,12 +70,12 @@ class TrainingNeeds:
 
 @dataclass(frozen=True)
 class NetworkCheck:
-    """What can be done with a network, and what it takes. A network that is not captured has its refusal only."""
+    """The possible ways of sharing a network, its sizes and needs; of a network that is not captured, the refusal."""
 
     model: str
     is_captured: bool
     refusal: str = ""
-    """Why it is not captured, with the line of the module."""
+    """The reason why it is not captured, with the line of the module."""
     hint: str = ""
     exit_code: int = 0
     input: str = ""
@@ -87,13 +87,13 @@ class NetworkCheck:
     weight_bytes: int = 0
     """Parameters and buffers."""
     activation_bytes: int = 0
-    """What all operators make, for one sample."""
+    """The bytes that all operators make, for one sample."""
     saved_bytes: int = 0
-    """What is kept for the backward pass, for one sample."""
+    """The bytes that are kept for the backward pass, for one sample."""
     sharing: tuple[SharingCheck, ...] = ()
     training: tuple[TrainingNeeds, ...] = ()
     times_source: str = ""
-    """"measured", "estimated", or empty: nothing is known of this machine."""
+    """Either measured or estimated; empty where nothing is stored of this machine."""
     times_note: str = ""
 
     def sharing_by(self, way: str) -> SharingCheck:
@@ -271,20 +271,20 @@ def _extent(network: Network, layers: int, macs: int | None = None) -> str:
 
 def _training_needs(network: Network) -> tuple[tuple[TrainingNeeds, ...], str, str]:
     """Return what training steps of one device take, where their times come from, and that in a sentence."""
-    known = known_times(network)
+    times = known_times(network)
     needs = []
     for batch_size in BATCH_SIZES:
         peak, reason = _peak_bytes(network, batch_size)
         forward = step = None
-        if known is not None:
-            passes = [known[0].layer_seconds(layer, batch_size) for layer in range(len(network.layers))]
+        if times is not None:
+            passes = [times[0].layer_seconds(layer, batch_size) for layer in range(len(network.layers))]
             forward = sum(ahead for ahead, _ in passes)
             step = forward + sum(back for _, back in passes) if peak is not None else None
         needs.append(TrainingNeeds(batch_size, peak, reason, forward, step))
-    if known is None:
+    if times is None:
         note = f"Times: this machine was not measured. To measure it: manyhands profile --model {network.name}"
         return tuple(needs), "", note
-    return tuple(needs), known[0].source, known[1]
+    return tuple(needs), times[0].source, times[1]
 
 
 def _peak_bytes(network: Network, batch_size: int) -> tuple[int | None, str]:
