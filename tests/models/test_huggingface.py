@@ -18,7 +18,8 @@ from manyhands.models.huggingface import TOKENS
 HOSTILE = {
     "model_type": "toy", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 50,
     "auto_map": {"AutoModel": "evil.Model"}, "_name_or_path": "evil/evil", "_attn_implementation": "evil/kernel",
-    "attn_implementation": "evil/kernel", "quantization_config": {"quant_method": "evil"}, "use_kernels": True,
+    "attn_implementation": "evil/kernel", "backbone": "evil/backbone", "model_args": {"checkpoint_path": "evil.pth"},
+    "quantization_config": {"quant_method": "evil"}, "use_kernels": True,
     "parts": [{"auto_map": {}, "width": 3}], "text_config": {"_attn_implementation_internal": "evil", "depth": 1},
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ _SMALL = {
 """Fields by which a network of a type is made small, where its own value is larger."""
 _FOREIGN = frozenset({
     "auto_map", "name_or_path", "quantization_config", "attn_implementation", "experts_implementation", "use_kernels",
-    "kernel_config", "trust_remote_code", "custom_pipelines", "use_pretrained_backbone", "backbone_kwargs",
+    "kernel_config", "trust_remote_code", "custom_pipelines", "use_pretrained_backbone", "backbone_kwargs", "model_args",
 })  # fmt: skip
 """Fields that name code, kernels or weights of elsewhere. So do those that begin with an underscore."""
 
@@ -102,8 +102,8 @@ def _shape(main: str, config: Any) -> tuple[int, ...]:
     if main == "input_values":
         return (_SAMPLES_OF_SOUND,)
     if main == "input_features":
-        sizes = [getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)]
-        sizes[1:] = [2 * size for size in sizes[1:] if isinstance(size, int)]
+        length = getattr(config, "max_source_positions", None)
+        sizes = [getattr(config, "num_mel_bins", None), 2 * length if isinstance(length, int) else None]
     else:
         size = getattr(vision, "image_size", None) or 224
         sizes = [getattr(vision, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size))]
@@ -220,7 +220,8 @@ def _plain(document: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a configuration without the fields that name code, kernels or weights of elsewhere, at any depth."""
     fields: dict[str, Any] = {}
     for key, value in document.items():
-        if str(key) not in _FOREIGN and not str(key).startswith("_"):
+        is_elsewhere = key == "backbone" and isinstance(value, str) and not value.isidentifier()
+        if str(key) not in _FOREIGN and not str(key).startswith("_") and not is_elsewhere:
             fields[str(key)] = _plain_value(value)
     return fields
 
