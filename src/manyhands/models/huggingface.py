@@ -49,7 +49,8 @@ _SMALL = {
 """Fields by which a network of a type is made small, where its own value is larger."""
 _FOREIGN = frozenset({
     "auto_map", "name_or_path", "quantization_config", "attn_implementation", "experts_implementation", "use_kernels",
-    "kernel_config", "trust_remote_code", "custom_pipelines", "use_pretrained_backbone", "backbone_kwargs", "model_args",
+    "kernel_config", "trust_remote_code", "custom_pipelines", "use_pretrained_backbone", "backbone_kwargs",
+    "model_args",
 })  # fmt: skip
 """Fields that name code, kernels or weights of elsewhere. So do those that begin with an underscore."""
 
