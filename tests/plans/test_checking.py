@@ -59,9 +59,13 @@ def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
 
 
+def words() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "image": (image_network, (3, 16, 16)), "mixing": (Mixing, (6,)), "attention": (attention, (5, 16)),
-    "one layer": (lambda: nn.Linear(4, 2), (4,)),
+    "words": (words, (5, 16)), "one layer": (lambda: nn.Linear(4, 2), (4,)),
 }  # fmt: skip
 
 
@@ -106,19 +110,17 @@ def _line(where: str) -> str:
 
 
 def test_what_is_in_the_way_of_tiles_and_channels() -> None:
-    image, text = check_network(network_of("image")), check_network(network_of("attention"))
+    image, text = check_network(network_of("image")), check_network(network_of("words"))
     tiles = image.sharing_by("tiles")
     assert tiles.applies
     assert image.sharing_by("channels").applies
     assert "for inference only" in image.sharing_by("channels").reason
-    for way in ("tiles", "channels"):
-        entry = text.sharing_by(way)
+    for entry in (text.sharing_by("tiles"), text.sharing_by("channels")):
         assert not entry.applies
         assert entry.layers == 0
-        assert entry.reason
-    blocked = text.sharing_by("channels").obstacle
-    assert blocked is not None
-    assert blocked.target in text.sharing_by("channels").reason
+        assert entry.obstacle is not None
+        assert entry.obstacle.target in entry.reason
+        assert entry.obstacle.layer in [layer.name for layer in network_of("words").layers]
 
 
 def test_one_layer_is_no_pipeline() -> None:

@@ -58,8 +58,8 @@ def _print_captured(result: NetworkCheck) -> None:
     )
     typer.echo(
         f"{format_count(result.parameters)} parameters{frozen}, weights {format_bytes(result.weight_bytes)}; "
-        f"a sample: {format_count(result.macs)} MACs, activations {format_bytes(result.activation_bytes)}, "
-        f"of which training keeps {format_bytes(result.saved_bytes)}."
+        f"a sample: {format_count(result.macs)} MACs, activations {format_bytes(result.activation_bytes)}; "
+        f"training keeps {format_bytes(result.saved_bytes)} for the backward pass."
     )
     rows = [[entry.by, "yes" if entry.applies else "no", entry.extent, entry.reason] for entry in result.sharing]
     print_table("", ["share", "applies", "to", "what is in the way"], rows)

@@ -27,6 +27,9 @@ BATCH_SIZES = (1, 32)
 """The batch sizes for which memory and times are stated."""
 OPTIMIZER_SLOTS = 1
 """Tensors that the optimizer is assumed to keep for a weight: one, as SGD with momentum does; Adam keeps two."""
+LEAST_DIVIDED = 0.01
+"""With less of the arithmetic than this in operators that channels divide, sharing by channels divides nothing."""
+NEARLY_ALL = 0.99
 _DEVICES = ("first", "second")
 
 
@@ -193,7 +196,9 @@ def _tiles(network: Network) -> SharingCheck:
     if refusal:
         return SharingCheck("tiles", False, "", 0, refusal, obstacle)
     done = sum(layer.macs for layer in network.layers[:last])
-    end = f"{_text(blocking)} needs all of a map in one place" if blocking is not None and last < count else ""
+    end = "" if last == count else "what follows has no maps with rows and columns"
+    if last < count and blocking is not None:
+        end = f"{_text(blocking)} needs all of a map in one place"
     return SharingCheck("tiles", True, _extent(network, last, done), last, end, obstacle)
 
 
@@ -201,8 +206,10 @@ def _channels(network: Network) -> SharingCheck:
     divided = [op for op in network.ops if op.macs and op.channels in ("dense", "grouped")]
     whole = sorted((op for op in network.ops if op.macs and op not in divided), key=lambda op: -op.macs)
     obstacle = _obstacle(network, whole)
-    if not divided:
-        reason = f"no operator can be divided by its channels{f': {_text(whole[0])} runs whole' if whole else ''}"
+    done = sum(op.macs for op in divided)
+    if done < LEAST_DIVIDED * network.macs or not divided:
+        rest = f": {_text(whole[0])} runs whole" if whole else ""
+        reason = f"{'hardly any' if divided else 'no'} operator can be divided by its channels{rest}"
         return SharingCheck("channels", False, "", 0, reason, obstacle)
     total = channel_groups(network)
     each = max(1, total // 2) if total > 1 else UNDIVIDED
@@ -211,9 +218,8 @@ def _channels(network: Network) -> SharingCheck:
     if refusal:
         return SharingCheck("channels", False, "", 0, refusal, obstacle)
     layers = {network.layer_of_op[network.op_index[op.name]] for op in divided}
-    done = sum(op.macs for op in divided)
     notes = ["for inference only"]
-    if total == 1:
+    if total == 1 and any("conv" in op.target for op in divided):
         notes.append("its channels meet at every convolution (decoupled:NAME makes groups of them)")
     if whole:
         notes.append(f"{_text(whole[0])} runs whole on every device")
@@ -263,7 +269,8 @@ def _extent(network: Network, layers: int, macs: int | None = None) -> str:
     text = f"all {count} layers" if layers == count else f"{layers} of {count} layers"
     if macs is None or not network.macs or macs == network.macs:
         return text
-    return f"{text}, {macs / network.macs:.0%} of the arithmetic"
+    part = macs / network.macs
+    return f"{text}, {'over 99%' if part > NEARLY_ALL else f'{part:.0%}'} of the arithmetic"
 
 
 # Memory and time
