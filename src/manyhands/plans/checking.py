@@ -203,8 +203,9 @@ def _tiles(network: Network) -> SharingCheck:
 
 
 def _channels(network: Network) -> SharingCheck:
-    divided = [op for op in network.ops if op.macs and op.channels in ("dense", "grouped")]
-    whole = sorted((op for op in network.ops if op.macs and op not in divided), key=lambda op: -op.macs)
+    computing = [op for op in network.ops if op.macs]
+    divided = [op for op in computing if op.channels in ("dense", "grouped")]
+    whole = sorted((op for op in computing if op.channels not in ("dense", "grouped")), key=lambda op: -op.macs)
     obstacle = _obstacle(network, whole)
     done = sum(op.macs for op in divided)
     if done < LEAST_DIVIDED * network.macs or not divided:
