@@ -33,8 +33,8 @@ _ELSEWHERE = (
 )
 _HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES", "MODEL_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_CTC_MAPPING_NAMES", "MODEL_MAPPING_NAMES",
 )  # fmt: skip
 """The tables of transformers that say which class a model type has, by task; the first that has the type is taken."""
 _SMALL = {
@@ -44,7 +44,7 @@ _SMALL = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16,
     "rotary_dim": 8, "intermediate_size": 128, "d_ff": 128, "ffn_dim": 128, "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128, "hidden_dim": 128, "moe_intermediate_size": 64, "num_experts": 4, "num_local_experts": 4,
-    "vocab_size": 1000, "image_size": 64,
+    "vocab_size": 1000,
 }  # fmt: skip
 """Fields by which a network of a type is made small, where its own value is larger."""
 _FOREIGN = frozenset({
@@ -207,9 +207,8 @@ def _small(config_class: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         key: least for key, least in _SMALL.items() if type(usual.get(key)) is int and usual[key] > least
     }
-    padding = usual.get("pad_token_id")
-    if isinstance(padding, int) and padding >= _SMALL["vocab_size"]:
-        fields["pad_token_id"] = 0
+    special = {key: value for key, value in usual.items() if key.endswith("token_id") and type(value) is int}
+    fields |= dict.fromkeys((key for key, value in special.items() if value >= _SMALL["vocab_size"]), 0)
     try:
         config_class(**fields)
     except Exception:  # a configuration whose fields depend on each other in another way stays as it is
