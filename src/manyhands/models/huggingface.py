@@ -108,12 +108,13 @@ def _shape(main: str, config: Any) -> tuple[int, ...]:
     else:
         size = getattr(vision, "image_size", None) or 224
         sizes = [getattr(vision, "num_channels", 3), *(size if isinstance(size, (list, tuple)) else (size, size))]
-    if not all(isinstance(size, int) for size in sizes):
+    whole = tuple(size for size in sizes if isinstance(size, int))
+    if len(whole) < len(sizes):
         raise BadValue(
             f"The configuration does not say which shape '{main}' has.",
             hint="Give that of one sample: --input 3x224x224.",
         )
-    return tuple(sizes)
+    return whole
 
 
 def _described(name: str) -> tuple[Any, Any, dict[str, Any]]:
