@@ -259,7 +259,8 @@ def _obstacle(network: Network, ops: Iterable[Op]) -> SharingObstacle | None:
 
 def _text(op: Op) -> str:
     place = op.where or op.module
-    return f"{op.name} ({op.target}{f', {place}' if place else ''})"
+    where = place if ":" in place else f"layer {place}"
+    return f"{op.name} ({op.target}{f', {where}' if place else ''})"
 
 
 def _extent(network: Network, layers: int, macs: int | None = None) -> str:
