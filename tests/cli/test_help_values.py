@@ -30,7 +30,7 @@ STARTS = (
 )  # fmt: skip
 """Where something would start."""
 CONTEXT = {
-    "infer": "--input digits", "models": "tiny", "plan": "-m tiny -c edge-cloud --no-what-if --json",
+    "infer": "--input digits", "models": "tiny", "check": "tiny", "plan": "-m tiny -c edge-cloud --no-what-if --json",
     "simulate": "-m tiny -c edge-cloud --json", "decouple": "-m mobilenetv2 --json", "profile": "-m tiny",
     "bench all": "--page-only", "export": "weights.safetensors --onnx out.onnx -m tiny", "worker": "--token abcdefgh",
 }  # fmt: skip
@@ -45,7 +45,13 @@ BESIDE = {
     ("infer", "--serve"): "",
 }  # fmt: skip
 """What an option needs besides."""
-INSTEAD = {("infer", "--serve"): "", ("infer", "--time-limit"): "", ("models", "--input"): "resnet18"}
+INSTEAD = {
+    ("infer", "--serve"): "",
+    ("infer", "--time-limit"): "",
+    ("models", "--input"): "resnet18",
+    ("check", "model"): "",
+    ("check", "--input"): "resnet18",
+}
 """In place of the command's context."""
 OTHERWISE = {
     ("plan", "--strategy"): "--for throughput",
@@ -55,7 +61,7 @@ OTHERWISE = {
 """What some values of an option need besides, and others not."""
 STANDS_FOR = {"local:N": "local:2", "decoupled:NAME": "decoupled:mobilenetv2"}
 PLACES = ("folder", "file", "file.npz", "name", "preset", "cluster.yaml", "module:factory", "torchvision:NAME",
-          "timm:NAME", "random", "model.onnx")  # fmt: skip
+          "timm:NAME", "random", "model.onnx", "file.py:Class", "hf:TYPE", "hf:FOLDER")  # fmt: skip
 """Words for what is the reader's own."""
 PROSE = {
     ("train", "--data"): {"synthetic"}, ("split train", "--data"): {"synthetic"},

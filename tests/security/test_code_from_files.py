@@ -62,7 +62,13 @@ def by_split_run(folder: Path, model: str, /, **typed: Any) -> Any:
 WAYS: dict[str, Callable[..., Any]] = {"plan": by_plan, "run": by_run, "split": by_split_run}
 
 
-@pytest.mark.parametrize("model", ["hostile_beside:make", "decoupled:hostile_beside:make", "os:system"])
+MODELS = (
+    "hostile_beside:make", "decoupled:hostile_beside:make", "os:system", "hostile_beside.py:make",
+    "./hostile_beside.py:make", "decoupled:hostile_beside.py:make",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_names_in_files_are_not_imported(tmp_path: Path, marker: Path, way: str, model: str) -> None:
     with pytest.raises(BadFile, match="names the model") as refused:
@@ -79,7 +85,7 @@ def test_a_name_that_was_typed_is_taken(tmp_path: Path, marker: Path, way: str) 
     assert marker.exists()
 
 
-@pytest.mark.parametrize("name", ["tiny", "decoupled:resnet50", "timm:resnet10t", "torchvision:resnet18"])
+@pytest.mark.parametrize("name", ["tiny", "decoupled:resnet50", "timm:resnet10t", "torchvision:resnet18", "hf:bert"])
 def test_names_without_code_are_taken(name: str) -> None:
     assert from_file(name, "plan.yaml") == name
 

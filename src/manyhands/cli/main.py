@@ -12,6 +12,7 @@ import typer
 
 from manyhands import __version__
 from manyhands.cli import (
+    check,
     dashboard,
     decouple,
     devices,
@@ -66,6 +67,7 @@ app.command("train")(train.train)
 app.command("infer")(infer.infer)
 app.command("export")(export.export)
 app.command("models")(models.models)
+app.command("check")(check.check)
 app.command("decouple")(decouple.decouple)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

@@ -21,7 +21,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A name from `manyhands models`, decoupled:NAME, module:factory, torchvision:NAME or timm:NAME.",
+        help="A name from `manyhands models`, decoupled:NAME, module:factory, file.py:Class, torchvision:NAME, "
+        "timm:NAME or hf:TYPE.",
     ),
 ]
 Input = Annotated[str, typer.Option("--input", help="Shape of one sample, like 3x224x224. Default: the model's own.")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,10 +98,10 @@ def _shape_of(name: str, source: str) -> tuple[int, ...] | None:
     """Return the shape of the inputs, unless the model's module defines itself what it takes."""
     from manyhands.data.sample_arrays import shape_in
     from manyhands.data.sets import load
-    from manyhands.models.registry import factory, original_name
+    from manyhands.models.registry import factory, module_of
 
     factory(name)  # imports its module
-    if not source or hasattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch"):
+    if not source or hasattr(module_of(name), "example_batch"):
         return None
     return load(source).input_shape if source in (*NAMES, *STAND_INS) else shape_in(source)
 

@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, UnknownName, unknown
+from manyhands.models import huggingface
+from manyhands.models.user_files import is_file_name, load_file, loaded_module
 
 if TYPE_CHECKING:
     import torch
@@ -105,19 +108,21 @@ ZOO: dict[str, ModelEntry] = {entry.name: entry for entry in _ENTRIES}
 
 DECOUPLED = "decoupled"
 """`decoupled:NAME` is a model after `mh.decouple`; `decoupled,groups=2,widen=1.75:NAME` says how."""
+LIBRARIES = ("torchvision", "timm", "hf")
+"""Packages whose models are built by name without running code that the name chooses."""
 
 
 def build(name_or_path: str, **kwargs: Any) -> nn.Module:
-    """Return a new model with random weights: a zoo name, `module:factory`, `torchvision:NAME`, `timm:NAME` or
-    `decoupled:` and one of those."""
+    """Return a new model with random weights: a zoo name, `module:factory`, `./file.py:Class`,
+    `torchvision:NAME`, `timm:NAME`, `hf:TYPE`, `hf:FOLDER` or `decoupled:` and one of those."""
     return _call(name_or_path, factory(name_or_path), kwargs)
 
 
 def from_file(name: str, place: str) -> str:
     """Return a model's name as it was read from `place`, a file, if it may be used.
 
-    Building a `module:factory` runs the module's code. The author of a plan or a run's folder may not choose that for
-    its reader: only a person who types the name does.
+    Building a `module:factory` or a `./file.py:Class` runs that code. The author of a plan or a run's folder may not
+    choose that for its reader: only a person who types the name does.
     """
     if runs_code(name):
         raise BadFile(
@@ -128,9 +133,9 @@ def from_file(name: str, place: str) -> str:
 
 
 def runs_code(name: str) -> bool:
-    """Return whether building a model imports a module that neither manyhands nor torchvision nor timm has chosen."""
+    """Return whether building a model runs a module that neither manyhands nor one of `LIBRARIES` has chosen."""
     library, colon, _ = original_name(name).partition(":")
-    return bool(colon) and library not in ("torchvision", "timm")
+    return bool(colon) and library not in LIBRARIES
 
 
 def factory(name_or_path: str) -> Callable[..., Any]:
@@ -140,12 +145,16 @@ def factory(name_or_path: str) -> Callable[..., Any]:
     library, colon, name = name_or_path.partition(":")
     if not colon or not library or not name:
         error = unknown("model", name_or_path, ZOO)
-        other_forms = "Or write module:factory, torchvision:NAME, timm:NAME or decoupled:NAME."
+        other_forms = "Or write module:factory, file.py:Class, torchvision:NAME, timm:NAME, hf:TYPE or decoupled:NAME."
         raise UnknownName(error.message, hint=f"{error.hint} {other_forms}".strip())
     if _is_decoupled(name_or_path):
         return _decoupled_factory(name, _decoupled_options(library))
-    if library in ("torchvision", "timm"):
+    if library == "hf":
+        return huggingface.factory(name)
+    if library in LIBRARIES:
         return _library_factory(library, name)
+    if is_file_name(library):
+        return _attribute(load_file(library), name_or_path)
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # a user's own module lies in the current folder, and hides no installed one
     # Files written since the folder was last listed would otherwise go unseen.
@@ -155,7 +164,7 @@ def factory(name_or_path: str) -> Callable[..., Any]:
 
 def _load(path: str) -> Callable[..., Any]:
     """Return what `module:attribute` names."""
-    module_name, _, attribute = path.partition(":")
+    module_name = path.partition(":")[0]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -167,6 +176,12 @@ def _load(path: str) -> Callable[..., Any]:
         raise ManyhandsError(f"Importing '{module_name}' failed: {error}") from error
     except Exception as error:
         raise ManyhandsError(f"Importing '{module_name}' failed: {type(error).__name__}: {error}") from error
+    return _attribute(module, path)
+
+
+def _attribute(module: ModuleType, path: str) -> Callable[..., Any]:
+    """Return the callable of a module that `module:attribute` names."""
+    module_name, _, attribute = path.partition(":")
     if not hasattr(module, attribute):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown(f"factory in module {module_name}", attribute, callables)
@@ -281,6 +296,14 @@ def _call(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> nn.
     return model
 
 
+def module_of(name: str) -> ModuleType | None:
+    """Return the user's module that a name was built from, once it is loaded."""
+    library, colon, _ = original_name(name).partition(":")
+    if not colon or library in LIBRARIES:
+        return None
+    return loaded_module(library) if is_file_name(library) else sys.modules.get(library)
+
+
 def entry_of(name: str) -> ModelEntry | None:
     """Return the zoo's entry, also of a decoupled model of the zoo; None for a model from elsewhere."""
     return ZOO.get(original_name(name))
@@ -310,12 +333,15 @@ def example_batch(
     import torch
 
     entry = _entry(name)
-    factory = getattr(sys.modules.get(original_name(name).partition(":")[0]), "example_batch", None)
+    factory = getattr(module_of(name), "example_batch", None)
     if entry is None and callable(factory) and input_shape is None:
         batch: Tensor | dict[str, Tensor] = factory(batch_size)
         return batch
     shape = input_shape or (entry.input_shape if entry else _DEFAULT_IMAGE)
     generator = torch.Generator().manual_seed(seed)
+    library, _, inner = original_name(name).partition(":")
+    if library == "hf":
+        return huggingface.example_inputs(inner, batch_size, input_shape, generator)
     if entry is None or not entry.inputs:
         return torch.randn(batch_size, *shape, generator=generator).to(dtype or torch.get_default_dtype())
     inputs: Tensor | dict[str, Tensor] = _load(entry.inputs)(batch_size, shape, generator)

@@ -15,11 +15,11 @@ import msgspec
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadFile, ManyhandsError
 from manyhands.facts.network import Network
-from manyhands.facts.profile import Profile, estimate_cluster
+from manyhands.facts.profile import DeviceProfile, Profile, estimate, estimate_cluster
 from manyhands.files.documents import cache_folder, read_document, write_document
 from manyhands.plans.local_cluster import measured_cluster, threads_each
 from manyhands.profiler.store import load_profile, profile_path
-from manyhands.profiler.this_machine import Machine, identify
+from manyhands.profiler.this_machine import Machine, identify, machine_path, this_machine
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,7 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
     threads = threads_each(count)
     machine = identify(threads)
     workers = f"{count} worker(s) of {threads} thread(s) on {machine.cores} core(s)"
-    for path, how in _stored(network, machine, count, training):
-        try:
-            measured = load_profile(path, network, machine)
-        except ManyhandsError:
-            continue  # as a run does: what cannot be used is measured again
+    for measured, how in _usable(network, machine, count, training):
         by_name = {name: msgspec.structs.replace(measured, device=name) for name in cluster.names}
         note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
         return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(by_name), note)
@@ -56,6 +52,32 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
         f"To measure {network.name}: manyhands profile --model {network.name} --threads {threads}, or a run."
     )
     return LocalTimes(machines, estimate_cluster(network, machines), note)
+
+
+def known_times(network: Network) -> tuple[DeviceProfile, str] | None:
+    """Return the times of this machine alone, and a sentence that says where they come from; None if neither the
+    network nor the machine was measured before. Nothing is measured here."""
+    threads = threads_each(1)
+    machine = identify(threads)
+    for measured, how in _usable(network, machine, 1, True):
+        return measured, f"Times: measured on this machine ({machine.text}), {how}."
+    if not machine_path(machine).exists():
+        return None
+    try:
+        device = this_machine(threads=threads)
+    except BadFile:
+        return None
+    return estimate(network, device), f"Times: estimated from the measured speed of this machine ({machine.text})."
+
+
+def _usable(network: Network, machine: Machine, count: int, training: bool) -> Iterator[tuple[DeviceProfile, str]]:
+    """Yield the stored profiles that can be read and belong to the network, the best match first."""
+    for path, how in _stored(network, machine, count, training):
+        try:
+            profile = load_profile(path, network, machine)
+        except ManyhandsError:
+            continue  # as a run does: what cannot be used is measured again
+        yield profile, how
 
 
 def _stored(network: Network, machine: Machine, count: int, training: bool) -> Iterator[tuple[Path, str]]:

@@ -64,7 +64,7 @@ def this_machine(
 ) -> Device:
     """Return this machine as a device of a cluster, its speed measured once and kept in the cache folder."""
     machine = identify(threads)
-    path = cache_folder() / "machines" / f"{machine.slug}.json"
+    path = machine_path(machine)
     if not refresh and path.exists():
         device = _load(path, machine)
     else:
@@ -73,6 +73,11 @@ def this_machine(
         with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
             write_document(path, {"machine": machine.text, "cluster": document})
     return msgspec.structs.replace(device, name=name)
+
+
+def machine_path(machine: Machine) -> Path:
+    """Return the path at which a machine's measured speed is kept."""
+    return cache_folder() / "machines" / f"{machine.slug}.json"
 
 
 def _load(path: Path, machine: Machine) -> Device:
