@@ -113,14 +113,13 @@ def walk(options: NetworksOptions, on_progress: Progress | None = None) -> list[
             for place, name in enumerate(names)
             if name not in outcomes
         ]
-        begin, done = time.monotonic(), 0
-        limits = _limits(options)
-        for end in run_tasks(tasks, examine_task, limits, options.out / "logs"):
+        begin = time.monotonic()
+        ends = run_tasks(tasks, examine_task, _limits(options), options.out / "logs")
+        for done, end in enumerate(ends, 1):
             outcome = _outcome_of(end)
             outcome.is_detector = outcome.name in apart
             append_outcome(path, outcome, made_with)
             outcomes[outcome.name] = outcome
-            done += 1
             left = (time.monotonic() - begin) / done * (len(tasks) - done)
             say(f"{done} of {len(tasks)}, about {left / 60:.0f} min left: {_line(outcome)}")
     return [outcomes[name] for name in names]

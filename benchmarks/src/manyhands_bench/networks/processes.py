@@ -28,7 +28,14 @@ import psutil
 
 from manyhands.runtime.processes import end_with
 
-PRELOADED = ["torch", "manyhands.graph.capture", "manyhands.plans.planning", "manyhands.training.train"]
+PRELOADED = [
+    "torch",
+    "torchvision",
+    "timm",
+    "manyhands.graph.capture",
+    "manyhands.plans.planning",
+    "manyhands.training.train",
+]
 LOOK_SECONDS = 0.2
 """The time between two looks at the processes' time and memory."""
 END_SECONDS = 10.0
@@ -123,7 +130,8 @@ def _look(task: _Running, limits: ProcessLimits) -> TaskEnd | None:
         return _ended(task, "timeout", f"It had not ended after {limits.seconds:g} s.")
     held = _memory(task.process.pid)
     if held > limits.memory_bytes:
-        return _ended(task, "memory", f"It held {held / 2**30:.1f} GiB; the limit is {limits.memory_bytes / 2**30:.1f}.")
+        limit = limits.memory_bytes / 2**30
+        return _ended(task, "memory", f"It held {held / 2**30:.1f} GiB; the limit is {limit:.1f} GiB.")
     return None
 
 

@@ -2,7 +2,7 @@
 
 Every family keeps its own defaults (dropout, tied weights, the kind of attention), with few layers, narrow ones, and a
 vocabulary of 96 words. Two are not left as they are: a cache of keys and values is for generation, so `use_cache` is
-off; and the random masks of speech networks, which NumPy draws in the middle of forward, are off (`apply_spec_augment`).
+off; and so are the random masks of speech networks, which NumPy draws in the middle of forward (`apply_spec_augment`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ _T5 = {
     "use_cache": False,
 }  # fmt: skip
 _SEES = {**_NARROW, "image_size": SIDE, "patch_size": 16}
-_WINDOWS = {"image_size": SIDE, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_WINDOWS = {
+    "image_size": SIDE, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+}  # fmt: skip
 _STAGES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
 _HEARS = {
     **_NARROW, "vocab_size": 32, "conv_dim": [16, 16, 16], "conv_stride": [5, 4, 4], "conv_kernel": [10, 8, 4],
