@@ -21,7 +21,7 @@ NAMES = ["torchvision:detector", "torchvision:a", "timm:crash", "hf:b"]
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a walk over a catalogue of four networks."""
-    monkeypatch.setattr(processes, "PRELOADED", [])
+    monkeypatch.setattr(processes, "PRELOADED", ["torch"])
     monkeypatch.setattr(bench, "all_networks", lambda: NAMES)
     monkeypatch.setattr(bench, "detectors", lambda: {NAMES[0]})
     monkeypatch.setattr(bench, "examine_task", pretend)

@@ -15,8 +15,8 @@ from network_tasks import behave
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PRELOADED", [])
+def torch_alone_is_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PRELOADED", ["torch"])
 
 
 def test_every_end_is_a_result(tmp_path: Path) -> None:

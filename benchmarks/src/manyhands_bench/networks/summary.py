@@ -74,13 +74,13 @@ def has_trained_exactly(outcome: NetworkOutcome) -> bool:
 
 def failures(outcomes: Iterable[NetworkOutcome]) -> list[Row]:
     """Return the failures by step and reason, the most frequent first. A network that is not convolutional is not
-    expected to be tiled."""
+    expected to be tiled: that it is refused is no failure."""
     names: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.not_run:
             names["not run", reason_of(outcome.not_run)].append(outcome.name)
         for problem in outcome.problems:
-            if problem.step != "tiles" or outcome.is_convolutional:
+            if problem.step != "tiles" or outcome.is_convolutional or problem.is_bare:
                 names[problem.step, _described(problem)].append(outcome.name)
         if outcome.forward_difference is not None and not has_equal_forward(outcome):
             names["forward", "The graph returns something else than the module."].append(outcome.name)

@@ -2,7 +2,7 @@
 
 The list was drawn by `draw_timm_names` from timm 1.0.31: the families (timm's modules) in turn, networks of each in an
 order drawn with seed 0, those with more than 40 million weights left out. It is kept here, so that another version of
-timm is measured on the same networks; names that an installed version lacks are left out and counted.
+timm is measured on the same networks; names that an installed version lacks are left out.
 """
 
 from __future__ import annotations
