@@ -29,6 +29,17 @@ def test_bare_errors(step: Step, error: Exception, is_bare: bool) -> None:
     assert problem.text
 
 
+def test_a_bare_error_says_where_it_was_raised() -> None:
+    outcome = NetworkOutcome("timm:a")
+    try:
+        {}["submod_3"]
+    except KeyError as error:
+        outcome.add_problem("capture", error)
+    first, *rest = outcome.problems[0].text.splitlines()
+    assert first == "'submod_3'"
+    assert "test_outcome.py" in rest[0]
+
+
 def test_an_end_from_outside_is_bare_and_of_the_step_under_way() -> None:
     outcome = NetworkOutcome("hf:a", step="pipeline")
     outcome.add_end("timeout", "late")

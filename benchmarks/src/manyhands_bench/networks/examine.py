@@ -65,7 +65,7 @@ def examine(name: str, preferred: str, folder: Path, report: Report, is_drawn: b
         entering("train")
         with _noted(outcome, "train"):
             possible = [share for share in (preferred, *SHARES) if outcome.shares.get(share)]
-            share = possible[0] if possible else preferred
+            share = possible[0] if possible else "samples"
             outcome.trained_by = share
             outcome.trained_difference = trained_difference(name, share, folder)
     return _finished(outcome, begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ Step = Literal["build", "capture", "forward", "samples", "pipeline", "tiles", "t
 LINES = "networks.jsonl"
 _LINE = re.compile(r"\S+\.py:\d+")
 _LONGEST = 2000
+_FRAMES = 8
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -27,6 +29,12 @@ class Problem(msgspec.Struct, frozen=True):
     text: str
     is_bare: bool
     """Whether it is no ManyhandsError; for a capture, also one that names no line of the user's."""
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return the innermost lines that an error went through, the last first."""
+    frames = reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
+    return "".join(f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}" for frame in frames)
 
 
 class NetworkOutcome(msgspec.Struct):
@@ -67,8 +75,9 @@ class NetworkOutcome(msgspec.Struct):
 
     def add_problem(self, step: Step, error: BaseException) -> None:
         """Add an error that was raised in this process."""
-        text = str(error) or repr(error)
-        is_bare = not isinstance(error, ManyhandsError) or (step == "capture" and not _LINE.search(text))
+        text, is_ours = str(error) or repr(error), isinstance(error, ManyhandsError)
+        is_bare = not is_ours or (step == "capture" and not _LINE.search(text))
+        text += "" if is_ours else _raised_in(error)
         self.problems = [*self.problems, Problem(step, type(error).__name__, text[:_LONGEST], is_bare)]
 
     def add_end(self, kind: Literal["timeout", "memory", "crash"], text: str) -> None:
