@@ -335,7 +335,7 @@ def networks(
     """Walk the public networks of torchvision, timm and transformers: captured, exact, shared in which ways.
 
     Needs at least one of these packages. Figures go to standard output, progress, settings and the failures by reason
-    to standard error. It takes half a minute to a minute of a core for each network.
+    to standard error. The same --out goes on with a stopped walk.
     """
     from manyhands_bench.networks.bench import NetworksOptions, figures_of, walk
     from manyhands_bench.networks.outcome import NetworkOutcome
