@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ def timm_subject(name: str) -> Subject:
     import timm
 
     module: nn.Module = timm.create_model(name, pretrained=False)
-    config = module.pretrained_cfg  # a dict
+    config: Any = module.pretrained_cfg
     channels, height, width = config["input_size"]
     sizes = [(channels, height, width)]
     if not config.get("fixed_input_size"):
@@ -72,7 +73,7 @@ def draw_timm_names(count: int = COUNT, seed: int = 0) -> list[str]:
     def is_small(name: str) -> bool:
         with torch.device("meta"):
             module = timm.create_model(name, pretrained=False)
-        return sum(weight.numel() for weight in module.parameters()) <= MOST_WEIGHTS
+        return bool(sum(weight.numel() for weight in module.parameters()) <= MOST_WEIGHTS)
 
     families = {family: timm.list_models(module=family) for family in timm.list_modules()}
     return spread(families.values(), is_small, count, seed)
