@@ -41,7 +41,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy. Repeatable.",
+            "infer, infer-accuracy, networks. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -312,6 +312,54 @@ def chaos(
         "chaos", lambda say: bench_chaos(options, _lines(say)), quick, json,
         then=lambda figures: None if json else _print_kinds(by_kind(figures)),
     )  # fmt: skip
+
+
+@app.command("networks")
+def networks(
+    only: Annotated[
+        Only, typer.Option("--only", help="Only torchvision, timm or hf, or the network of this name. Repeatable.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="At most so many networks, evenly spread over the list.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="Networks at a time.", show_default="as many as there are cores"),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", help="Where outcomes are stored as they come; the same folder goes on with a walk.")
+    ] = Path("networks-study"),
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Walk the public networks of torchvision, timm and transformers: captured, exact, shared in which ways.
+
+    Needs at least one of these packages. Figures go to standard output, progress, settings and the failures by reason
+    to standard error. The same --out goes on with a stopped walk.
+    """
+    from manyhands_bench.networks.bench import NetworksOptions, figures_of, walk
+    from manyhands_bench.networks.outcome import NetworkOutcome
+    from manyhands_bench.networks.summary import failures
+
+    options = NetworksOptions(tuple(only or ()), limit, processes, out, quick)
+    outcomes: list[NetworkOutcome] = []
+
+    def measured(say: Progress) -> Figures:
+        outcomes.extend(walk(options, _lines(say)))
+        return figures_of(outcomes)
+
+    _measure(
+        "networks", measured, quick, json,
+        then=lambda figures: None if json else _print_failures(failures(outcomes)),
+    )  # fmt: skip
+
+
+def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:
+    """Print a table of what could not be done, by reason."""
+    from manyhands.cli.show import print_table
+
+    cells = [[str(count), step, reason, names] for count, step, reason, names in rows]
+    print_table("Failures", ["networks", "step", "reason", "which"], cells, numbers=["networks"])
 
 
 def _print_kinds(rows: dict[str, tuple[int, float, float]]) -> None:

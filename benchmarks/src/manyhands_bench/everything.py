@@ -32,14 +32,15 @@ from manyhands_bench.results import Host, Result, write_result
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
-    "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda",
+    "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}
 """Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy",)
-DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy")
-"""Benches that take --out, the folder of plots: none are kept here, because the page has its own."""
+DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy", "networks")
+"""Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
+its own."""
 LIMIT_SECONDS = 3 * 3600.0
 """The limit of a bench: one that takes longer has failed."""
 END_SECONDS = 30.0
@@ -82,6 +83,11 @@ def _impossible(name: str, host: Host, quick: bool) -> str:
         return "it needs a GPU; this machine has none."
     if quick and "--full" in WORDS[name]:
         return "it is a long study without a quick form."
+    if name == "networks":
+        from manyhands_bench.networks.catalogue import missing_packages
+
+        if absent := missing_packages():
+            return f"it needs {', '.join(dict.fromkeys(absent.values()))}."
     return missing() if name == "lab" else ""
 
 
