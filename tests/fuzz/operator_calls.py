@@ -92,7 +92,8 @@ add.Scalar clamp clamp_max clamp_min div.Scalar eq.Scalar fmod.Scalar ge.Scalar 
 ne.Scalar pow.Tensor_Scalar remainder.Scalar rsub.Scalar sub.Scalar
 """
 _ALONG = """
-softmax.int log_softmax.int all.dim any.dim max.dim min.dim prod.dim_int cumsum cumprod sort squeeze.dim unsqueeze unbind.int
+softmax.int log_softmax.int all.dim any.dim max.dim min.dim prod.dim_int cumsum cumprod sort squeeze.dim unsqueeze
+unbind.int
 """
 _WRITES = "copy_ add_.Tensor mul_.Tensor sub_.Tensor zero_"
 

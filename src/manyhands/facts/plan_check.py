@@ -390,10 +390,7 @@ def _check_loss(plan: Plan, network: Network) -> None:
     if network.loss_combination != "whole" or not plan.is_training:
         return
     last = plan.stages[-1]
-    reason = (
-        "The loss is neither a mean nor a sum over samples, nor a mean weighted by targets alone, so it needs all "
-        "samples of the batch in one place"
-    )
+    reason = "The loss is no mean or sum over samples, weighted by targets or not, so it needs all samples in one place"
     hint = "Use micro_batches: 1 and a single device for the last stage: strategy 'single' (--share single)."
     if plan.micro_batches > plan.steps_per_round:
         raise BadPlan(f"micro_batches is {plan.micro_batches}. {reason}.", hint=hint)

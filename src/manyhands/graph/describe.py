@@ -19,8 +19,9 @@ from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 from manyhands.graph.piece import Context, Piece, run_steps
-from manyhands.graph.read_rules import mixes_samples, reads_of
+from manyhands.graph.read_rules import reads_of
 from manyhands.graph.rows import outer_of
+from manyhands.graph.sample_mixing import mixes_samples
 from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights

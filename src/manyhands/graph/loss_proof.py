@@ -25,8 +25,8 @@ from manyhands.graph.nodes import (
     weights_of,
 )
 from manyhands.graph.random_ops import RANDOM_CALLS
-from manyhands.graph.read_rules import mixes_samples
 from manyhands.graph.rows import outer_of
+from manyhands.graph.sample_mixing import mixes_samples
 from manyhands.graph.trees import tree_leaves
 
 

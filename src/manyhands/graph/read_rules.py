@@ -13,7 +13,8 @@ import torch
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.facts.reads import Adaptive, Blocks, Dealt, Read, Resampled, Rule, Shifted, Spread, Whole, Window
 from manyhands.graph import ops
-from manyhands.graph.nodes import Argument, Node, SampleCount, Value, Weight, records_of, values_of
+from manyhands.graph.nodes import Argument, Node, Value, Weight, values_of
+from manyhands.graph.sample_mixing import axes_of
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -22,118 +23,6 @@ WeightSpecs = Mapping[str, WeightSpec]
 def reads_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[Read, ...]:
     """Return one Read per activation from which the node's first output is made."""
     return tuple(Read(name, _rules(node, specs[name], specs, weights)) for name in values_of(node))
-
-
-def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None) -> bool:
-    """Return whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
-
-    `outers` (rows.py) names the tensors whose samples are interleaved. An operator that works row by row leaves each
-    row with its sample, however rows are ordered; where rows of different orders meet, or samples are torn apart, no
-    share of the samples could compute its part.
-    """
-    outers = outers or {}
-    if any(spec.batch_axis is not None and outers.get(spec.name, 1) is None for spec in node.outputs):
-        return True
-    rowwise = [specs[name] for name in values_of(node) if specs[name].rows_per_sample > 1]
-    if len({outers.get(spec.name, 1) for spec in rowwise}) > 1:
-        return True
-    if _counts_samples(node):
-        return True
-    if node.target == "aten.instance_norm.default" and node.arguments[3] is not None and node.arguments[5]:
-        return True  # its running statistics are means over the samples
-    batched = [specs[name] for name in values_of(node) if specs[name].batch_axis is not None]
-    if not batched or node.updates:
-        return False
-    if any(spec.batch_axis is None for spec in node.outputs):
-        return node.target not in ops.CREATION  # new_zeros reads the type of its source, and no element
-    return batched[0].batch_axis in _axes_along(node, batched[0])
-
-
-def _counts_samples(node: Node) -> bool:
-    """Return whether the number of samples enters as a value (x / x.shape[0]) or numbers them (arange), not as a mere
-    size."""
-    counts = any(isinstance(record, SampleCount) for record in records_of(node))
-    if "full" in node.target:
-        value = node.arguments[2 if "new_full" in node.target else 1]
-        return isinstance(value, SampleCount)
-    if node.target in ops.CREATION:
-        return counts and node.target.split(".")[1] in ("arange", "linspace", "eye", "scalar_tensor")
-    return counts and node.target not in ops.SHAPE
-
-
-def _given(node: Node, position: int, name: str, default: Argument = None) -> Argument:
-    return node.arguments[position] if len(node.arguments) > position else node.options.get(name, default)
-
-
-# Operators that work along axes: the place of the argument that says so, its name, and its meaning where it is absent.
-_ALONG: dict[str, tuple[int, str, Argument]] = {
-    **dict.fromkeys(("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "prod", "logsumexp",
-                     "all", "any"), (1, "dim", None)),
-    **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod",
-                     "var_mean", "unfold"), (1, "dim", None)),
-    **dict.fromkeys(("norm", "linalg_vector_norm"), (2, "dim", None)),
-    **dict.fromkeys(("slice_scatter", "select_scatter"), (2, "dim", 0)), "kthvalue": (2, "dim", -1),
-    "sort": (1, "dim", -1), "topk": (2, "dim", -1), "cosine_similarity": (2, "dim", 1), "flip": (1, "dims", None),
-    "roll": (2, "dims", None), "index_select": (1, "dim", 0), "gather": (1, "dim", 0), "scatter": (1, "dim", 0),
-    "scatter_add": (1, "dim", 0), "take_along_dim": (2, "dim", None), "cat": (1, "dim", 0), "concat": (1, "dim", 0),
-}  # fmt: skip
-
-
-_LOOKS_UP = frozenset({"index", "index_select", "gather", "take_along_dim"})
-
-
-def _axes_along(node: Node, source: TensorSpec) -> set[int]:
-    """Return the axes of a node's first batched input along which it moves or combines elements."""
-    rank = len(source.shape)
-    name = node.target.split(".")[1]
-    if name in _LOOKS_UP and node.arguments[0] != Value(source.name):
-        return set()  # samples look something up in a table they share
-    if name in _ALONG:
-        position, key, default = _ALONG[name]
-        if name in ("var", "std", "max", "min", "all", "any") and isinstance(
-            _given(node, position, key), (bool, Value)
-        ):
-            return set(range(rank))  # var(unbiased), max(other)
-        return _axes(_given(node, position, key, default), rank)
-    if name == "diagonal":
-        return _axes((_given(node, 2, "dim1", 0), _given(node, 3, "dim2", 1)), rank)
-    if name in ("index", "index_put"):
-        return {axis for axis, index in enumerate(node.arguments[1][:rank]) if index is not None}
-    if name in ("chunk", "split", "split_with_sizes", "narrow", "slice"):
-        same = all(spec.rows_per_sample == source.rows_per_sample for spec in node.outputs)
-        position = 1 if name in ("narrow", "slice") else 2
-        return set() if same else _axes(_given(node, position, "dim", 0), rank)
-    if name in ("repeat", "tile"):
-        counts = node.arguments[1]
-        lead = len(counts) - rank
-        return {axis for axis in range(rank) if axis + lead >= 0 and counts[axis + lead] != 1}
-    if name in ("vstack", "hstack"):
-        return {1} if name == "hstack" and rank > 1 else {0}
-    if name in ("tril", "triu"):
-        return {rank - 2, rank - 1}
-    if name in ("layer_norm", "rms_norm", "native_layer_norm"):
-        return set(range(rank - len(node.arguments[1]), rank))
-    if name == "channel_shuffle":
-        return {1}
-    if name in ("group_norm", "instance_norm") or (node.target in ops.CONVOLUTION | ops.RESAMPLING):
-        return set(range(1, rank))
-    if node.target in ops.POOLING:
-        return set(range(rank - (3 if "3d" in name else 2 if "2d" in name else 1), rank))
-    if node.target in ops.RECURRENT:
-        return {2, 1 if _given(node, 8, "batch_first", False) else 0} if rank == 3 else {0, 1}
-    if name == "scaled_dot_product_attention":
-        return {rank - 2, rank - 1}
-    return set()
-
-
-def _axes(axes_argument: Argument, rank: int) -> set[int]:
-    if axes_argument is None or isinstance(axes_argument, bool):
-        return set(range(rank))
-    if isinstance(axes_argument, int):
-        return {axes_argument % rank} if rank else set()
-    if not isinstance(axes_argument, (list, tuple)):
-        return set(range(rank))
-    return {axis % rank for axis in axes_argument} if axes_argument else set(range(rank))
 
 
 def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -> tuple[Rule, ...]:
@@ -168,7 +57,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
     if name == "linear" and is_main:
         return (*(Window(a) for a in range(rank - 1)), Whole())
     if name in ("softmax", "log_softmax", "_softmax", "_log_softmax"):
-        axis = _axes(node.arguments[1], rank)
+        axis = axes_of(node.arguments[1], rank)
         return tuple(Whole() if a in axis else Window(a) for a in range(rank))
     if name in ("mean", "sum", "amax", "amin") and len(node.arguments) > 1:
         return _reduction(node, rank)
@@ -383,7 +272,7 @@ def _concatenation(node: Node, source: TensorSpec, specs: Specs) -> tuple[Rule, 
 
 
 def _reduction(node: Node, rank: int) -> tuple[Rule, ...]:
-    reduced = _axes(node.arguments[1], rank)
+    reduced = axes_of(node.arguments[1], rank)
     keeps = bool(_argument(node, 2, False))
     rules: list[Rule] = []
     follows = 0

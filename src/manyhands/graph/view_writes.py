@@ -109,7 +109,8 @@ def _scattered(write_node: Node, state: Conversion, view: Node, name: str, paren
     operator = view.target.split(".")[1]
     before = Value(source.name)
     if operator == "slice":
-        axis, start, end, step = (*view.arguments[1:], *(0, None, None, 1)[len(view.arguments) - 1 :])
+        defaults: tuple[Argument, ...] = (0, None, None, 1)
+        axis, start, end, step = [*view.arguments[1:], *defaults[len(view.arguments) - 1 :]]
         if start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= _FULL)):
             return value
         return _added(write_node, state, "aten.slice_scatter.default", (before, value, axis, start, end, step), source)
@@ -151,7 +152,7 @@ def _part(
     if view.target.split(".")[1] == "unbind":
         axis = view.arguments[1] if len(view.arguments) > 1 else 0
         return "aten.select_scatter.default", (before, value, axis, place)
-    axis = int(view.arguments[2]) if len(view.arguments) > 2 else 0  # type: ignore[arg-type]
+    axis = int(view.arguments[2]) if len(view.arguments) > 2 else 0
     axis %= len(source.shape)
     starts = [0]
     for spec in view.outputs:
