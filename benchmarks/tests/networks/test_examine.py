@@ -15,10 +15,23 @@ from manyhands_bench.networks.outcome import NetworkOutcome
 from manyhands_bench.networks.subject import Subject, images
 from network_tasks import Attending, Refused, Small
 
+
+class InFloat32(nn.Module):
+    """A network that computes in float32 whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.float())
+
+
 NETWORKS = {
     "timm:small": lambda: Subject(Small(), images(3, 16, 16)),
     "timm:attending": lambda: Subject(Attending(), images(6)),
     "timm:refused": lambda: Subject(Refused(), images(3, 8, 8)),
+    "timm:float32": lambda: Subject(InFloat32(), images(6)),
     "timm:misfit": lambda: Subject(nn.Linear(3, 4), images(5)),
 }
 
@@ -66,6 +79,13 @@ def test_a_network_that_cannot_be_captured(tmp_path: Path) -> None:
     assert "network_tasks.py" in problem.text
     assert not problem.is_bare
     assert outcome.shares == {}
+
+
+def test_a_network_that_does_not_run_in_float64_is_examined_in_its_own_type(tmp_path: Path) -> None:
+    outcome, _ = examined("timm:float32", tmp_path)
+    assert outcome.not_run == ""
+    assert outcome.captured
+    assert outcome.forward_difference == 0.0
 
 
 def test_a_network_that_does_not_run_by_itself(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,8 @@ def examine(name: str, preferred: str, folder: Path, report: Report, is_drawn: b
     entering("build")
     torch.manual_seed(0)
     try:
-        subject = subject_named(name)
-        subject.module.double().train()
+        subject, batch, output = _built(name)
         outcome.is_detector = subject.is_detector
-        batch = in_float64(subject.batch(CAPTURED_SAMPLES))
-        with torch.no_grad():
-            output = call(subject.module, batch)
     except Exception as error:
         outcome.not_run = f"{type(error).__name__}: {error}"[:500]
         return _finished(outcome, begin)
@@ -69,6 +66,26 @@ def examine(name: str, preferred: str, folder: Path, report: Report, is_drawn: b
             outcome.trained_by = share
             outcome.trained_difference = trained_difference(name, share, folder)
     return _finished(outcome, begin)
+
+
+def _built(name: str) -> tuple[Subject, Any, Any]:
+    """Return a network in training mode, a batch for it and what it returns: in float64, or in its own type where the
+    plain module does not run in float64."""
+    subject = subject_named(name)
+    double = replace(subject, batch=lambda samples: in_float64(subject.batch(samples)))
+    try:
+        subject.module.double().train()
+        return _run_plain(double)
+    except RuntimeError:
+        own_type = subject_named(name)
+        own_type.module.train()
+        return _run_plain(own_type)
+
+
+def _run_plain(subject: Subject) -> tuple[Subject, Any, Any]:
+    batch = subject.batch(CAPTURED_SAMPLES)
+    with torch.no_grad():
+        return subject, batch, call(subject.module, batch)
 
 
 def _finished(outcome: NetworkOutcome, begin: float) -> NetworkOutcome:
@@ -104,9 +121,7 @@ def _capture_and_plan(
     outcome.is_convolutional = is_convolutional(graph)
     entering("forward")
     with _noted(outcome, "forward"):
-        outcome.forward_difference = forward_difference(
-            graph, subject.module, in_float64(subject.batch(COMPARED_SAMPLES))
-        )
+        outcome.forward_difference = forward_difference(graph, subject.module, subject.batch(COMPARED_SAMPLES))
     for share in SHARES:
         entering(share)  # type: ignore[arg-type]
         with _noted(outcome, share):  # type: ignore[arg-type]
