@@ -41,6 +41,8 @@ class Conversion:
     """View -> the value that it shows, and the node that made it."""
     latest: dict[str, str | None] = field(default_factory=dict)
     """Value whose memory was written -> the value that now has its content; None: to be made anew (view_writes.py)."""
+    uniform: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Value -> the tensor that it draws a uniform number like, and what was added to that (random_nodes.py)."""
     numbers: int = 0
     prefix: str = ""
     """The prefix of names inside a sub-graph, which has its own."""

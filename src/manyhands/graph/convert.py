@@ -31,11 +31,11 @@ from manyhands.graph.conversion_refusals import (
 from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
-from manyhands.graph.random_nodes import DRAWN_BY_SIZE, drawn_like
+from manyhands.graph.random_nodes import DRAWN_BY_SIZE, coin, drawn_like, note_uniform
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
 from manyhands.graph.source_lines import place_of
 from manyhands.graph.trees import tree_map
-from manyhands.graph.view_writes import COPIES, current, fresh, spread, write
+from manyhands.graph.view_writes import COPIES, COPY, current, fresh, spread, write
 from manyhands.graph.writes import (
     MASKED_WRITES,
     assign_buffer,
@@ -202,8 +202,8 @@ def _convert_node(node: Any, state: Conversion) -> None:
         assert isinstance(mutated, Value)
         check_write(target, mutated.name, where, state)
         if target in COPIES:
-            target, arguments = "aten.clone.default", (spread(node, arguments[1], mutated.name, where, state),)
-        plain, arguments = (target, arguments) if target in ops.ALLOWED else plain_write(target, arguments)
+            target, arguments = COPY, (spread(node, arguments[1], mutated.name, where, state),)
+        plain, arguments = (target, arguments) if target == COPY else plain_write(target, arguments)
         if plain is None:
             raise off_list(target, node)
         in_place = plain != target and state.root[mutated.name] == mutated.name and plain == ops.functional(target)
@@ -213,6 +213,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
             raise off_list(target, node)
         return
     refuse_hidden_randomness(target, arguments, where)
+    target, arguments = coin(target, arguments, where, state)
     outputs = output_specs(name, value, where)
     is_list = isinstance(value, (tuple, list))
     state.add(
@@ -220,6 +221,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
              state.without_gradient)
     )  # fmt: skip
     refuse_unfit_randomness(state.nodes[-1], state)
+    note_uniform(state.nodes[-1], state)
     made = [Value(spec.name) for spec in outputs]
     state.arguments[name] = made if is_list else made[0]
     shared = may_share_memory(target, arguments, len(made))

@@ -190,6 +190,9 @@ def draw_like(node: Node, call: str, arguments: tuple[Any, ...]) -> torch.Tensor
     shape = tuple(spec.shape[axis] if axis == spec.batch_axis else size for axis, size in enumerate(like.shape))
     whole = TensorSpec(spec.name, shape, spec.dtype, spec.batch_axis)
     first, second = (_bits(node, 0, 0, 0, like.shape, whole, like.device, stream) for stream in (0, 1))
+    if node.target == "aten.bernoulli.p" and call != node.target:  # floor(p + number) gives the coin that is drawn
+        p = float(node.arguments[1])
+        return keep_mask(first, p, like.dtype) * (1 - p / 2)
     if call in ("aten.rand_like.default", "aten.rand.default"):
         return uniform(first, like.dtype)
     if call in ("aten.randn_like.default", "aten.randn.default"):
@@ -209,7 +212,7 @@ _COIN = frozenset({"aten.bernoulli_.float"})
 """The operator by which torch draws the mask of a dropout, inside an attention too."""
 _DRAWN_BY = {
     "aten.bernoulli.default": frozenset({"aten.bernoulli.default"}),
-    "aten.bernoulli.p": frozenset({"aten.bernoulli.p"}),
+    "aten.bernoulli.p": frozenset({"aten.bernoulli.p", "aten.rand.default", "aten.rand_like.default"}),
     "aten.rand_like.default": frozenset({"aten.rand_like.default", "aten.rand.default"}),
     "aten.randn_like.default": frozenset({"aten.randn_like.default", "aten.randn.default"}),
 }

@@ -60,6 +60,10 @@ COPIES = frozenset({"aten.copy_.default", "aten.fill_.Tensor"})
 """Writes of one tensor over another, which PyTorch has no functional operator with a gradient for."""
 
 
+COPY = "aten.clone.default"
+"""The last of the operators that such a write becomes, after `spread`."""
+
+
 def spread(node: Any, source: Argument, written: str, where: str, state: Conversion) -> Argument:
     """Return a source in the shape and type of what it is written over."""
     like = state.specs[written]
