@@ -47,7 +47,5 @@ def test_a_comparison_of_random_numbers_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * (torch.rand(x.shape[0], 1) < 0.5)
 
-    with pytest.raises(
-        CaptureFailed, match="lt of uniform random numbers"
-    ):
+    with pytest.raises(CaptureFailed, match="lt of uniform random numbers"):
         capture(Compared(), torch.randn(4, 8))
