@@ -30,15 +30,18 @@ def layers_of(
     outputs: tuple[str, ...],
     granularity: str,
     attached: frozenset[int] = frozenset(),
+    uncut: frozenset[str] = frozenset(),
 ) -> tuple[Layer, ...]:
-    """Group operators into layers. Operators in `attached` (penalties on weights) go with the operator before them."""
+    """Group operators into layers. Operators in `attached` (penalties on weights) go with the operator before them; no
+    cut lies where a tensor in `uncut` (numbers of samples) is still needed."""
     if granularity not in GRANULARITIES:
         raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
     crossing = _crossings(described, outputs)
     glue = frozenset(i for i, op in enumerate(described) if _is_glue_to_next(op, tensors))
     possible = [
         i for i in range(1, len(described))
-        if all(tensors[n].rows_per_sample <= 1 for n in crossing[i]) and i - 1 not in glue and i not in attached
+        if all(tensors[n].rows_per_sample <= 1 and n not in uncut for n in crossing[i])
+        and i - 1 not in glue and i not in attached
     ]  # fmt: skip
     starts = [i for i in possible if _computes_from(described, i, glue)]
     if granularity == "blocks":

@@ -22,6 +22,7 @@ from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import reads_of
 from manyhands.graph.rows import outer_of
 from manyhands.graph.sample_mixing import mixes_samples
+from manyhands.graph.sample_numbers import numbers_of_samples
 from manyhands.graph.tiling import derives_from, tile_sums, tiling_of
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
@@ -46,6 +47,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         for spec in node.outputs:
             if outer != 1:  # an output is read by rows: those of a sample lie together, or no share has some of them
                 outers[spec.name] = None if spec.name in graph.outputs else outer
+    numbers = numbers_of_samples(graph.nodes, specs, frozenset(graph.outputs))
     described = []
     for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
         reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)
@@ -63,7 +65,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 saved_bytes=per_sample,
                 saved_fixed_bytes=fixed,
                 statistics=_statistics(node, specs),
-                mixes_samples=mixes_samples(node, specs, outers),
+                mixes_samples=mixes_samples(node, specs, outers, numbers),
                 random=node.target in ops.RANDOM,
                 writes=_writes(node),
                 module=node.module,
@@ -78,7 +80,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     return Network(
         name=graph.name,
         ops=tuple(described),
-        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity, _attached(graph)),
+        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity, _attached(graph), numbers),
         tensors=specs,
         weights=weights,
         inputs=tuple(spec.name for spec in graph.inputs),

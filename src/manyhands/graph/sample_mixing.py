@@ -5,23 +5,30 @@ What does not mix them can be computed by any share of the samples, each device 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from manyhands.facts.network import TensorSpec
 from manyhands.graph import ops
 from manyhands.graph.nodes import Argument, Node, SampleCount, Value, records_of, values_of
+from manyhands.graph.sample_numbers import looks_own_rows_up
 
 Specs = Mapping[str, TensorSpec]
 
 
-def mixes_samples(node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None) -> bool:
+def mixes_samples(
+    node: Node, specs: Specs, outers: Mapping[str, int | None] | None = None, numbers: Set[str] = frozenset()
+) -> bool:
     """Return whether one sample's output depends on other samples, or on its place among them (batch statistics apart).
 
     `outers` (rows.py) names the tensors whose samples are interleaved. An operator that works row by row leaves each
     row with its sample, however rows are ordered; where rows of different orders meet, or samples are torn apart, no
-    share of the samples could compute its part.
+    share of the samples could compute its part. `numbers`: tensors that number samples (sample_numbers.py).
     """
     outers = outers or {}
+    if node.outputs[0].name in numbers:
+        return False
+    if numbers & set(values_of(node)):
+        return not looks_own_rows_up(node, specs, numbers)
     if any(spec.batch_axis is not None and outers.get(spec.name, 1) is None for spec in node.outputs):
         return True
     rowwise = [specs[name] for name in values_of(node) if specs[name].rows_per_sample > 1]
