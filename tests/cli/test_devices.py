@@ -108,6 +108,7 @@ def test_a_terminal_is_told_it(home: Path) -> None:
     assert re.search(r"manyhands worker --join 127\.0\.0\.1:\d+\s", shown)
 
 
+@pytest.mark.slow
 def test_at_a_terminal_it_is_asked_for_and_not_shown(home: Path) -> None:
     master, slave = pty.openpty()
     words = [sys.executable, "-m", "manyhands", "worker", "--join", "127.0.0.1:1", "--wait", "0.2"]

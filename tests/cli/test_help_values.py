@@ -139,6 +139,7 @@ def takes_long(command: str, option: str) -> bool:
     return option in ("--model", "--data") or command in ("split train", "simulate", "profile", "plan")
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "where", [pytest.param(where, id=" ".join(where), marks=slow_if(takes_long(*where))) for where in TO_TRY]
 )

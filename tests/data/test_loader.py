@@ -174,6 +174,7 @@ def test_a_thread_that_is_ended_from_within_tells() -> None:
         next(batches)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("sample", "message"),
     [

@@ -77,6 +77,7 @@ def staged(devices: tuple[str, ...], *shares: tuple[int, ...], cuts: tuple[str, 
     return Plan("Ladder", sum(shares[0]) * MICRO_BATCHES, tuple(stages), micro_batches=MICRO_BATCHES, **options)
 
 
+@pytest.mark.slow
 def test_shares_and_skips_over_processes_equal_one_device(cluster: Coordinator, tmp_path: Path) -> None:
     """A shared stage among single ones; what the first stage makes goes to both others."""
     plan = staged(names(cluster), (3,), (1, 2), (3,), cuts=("b.0", "c.0"))

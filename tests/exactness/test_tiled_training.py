@@ -167,6 +167,7 @@ def test_any_plan_of_a_network_with_a_passthrough(data: st.DataObject) -> None:
     Case(graph, batches).check(plan)
 
 
+@pytest.mark.slow
 @tiled("yolov2")
 @settings(DRAWN, max_examples=12)
 @given(st.data())

@@ -115,6 +115,7 @@ def test_a_stream_hands_its_outputs_back(network: Network) -> None:
     assert traffic.sent[COORDINATOR]["feed"] == sum(traffic.fed.values()) > BATCH * 64 * 8
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("share", SHARES, ids=str)
 def test_the_map_shows_what_is_exchanged(network: Network, share: ByTiles, tmp_path: Path) -> None:
     schedule = Schedule(tiled(network, share), network)

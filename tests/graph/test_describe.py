@@ -66,7 +66,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
     return held
 
 
-@pytest.mark.quick("2-resnet18", "2-tiny", "2-bilstm")
+@pytest.mark.quick("2-tiny", "2-bilstm")
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 @pytest.mark.parametrize("samples", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
@@ -119,6 +119,7 @@ def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     assert blocks.fingerprint == operators.fingerprint
 
 
+@pytest.mark.quick("tiny", "chair")
 @pytest.mark.parametrize("name", ["tiny", "resnet18", "chair", "din"])
 def test_macs_and_parameters_are_the_registry_s(name: str) -> None:
     module, entry = registry.build(name), registry.ZOO[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from graph_checks import assert_same, by_module, by_pieces
@@ -99,6 +100,7 @@ def trains(module: nn.Module, x: Tensor, target: Tensor) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=1, max_size=9),

@@ -187,6 +187,7 @@ def shared_out(graph: Graph, output: Tensor, target: Any, counts: list[int]) -> 
     return value, torch.cat(gradients)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10)
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 10_000))

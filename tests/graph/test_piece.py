@@ -120,6 +120,7 @@ def test_dropout_is_the_mask_drawn_by_counter(name: str, monkeypatch: pytest.Mon
         assert_same(found, wanted, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("zoo bert-small")
 def test_shares_of_a_batch_add_up_to_the_batch() -> None:
     """Two shares with their own offsets: outputs are the rows of the whole, gradients add up."""

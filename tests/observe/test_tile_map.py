@@ -35,6 +35,7 @@ def group(
     return GroupMap(way, number, "layers a $x$ .. b", (8, *size), owned, halos, exchanged, ("a note",))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "groups",
     [

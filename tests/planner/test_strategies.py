@@ -114,7 +114,7 @@ def test_auto_is_never_worse_than_any_candidate(tiny: Network, data: st.DataObje
     assert any(candidate.name.startswith("single") for candidate in planned.candidates)
 
 
-@pytest.mark.quick("tiny-edge-cloud-16-memory", "tiny-home-32-throughput", "tiny-pi3x6-32-throughput")
+@pytest.mark.quick("tiny-home-32-throughput", "tiny-pi3x6-32-throughput")
 @pytest.mark.parametrize(
     ("name", "where", "batch_size", "best"),
     [

@@ -234,6 +234,7 @@ def test_a_coordinator_that_slept_gives_nobody_up(
     assert [member.name for member in coordinator.alive()] == ["pi-1"]
 
 
+@pytest.mark.slow
 def test_one_that_is_still_speaking_is_not_silent(clock: VirtualClock) -> None:
     """A long message over a slow link: it has come in part each time somebody looks."""
     transport = TcpTransport()

@@ -53,6 +53,7 @@ def test_sizes(security: Security, count: int, is_posted: bool) -> None:
         a.flush(5)
 
 
+@pytest.mark.quick("encrypted")
 def test_released_memory_may_change(security: Security) -> None:
     """Far more than a link holds: most of it has not left when the sender changes it, and nothing gets stuck."""
     count = 64 * CHUNK_BYTES + 5
@@ -207,6 +208,7 @@ def test_an_urgent_message_overtakes_a_large_one(security: Security) -> None:
         guest.wire.close()
 
 
+@pytest.mark.quick("encrypted")
 def test_a_heartbeat_keeps_an_idle_connection(security: Security) -> None:
     with joined(security, {"x": 1}, silence_seconds=0.8) as (a, b):
         time.sleep(1.8)

@@ -8,6 +8,7 @@ from manyhands.plans.networks import load_network
 from manyhands_bench.infer.window_exchanges import window_exchanges
 
 
+@pytest.mark.slow
 def test_the_papers_table_1() -> None:
     """17 convolutions with a window, each an exchange among all neighbours: as the paper counts, exactly."""
     resnet50 = load_network("resnet50")

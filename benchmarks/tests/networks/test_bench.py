@@ -33,6 +33,7 @@ def examined(study: Path) -> list[str]:
     return [json.loads(line)["outcome"]["name"] for line in (study / LINES).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_walk_goes_on_after_a_crash_and_where_it_was_stopped(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[str] = []
     options = NetworksOptions(processes=2, out=study)

@@ -49,6 +49,7 @@ def examined(name: str, folder: Path, is_drawn: bool = False) -> tuple[NetworkOu
     return outcome, steps
 
 
+@pytest.mark.slow
 def test_a_network_that_can_do_it_all(tmp_path: Path) -> None:
     outcome, steps = examined("timm:small", tmp_path)
     assert steps == ["build", "capture", "forward", "samples", "pipeline", "tiles"]

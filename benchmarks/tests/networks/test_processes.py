@@ -19,6 +19,7 @@ def torch_alone_is_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "PRELOADED", ["torch"])
 
 
+@pytest.mark.slow
 def test_every_end_is_a_result(tmp_path: Path) -> None:
     tasks = ["good", "raises", "killed", "hangs", "large", "good too"]
     limits = ProcessLimits(processes=3, seconds=15, memory_bytes=2**29)
