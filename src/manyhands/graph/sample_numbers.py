@@ -53,16 +53,17 @@ def looks_own_rows_up(node: Node, specs: Mapping[str, TensorSpec], numbers: Set[
         return False
     if any(index is None for index in indices[: axis + 1]):  # the looked-up axes come where the first of them was
         return False
+    looked_up = max(len(specs[index.name].shape) for index in indices if isinstance(index, Value))
     for place, index in enumerate(indices):
         if index is None:
             continue
         if not isinstance(index, Value) or (index.name in numbers) != (place == axis):
             return False
         spec = specs[index.name]
-        from_right = None if spec.batch_axis is None else len(spec.shape) - spec.batch_axis
-        looked_up = max(len(specs[other.name].shape) for other in indices if other is not None)
-        if spec.batch_axis is not None and (spec.rows_per_sample != 1 or looked_up - from_right != output.batch_axis):
-            return False
+        if spec.batch_axis is not None:
+            in_output = looked_up - (len(spec.shape) - spec.batch_axis)
+            if spec.rows_per_sample != 1 or in_output != output.batch_axis:
+                return False
     return True
 
 
