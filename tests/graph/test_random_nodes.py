@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,10 +44,18 @@ def test_stochastic_depth_trains_and_rests_as_the_module() -> None:
     assert not torch.equal(whole, at_rest)
 
 
-def test_a_comparison_of_random_numbers_is_refused() -> None:
+@pytest.mark.parametrize(
+    "compared",
+    [
+        lambda drawn, p: drawn < 0.5, lambda drawn, p: torch.gt(p, drawn), lambda drawn, p: (1 - drawn) < 0.5,
+        lambda drawn, p: torch.floor(2 * drawn), lambda drawn, p: torch.round(drawn),
+    ],
+    ids=["less", "reversed", "after arithmetic", "floor of a multiple", "round"],
+)  # fmt: skip
+def test_a_comparison_of_random_numbers_is_refused(compared: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Compared(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * (torch.rand(x.shape[0], 1) < 0.5)
+            return x * compared(torch.rand(x.shape[0], 1), x[:, :1])
 
-    with pytest.raises(CaptureFailed, match="lt of uniform random numbers"):
+    with pytest.raises(CaptureFailed, match="of uniform random numbers"):
         capture(Compared(), torch.randn(4, 8))

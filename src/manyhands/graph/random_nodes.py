@@ -5,6 +5,7 @@ So every random operator of a graph draws for the samples of a tensor, by counte
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from msgspec import structs
@@ -33,20 +34,20 @@ def drawn_like(
     return DRAWN_BY_SIZE[target], (Value(spec.name),), dict(options)
 
 
-_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "ceil", "round", "trunc", "sign"})
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "ceil", "floor", "round", "trunc", "sign"})
+_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg"})
 
 
 def note_uniform(node: Node, state: Conversion) -> None:
-    """Note a node that makes uniform random numbers, or adds a number to them."""
+    """Note a node that makes uniform random numbers, or computes with them: what was added, or not a number."""
     name, first = node.outputs[0].name, node.arguments[0] if node.arguments else None
-    if not isinstance(first, Value):
-        return
-    if node.target == "aten.rand_like.default":
+    if node.target == "aten.rand_like.default" and isinstance(first, Value):
         state.uniform[name] = (first.name, 0.0)
-    elif node.target in ("aten.add.Tensor", "aten.add.Scalar") and first.name in state.uniform:
-        like, offset = state.uniform[first.name]
-        if isinstance(node.arguments[1], (int, float)) and not node.options:
-            state.uniform[name] = (like, offset + node.arguments[1])
+    elif node.target.split(".")[1] in _ARITHMETIC and (drawn := _drawn(node.arguments, state)):
+        like, offset = state.uniform[drawn]
+        is_sum = node.target in ("aten.add.Tensor", "aten.add.Scalar") and first == Value(drawn) and not node.options
+        number = node.arguments[1] if is_sum else None
+        state.uniform[name] = (like, offset + number if isinstance(number, (int, float)) else math.nan)
 
 
 def coin(
@@ -57,16 +58,19 @@ def coin(
     At rest a random operator is its expectation, and the expectation of a coin is p: that of a comparison of random
     numbers is not the comparison of their expectation, so any other is refused.
     """
-    first = arguments[0] if arguments else None
-    if not isinstance(first, Value) or first.name not in state.uniform:
-        return target, arguments
-    like, offset = state.uniform[first.name]
     name = target.split(".")[1]
+    drawn = _drawn(arguments, state) if name in _COMPARISONS else ""
+    if not drawn:
+        return target, arguments
+    like, offset = state.uniform[drawn]
     if name == "floor" and 0 < offset < 1:
         return "aten.bernoulli.p", (Value(like), float(offset))
-    if name == "floor" or name in _COMPARISONS:
-        raise CaptureFailed(
-            f"{name} of uniform random numbers has no value at rest, where nothing is drawn.{at(where)}",
-            hint="Draw coins: x.new_empty(shape).bernoulli_(p), or torch.floor(p + torch.rand(shape)).",
-        )
-    return target, arguments
+    raise CaptureFailed(
+        f"{name} of uniform random numbers has no value at rest, where nothing is drawn.{at(where)}",
+        hint="Draw coins: x.new_empty(shape).bernoulli_(p), or torch.floor(p + torch.rand(shape)).",
+    )
+
+
+def _drawn(arguments: tuple[Argument, ...], state: Conversion) -> str:
+    """Return the first argument that holds uniform random numbers, or what was computed with them; else ""."""
+    return next((value.name for value in arguments if isinstance(value, Value) and value.name in state.uniform), "")
