@@ -6,6 +6,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from source_trees import source_tree
+
+pytestmark = pytest.mark.xdist_group("source")
 SOURCE = Path(__file__).parent.parent / "src"
 
 
@@ -46,7 +51,7 @@ def _imported_names(path: Path) -> Iterator[str]:
 
     Imports under TYPE_CHECKING are left out: they never run.
     """
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [source_tree(path)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from functools import cache
-from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "manyhands"
+import pytest
+
+from source_trees import PACKAGE, source_files, source_nodes, source_text
+
+pytestmark = pytest.mark.xdist_group("source")
 MOST_PARAMETERS = 10
 MOST_LINES = 400
 COMMANDS = {"cli/plan.py:plan", "cli/simulate.py:simulate", "cli/split.py:serve", "cli/worker.py:worker"}
@@ -14,12 +16,6 @@ COMMANDS = {"cli/plan.py:plan", "cli/simulate.py:simulate", "cli/split.py:serve"
 OWN_ENVIRONMENT = {"runtime/fork_server.py", "runtime/own_folder.py", "runtime/confinement.py"}
 """A worker's process takes up an environment of its own: the fork server as exec would, confinement the temporary
 folder that libraries read from TMPDIR. The set may only become smaller."""
-
-
-@cache
-def trees() -> list[tuple[str, ast.Module]]:
-    paths = sorted(SOURCE.rglob("*.py"))
-    return [(path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())) for path in paths]
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -33,20 +29,21 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_no_function_has_more_than_ten_parameters() -> None:
     long = {
         f"{path}:{node.name}"
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, file in source_files(PACKAGE)
+        for node in source_nodes(file)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and parameters(node) > MOST_PARAMETERS
     }
     assert long == COMMANDS
 
 
 def test_no_file_has_more_than_400_lines() -> None:
-    lengths = {path.relative_to(SOURCE).as_posix(): path.read_text().count("\n") for path in SOURCE.rglob("*.py")}
+    lengths = {path: source_text(file).count("\n") for path, file in source_files(PACKAGE)}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_nothing_writes_to_the_environment() -> None:
-    writers = {path for path, tree in trees() for node in ast.walk(tree) if writes_environment(node)}
+    files = source_files(PACKAGE)
+    writers = {path for path, file in files for node in source_nodes(file) if writes_environment(node)}
     assert writers == OWN_ENVIRONMENT
 
 

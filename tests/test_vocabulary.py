@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [ROOT / "src" / "manyhands", ROOT / "benchmarks" / "src" / "manyhands_bench"]
+from source_trees import BENCHMARKS, PACKAGE, source_files, source_nodes, source_text, source_tree
+
+pytestmark = pytest.mark.xdist_group("source")
 RETIRED = {
     "nursery": "fork server", "journey": "elastic job", "crew": "membership", "endurance": "retry policy",
     "pilot": "controller", "knock": "reachability probe", "household": "shared token", "turnstile": "rate limiter",
@@ -36,24 +35,12 @@ EXEMPT = {
 """Names that are stored, sent or typed stay as they are: (word, file) -> why."""
 
 
-def files() -> list[tuple[str, Path]]:
-    return [(path.relative_to(root).as_posix(), path) for root in SOURCES for path in sorted(root.rglob("*.py"))]
-
-
-@cache
-def texts() -> list[tuple[str, str]]:
-    return [(name, path.read_text()) for name, path in files()]
-
-
-@cache
-def trees() -> list[tuple[str, ast.Module]]:
-    return [(name, ast.parse(text)) for name, text in texts()]
-
-
 @pytest.mark.parametrize("word", RETIRED)
 def test_a_retired_word_is_used_nowhere(word: str) -> None:
     whole = re.compile(rf"(?<![A-Za-z]){word}(s|ed|ing|'s)?(?![A-Za-z])|{word.capitalize()}(?![a-z])")
-    used = {name for name, text in texts() if word in text.lower() and whole.search(text)}
+    spellings = (word, word.capitalize())
+    texts = {name: source_text(path) for name, path in source_files(PACKAGE, BENCHMARKS)}
+    used = {name for name, text in texts.items() if any(map(text.__contains__, spellings)) and whole.search(text)}
     exempt = {name for one, name in EXEMPT if one == word}
     assert used - exempt == set(), f"say {RETIRED[word]}"
     assert exempt <= used, "an exemption that nothing needs"
@@ -66,15 +53,16 @@ OPENINGS = re.compile(r"(Of|Who|Whose|So|Told|What|Those|Its|Why|How|Which|Where
 
 def test_bindings_say_what_they_hold() -> None:
     vague = []
-    for name, tree in trees():
+    for name, path in source_files(PACKAGE, BENCHMARKS):
+        nodes = source_nodes(path)
         fields = {
             id(line.target)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ClassDef)
             for line in node.body
             if isinstance(line, ast.AnnAssign)
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             is_binding = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in fields
             bound = node.id if is_binding else node.arg if isinstance(node, ast.arg) else ""  # type: ignore[attr-defined]
             if bound in VAGUE:
@@ -84,8 +72,8 @@ def test_bindings_say_what_they_hold() -> None:
 
 def test_a_docstring_says_first_what_the_thing_returns_does_or_is() -> None:
     opened = []
-    for name, tree in trees():
-        for node in ast.walk(tree):
+    for name, path in source_files(PACKAGE, BENCHMARKS):
+        for node in source_nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node)
                 if text and OPENINGS.match(text):
@@ -95,9 +83,8 @@ def test_a_docstring_says_first_what_the_thing_returns_does_or_is() -> None:
 
 def test_a_public_class_name_is_used_once() -> None:
     where: defaultdict[str, list[str]] = defaultdict(list)
-    for name, path in files():
-        if (ROOT / "src") in path.parents:
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    where[node.name].append(name)
+    for name, path in source_files(PACKAGE):
+        for node in source_tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(name)
     assert {name: places for name, places in where.items() if len(places) > 1} == {}

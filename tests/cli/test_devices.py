@@ -76,6 +76,7 @@ def test_a_new_token_is_not_printed(home: Path) -> None:
     assert str(home / "token") in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_no_command_is_a_cluster(home: Path) -> None:
     assert "env-c" in run("devices", "env-c").stdout
     assert "revoke" in run("devices", "--help").stdout

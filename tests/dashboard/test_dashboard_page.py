@@ -188,6 +188,7 @@ def test_a_run_that_ends_and_a_server_that_goes_and_comes_back(browser: Browser,
         assert "30 of 120" in browser.text("#facts")
 
 
+@pytest.mark.slow
 def test_polling_where_streams_do_not_come_through(browser: Browser, tmp_path: Path) -> None:
     folder = write_example(tmp_path / "run", done=20)
     added = browser.send("Page.addScriptToEvaluateOnNewDocument", source="delete window.EventSource")

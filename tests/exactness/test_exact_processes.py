@@ -51,7 +51,7 @@ def plan_called(kind: str, devices: tuple[str, ...]) -> Plan:
     return plans[kind]
 
 
-@pytest.mark.quick("mixed-SGD")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [
@@ -107,6 +107,7 @@ def test_shares_equal_a_plain_pytorch_loop(cluster: Coordinator, tmp_path: Path,
     assert ran.result.losses == pytest.approx(losses, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_local_batch_norm_is_that_of_replicas(cluster: Coordinator, tmp_path: Path) -> None:
     """As DDP: each replica has statistics of its own share, and the first one's buffers are kept."""
     data, samples = Pictures(), (3, 1, 8)

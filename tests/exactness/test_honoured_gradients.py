@@ -75,7 +75,7 @@ def plan_of(graph: Graph, kind: str) -> Plan:
     return plan_for(graph, [tiles, shared(count - 1, count, 4, 2)], batch_size=SAMPLES)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kind", ["samples", "pipeline", "tiles"])
 @pytest.mark.parametrize(
     ("name", "has_penalty"),

@@ -130,7 +130,7 @@ def ways(middle: int, end: int, count: int) -> dict[str, tuple[Order, tuple[Stag
     }  # fmt: skip
 
 
-@pytest.mark.quick("samples, tiles, one", "two grids", "one, tiles, samples")
+@pytest.mark.quick("two grids", "one, tiles, samples")
 @pytest.mark.parametrize("way", ways(1, 2, 3))
 def test_a_network_with_skips_norms_and_excitation_in_every_way(way: str) -> None:
     case = zoo_case("mobilenetv3")

@@ -232,7 +232,7 @@ def some_of(*rows: tuple[str, str]) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("resnet-2x2", "unet-2x2", "efficientnet-2x2 interior", "vgg-1x2 one group", "yolov2-3x2 uneven")
+@pytest.mark.quick("resnet-2x2", "efficientnet-2x2 interior", "yolov2-3x2 uneven")
 @pytest.mark.parametrize(
     ("name", "way"),
     some_of(

@@ -156,7 +156,7 @@ def last_where(case: Case, plan: Plan, *numbers: int) -> dict[str, dict[str, Ker
     return dict.fromkeys(plan.devices, own)
 
 
-@pytest.mark.quick("chain-2", "other_norms-1")
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("build", [chain, other_norms])
 def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ignore[no-untyped-def]
@@ -211,7 +211,7 @@ def single_precision() -> Case:
     return case_of(chain(), (2, 16, 12), samples=4, steps=10, dtype=torch.float32)
 
 
-@pytest.mark.quick("beside sums", "one group of deltas", "some of both")
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_ten_steps_in_float32(groups: str) -> None:
     case = single_precision()

@@ -49,7 +49,7 @@ PLANS: dict[str, tuple[str, Callable[[Graph], Plan]]] = {
 }
 
 
-@pytest.mark.quick("tiles", "pipeline")
+@pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("kind", PLANS)
 def test_nobody_hangs_when_a_device_dies(kind: str) -> None:
     """Whichever device it is and wherever in the run: at its first message, its last, and in between."""

@@ -69,6 +69,7 @@ def test_a_device_that_hangs_is_evicted(plan: str, device: str, place: str) -> N
     check_evicted(trip, device, "no progress" if place != "all-reduce" else "", plan)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("plan", "pair", "gone"),
     [
@@ -188,6 +189,7 @@ def test_a_slow_device_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     trip.check(reference(1), generations=1)
 
 
+@pytest.mark.slow
 def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """All wait for the coordinator's next batch, for longer than the limit."""
     with FaultCluster(NAMES) as cluster:
@@ -195,6 +197,7 @@ def test_a_slow_data_set_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> No
     trip.check(reference(2), generations=1)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything has come, and the coordinator is still writing it when the last round is long over."""
     saved = ElasticJob._saved

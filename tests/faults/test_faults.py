@@ -73,7 +73,7 @@ def single_faults() -> list[Any]:
     return found
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("plan", "device", "place", "kind"), single_faults())
 def test_one_is_lost(plan: str, device: str, place: str, kind: str) -> None:
     step = 4 if place in BACKUPS else FAULT_STEP
@@ -103,7 +103,7 @@ def recovery_faults() -> list[Any]:
     return found
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("plan", "first", "second", "place", "kind"), recovery_faults())
 def test_another_is_lost_while_the_job_recovers(plan: str, first: str, second: str, place: str, kind: str) -> None:
     """Where the second takes the last copy of something with it, all goes on from the start, and that is told."""

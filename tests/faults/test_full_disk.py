@@ -239,7 +239,7 @@ def divide(*_: Any, **__: Any) -> Any:
     return 1 // 0
 
 
-@pytest.mark.quick("closing", "pictures", "new files")
+@pytest.mark.quick("closing", "new files")
 @pytest.mark.xdist_group("full_disk")
 @pytest.mark.parametrize("kind", LATE)
 def test_a_finished_run_keeps_its_result(

@@ -55,6 +55,7 @@ def failing_after(error: list[float], what: Callable[[], Any]) -> tuple[WorkerLo
     return found.value, time.monotonic() - error[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["samples", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_run_and_it_can_go_on(
     cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -38,6 +38,7 @@ def test_valid_calls_are_taken_and_run(part: int) -> None:
             assert problem is None or "ZeroDivisionError" in str(problem), (target, call, problem)
 
 
+@pytest.mark.slow
 def test_hostile_calls_end_no_process(tmp_path: Path) -> None:
     """Were arguments not checked, input 147 of this seed would end its process with a segmentation fault."""
     code, told = fuzzed(160, 1, tmp_path, "--processes", "1")

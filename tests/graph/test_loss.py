@@ -216,7 +216,7 @@ WHOLES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", MEANS)
 def test_means(name: str) -> None:
     assert captured(*MEANS[name]).loss_combination == "mean"
@@ -267,7 +267,7 @@ def test_a_matrix_of_samples_by_samples_is_not_even_captured() -> None:
         captured(lambda o, t: F.cross_entropy(o @ t.T, torch.arange(o.shape[0])), FLOATS)
 
 
-@pytest.mark.quick("resnet18", "din", "tiny")
+@pytest.mark.quick("din", "tiny")
 @pytest.mark.parametrize(
     "name", by_name("zoo", registry.ZOO, slow=("resnet50", "mobilenetv2", "mobilenetv3-large", "yolov2"))
 )

@@ -49,7 +49,7 @@ def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
 
-@pytest.mark.quick("resnet18", "din", "bilstm", "tiny")
+@pytest.mark.quick("resnet18", "din", "tiny")
 def test_zoo_trains_exactly(example: Example) -> None:
     graph = example.graph
     batch, target = example.batch(3), example.target(3)

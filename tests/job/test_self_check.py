@@ -65,7 +65,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.quick("pipeline")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["samples", "pipeline"])
 def test_reversed_gradients_and_a_penalty_train_as_in_pytorch(cluster: Coordinator, tmp_path: Path, plan: str) -> None:
     module, plain = Net(), Net()

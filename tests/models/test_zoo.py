@@ -212,7 +212,7 @@ def test_small_image_features_match_split_table_3() -> None:
     assert build_meta("mobilenetv2", small_images=True)(picture).shape == (2, 1000)
 
 
-@pytest.mark.quick("din", "tiny", "chair")
+@pytest.mark.quick("din", "tiny")
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # nn.LSTM refreshes its list of weights
 @pytest.mark.parametrize("name", by_name("exported", ZOO, slow=("mobilenetv3-large", "resnet50", "yolov2")))
 def test_exports_with_a_free_batch_size(name: str) -> None:

@@ -213,6 +213,7 @@ def _speeds(cluster: Cluster) -> list[float]:
     return [device.gflops for device in cluster.devices]
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(cluster=CLUSTERS)
 def test_auto_for_throughput_is_never_slower_than_what_it_looks_at(cluster: Cluster) -> None:

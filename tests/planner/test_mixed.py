@@ -100,6 +100,7 @@ def test_the_repeating_search_equals_exhaustive_search(tiny: Network, cluster: s
         assert min(own, default=numpy.inf) == pytest.approx(min(ways))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(drawn_clusters(), st.sampled_from((1, 2, 8, 32)))
 def test_auto_is_never_behind_a_corner(tiny: Network, cluster: Cluster, batch_size: int) -> None:
@@ -224,6 +225,7 @@ def test_tiles_follow_speed_as_far_as_memory_goes(data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.slow
 def test_little_memory_and_little_energy(tiny: Network) -> None:
     cluster = preset("env-d")
     fast, small, thrifty = (

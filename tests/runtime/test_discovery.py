@@ -110,6 +110,7 @@ class TestOnLoopback:
             seek(wanted("nobody's", 120.0), TcpTransport(), grace_seconds=0.1)
         assert time.monotonic() - start < 60
 
+    @pytest.mark.slow
     def test_one_that_was_refused_is_passed_by(self, two: tuple[Coordinator, Coordinator]) -> None:
         first = seek(wanted(made("our household")), TcpTransport())
         first.reached.channel.close()
@@ -126,6 +127,7 @@ class TestOnLoopback:
             assert len(one.mark) == 6, "a guess can be ruled out, and never confirmed"
             assert not any(own.token in repr(one) for own in two)
 
+    @pytest.mark.slow
     def test_one_of_another_version_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(discovery, "__version__", "9.0")
         with Coordinator(token=made("a later household")) as coordinator:

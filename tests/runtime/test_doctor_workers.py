@@ -88,6 +88,7 @@ def test_clocks_are_compared(workers: Coordinator, monkeypatch: pytest.MonkeyPat
     assert all("behind" in check.found and "timedatectl" in check.fix for check in found)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_a_finding(workers: Coordinator) -> None:
     """The last test here: its worker is lost. Nobody waits for it longer than the limits say."""
     process = workers.members[THREE].facts.pid

@@ -340,6 +340,7 @@ def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPat
             assert coordinator.alive(), "who is here stays"
 
 
+@pytest.mark.slow
 def test_a_cable_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side is told. The edge notices first and dials again; the server, which still waits for the old one, lets
     it in. All of it through another port than the server's own: what was dialled is what others dial."""

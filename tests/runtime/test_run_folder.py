@@ -153,6 +153,7 @@ def test_resuming_gives_the_same_bits(cluster: Coordinator, tmp_path: Path, opti
     assert second.result.steps == 9
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_plan(cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured again it might get another one, and round otherwise."""
     before: list[PlannedRun] = []

@@ -83,7 +83,7 @@ def graph_network(dtype: torch.dtype = torch.float64) -> Any:
     return capture(network(dtype=dtype), torch.zeros(4, 1, 8, 8, dtype=dtype)).network
 
 
-@pytest.mark.quick("1-grouped")
+@pytest.mark.quick("2-window")
 @pytest.mark.parametrize(("cut", "mode"), [(1, "grouped"), (2, "window")])
 def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path: Path, cut: int, mode: str) -> None:
     result, model = split(two, tmp_path / "run", cut=cut, mode=mode)
@@ -159,6 +159,7 @@ def test_eight_bits_are_a_quarter_of_the_bytes(two: Two, tmp_path: Path) -> None
     assert found[8].losses != found[32].losses
 
 
+@pytest.mark.slow
 def test_what_was_calibrated_is_obeyed(two: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Calibration(
         network="Sequential", fingerprint="", data="mine", batch_size=BATCH, optimizer="", allowed_drop=0.01,
@@ -267,6 +268,7 @@ def test_a_server_that_comes_back_works_again(
     assert result.plan.devices == (own.edge, own.server)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(two: Two, alone: dict[str, Tensor], tmp_path: Path) -> None:
     split(two, tmp_path / "run", steps=12)
     result, model = split(two, tmp_path / "run", resume=True, cut=2)

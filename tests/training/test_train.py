@@ -97,7 +97,7 @@ class Rows(Dataset[Any]):
         return x, {"out": x[:3] * 2}
 
 
-@pytest.mark.quick("AdamW")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

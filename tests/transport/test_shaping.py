@@ -415,6 +415,7 @@ def test_released_memory_may_change_and_flush_waits(security: Security) -> None:
             assert torch.equal(torch.frombuffer(b.mailbox.take("a", 0, topic), dtype=torch.uint8), content)
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_not_a_dead_one(security: Security) -> None:
     """Neither while a frame trickles nor while all is held back."""
     with joined(security, {"x": 700, "y": 1}, silence_seconds=0.4) as (a, b):

@@ -37,6 +37,7 @@ def sent(sender: TcpEndpoint, receiver: TcpEndpoint, sizes: dict[str, int], step
     return receiver.mailbox.take_timed()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("mbit", "size"), [(2, 10_000), (8, 40_000), (40, 20_000), (100, 60_000), (100, 2 * CHUNK_BYTES)]
 )
