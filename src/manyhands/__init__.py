@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from manyhands.files.documents import load_cluster
     from manyhands.graph.capture import capture
     from manyhands.graph.graph import Graph
+    from manyhands.weights.mapped import map_weights, without_weights
     from manyhands.graph.store import load as load_graph
     from manyhands.graph.store import save as save_graph
     from manyhands.inference.export import export_onnx
@@ -94,6 +95,8 @@ _HOMES = {
     "Stage": ("facts.plan", "Stage"),
     "Profile": ("facts.profile", "Profile"),
     "ManyhandsError": ("facts.errors", "ManyhandsError"),
+    "map_weights": ("weights.mapped", "map_weights"),
+    "without_weights": ("weights.mapped", "without_weights"),
     "load_cluster": ("files.documents", "load_cluster"),
     "decouple": ("decoupling.decouple", "decouple"),
     "Decoupled": ("decoupling.decouple", "Decoupled"),
@@ -101,11 +104,12 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Explanation",
-    "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "Profile",
-    "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture", "collect", "compare", "decouple",
-    "evaluate", "explain", "export_onnx", "infer", "load_cluster", "load_graph", "pipeline_plan", "plan", "profile",
-    "read_plan", "save_graph", "simulate", "split_train", "tile_plan", "train",
+    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult",
+    "Explanation", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan",
+    "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture", "collect",
+    "compare", "decouple", "evaluate", "explain", "export_onnx", "infer", "load_cluster", "load_graph",
+    "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate", "split_train",
+    "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.export import LossModule, export_module
 from manyhands.graph.graph import Graph
 from manyhands.graph.loss import combination
+from manyhands.weights.mapped import stand_ins
 from manyhands.graph.misfits import target_misfit
 from manyhands.graph.own_loss import OWN_LOSS, divided, labelled_arguments
 from manyhands.graph.penalties import with_penalties
@@ -53,7 +54,7 @@ def capture(
     the module writes it under `if self.training` or always.
 
     The graph's state shares its memory with the module until it is copied (Weights.copied, store.save): training the
-    module afterwards changes it.
+    module afterwards changes it. Weights on the meta device are captured too; they have no values in the state either.
     """
     _check_arguments(module, granularity, loss)
     if loss is None and target is not None:
@@ -63,7 +64,7 @@ def capture(
     if loss is not None and target is None:
         raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
     functions: list[str] = []
-    with _buffers_kept(module), in_training_mode(module):
+    with _buffers_kept(module), stand_ins(module) as meant, in_training_mode(module):
         name = name or type(module).__name__
         if isinstance(loss, str):
             graph = _with_own_loss(module, example_batch, target, functions, name, granularity)
@@ -73,6 +74,8 @@ def capture(
             if loss is not None:
                 examples = [outputs, as_many(target, example_batch)]
                 graph = _with_loss(graph, module, loss, examples, functions)
+    for key, tensor in graph.state.items():
+        graph.state[key] = meant.get(tensor.data_ptr(), tensor) if tensor.numel() else tensor
     if loss is not None and (verify or functions):
         check(graph, module, loss, example_batch, target)
     return graph

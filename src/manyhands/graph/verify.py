@@ -3,6 +3,8 @@ operators in the same order, so they differ by rounding at most; whatever torch.
 from elsewhere, a value that Python decided) shows here, before the first step.
 
 A random operator draws by its name in the graph (random.py); the module is made to draw the same numbers.
+
+Of weights that are mapped from a file, both have the pages of one layer in memory at a time, forward and backward.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -22,6 +25,7 @@ from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.arguments import in_training_mode
 from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
+from manyhands.weights.mapped import give_back_pages, is_mapped
 from manyhands.graph.nodes import Node
 from manyhands.graph.own_loss import module_loss
 from manyhands.graph.piece import Context, Piece, run_steps
@@ -148,10 +152,14 @@ class _Given:
         floats = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         self.dtype = floats[0] if floats else torch.get_default_dtype()
         leaves = bind_inputs(graph, batch)
+        self.gives_back = any(map(is_mapped, graph.state.values()))
+        """Whether weights leave memory once a layer has read them."""
         self.samples = next((len(leaves[spec.name]) for spec in graph.inputs if spec.batch_axis == 0), 0)
 
     def by_module(self, watch: Callable[[str, torch.Tensor], None] | None = None) -> _Step:
         """Run the module's own step. `watch` is called with what each child returns."""
+        if watch is None and self.gives_back:
+            watch = _give_back
         with _restored(self.module), in_training_mode(self.module), torch.enable_grad(), _watched(self.module, watch):
             with _Draws(self.graph) as draws:
                 value = module_loss(self.module, self.loss, self.batch, self.target)
@@ -171,7 +179,13 @@ class _Given:
             for weight in [graph.state[s.name]]
         }
         with torch.enable_grad():
-            values = Piece(graph, Weights(tensors))(bind_inputs(graph, self.batch), Context(samples=self.samples))
+            values = dict(bind_inputs(graph, self.batch))
+            cuts = [layer.last for layer in self.network.layers] if self.gives_back else [len(graph.nodes)]
+            for first, last in pairwise([0, *cuts]):
+                made = Piece(graph, Weights(tensors), first, last)(values, Context(samples=self.samples))
+                values.update(made)
+                for name, tensor in made.items() if self.gives_back else ():
+                    _give_back(name, tensor)
             returned = bind_inputs(graph.loss, (tree_map(values.__getitem__, graph.loss_tree), self.target))
             value = Piece(graph.loss, Weights.copied(graph.loss))(returned, Context(samples=self.samples))
             number = value[graph.loss.outputs[0]]
@@ -200,6 +214,13 @@ class _Given:
             self.graph, self.batch, self.target = before
             for tensor, original in zip(tensors, data, strict=True):
                 tensor.data = original
+
+
+def _give_back(_: str, tensor: torch.Tensor) -> None:
+    """Let weights leave memory, now and again once the gradient of a tensor that was just made is there."""
+    give_back_pages()
+    if tensor.requires_grad:
+        tensor.register_hook(lambda gradient: give_back_pages())  # type: ignore[no-untyped-call]
 
 
 def _every_tensor(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -48,10 +48,17 @@ class Weights:
         targets.update(module.named_buffers(remove_duplicate=False))
         for name, tensor in self.tensors.items():
             if name in targets:
-                targets[name].copy_(tensor)
+                _copy_into(targets[name], tensor)
         for alias, name in graph.aliases.items():
             if alias in targets:
-                targets[alias].copy_(self.tensors[name])
+                _copy_into(targets[alias], self.tensors[name])
+
+
+def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor, unless it is the target's own memory: a page of a mapped file that is written takes memory."""
+    is_same = target.data_ptr() == tensor.data_ptr() and target.stride() == tensor.stride()
+    if not is_same or target.dtype != tensor.dtype or target.device != tensor.device:
+        target.copy_(tensor)
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:

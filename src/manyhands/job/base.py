@@ -47,6 +47,7 @@ from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
@@ -284,11 +285,13 @@ class Job:
         if not state.steps_done:
             return
         network = self.graph.network
+        constants = constant_weights(network)
         for layer in network.layers:
             for name in network.weights_of(layer.first, layer.last):
                 tensor = state.weights[name]
                 if (
-                    tensor.is_floating_point()
+                    name not in constants
+                    and tensor.is_floating_point()
                     and not bool(torch.isfinite(tensor).all())
                     and _was_finite(self.graph.state[name])
                 ):

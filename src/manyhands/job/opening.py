@@ -12,6 +12,7 @@ from typing import Any
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import ManyhandsError
 from manyhands.graph.graph import Graph
+from manyhands.weights.mapped import refuse_without_values
 from manyhands.graph.unsupported import refuse_unsupported
 from manyhands.graph.verify import Verified
 from manyhands.job.aftermath import Aftermath
@@ -62,6 +63,7 @@ def open_run(
     last_step = workload.last_step
     graph = captured(workload.model, workload.data, workload.loss, granularity=config.granularity, name=config.name)
     on_captured(graph)
+    refuse_without_values(graph.state)
     check = verified(graph, workload, config.verify)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import psutil
 
 from manyhands.data.loader import example
-from manyhands.facts.network import Network
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
+from manyhands.weights.mapped import is_mapped
 from manyhands.graph.verify import Verified, verify
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
 from manyhands.job.workload import Workload
@@ -21,7 +21,7 @@ def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verifi
     if requested is False:
         return Verified(0, 0.0, 0.0, "verify=False")
     samples = _samples(workload.batch_size)
-    need, free = _bytes(graph.network, samples), int(psutil.virtual_memory().available)
+    need, free = _bytes(graph, samples), int(psutil.virtual_memory().available)
     if requested is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
@@ -36,7 +36,11 @@ def _samples(batch_size: int) -> int:
     return max(min(2, batch_size), min(EXAMPLE_SAMPLES, batch_size // 2))
 
 
-def _bytes(network: Network, samples: int) -> int:
-    """Return the bytes of two gradients of every weight, and of what one step at a time holds for its backward pass."""
+def _bytes(graph: Graph, samples: int) -> int:
+    """Return the bytes of two gradients of every weight that is trained, and of what one step at a time holds for its
+    backward pass. Weights that are mapped from a file are read layer by layer."""
+    network = graph.network
     held = sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in network.layers)
-    return 2 * network.parameter_bytes + held
+    read = max((layer.parameter_bytes for layer in network.layers), default=0)
+    trained = sum(weight.bytes for weight in network.weights.values() if weight.trainable)
+    return 2 * trained + read * any(map(is_mapped, graph.state.values())) + held

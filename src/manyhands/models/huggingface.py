@@ -1,11 +1,12 @@
 """Networks of Hugging Face transformers by name, built from their configuration with random weights.
 
     hf:llama        a model type: a small network of that type
-    hf:FOLDER       what config.json in a local folder describes, at full size
+    hf:FOLDER       what config.json in a local folder describes, at full size, with the weights that lie beside it
     hf:config.json  the same, by file
 
-Nothing is downloaded, no code but that of the installed transformers runs, and no weights are read: a name may come
-from a file (registry.from_file). Fields of a configuration that name code, kernels or weights are left out.
+Nothing is downloaded, and no code but that of the installed transformers runs: a name may come from a file
+(registry.from_file). Fields of a configuration that name code, kernels or weights are left out. Weights are those of
+safetensors files in the folder, if there are any (data, never code): they stay in the files until they are read.
 """
 
 from __future__ import annotations
@@ -63,11 +64,26 @@ def factory(name: str) -> Callable[..., nn.Module]:
     def build(**changed: Any) -> nn.Module:
         with _offline():
             config = _config(config_class, {**fields, **_plain(changed)})
+            from manyhands.weights.mapped import map_weights, without_weights  # imported late: it imports torch
+
+            if (folder := _weights_beside(name)) is not None and not changed:
+                with without_weights():
+                    empty: nn.Module = model_class(config)
+                return map_weights(empty, folder)
             _refuse_too_large(name, model_class, config)
             model: nn.Module = model_class(config)
             return model
 
     return build
+
+
+def _weights_beside(name: str) -> Path | None:
+    """Return the folder of a configuration, if weights lie there."""
+    if not _is_path(name, _transformers(name).CONFIG_MAPPING):
+        return None
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else path.parent
+    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def example_inputs(

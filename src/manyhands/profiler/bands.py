@@ -57,6 +57,15 @@ def fitting_parts(network: Network, samples: int, free_bytes: int) -> int:
     return next((count for count in parts if needed <= count * free_bytes), parts[-1])
 
 
+def is_measured_by_layers(network: Network, samples: int, free_bytes: int | None) -> bool:
+    """Return whether a network is measured one layer at a time, since neither it nor a band of it fits."""
+    return (
+        free_bytes is not None
+        and len(possible_parts(network)) == 1
+        and needed_bytes(network, samples) > free_bytes
+    )  # fmt: skip
+
+
 def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) -> dict[str, torch.Tensor]:
     """Return the inputs of one band out of `parts`."""
     whole = random_inputs(graph, samples, device)

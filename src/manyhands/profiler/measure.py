@@ -27,10 +27,16 @@ from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.bands import band_inputs, fitting_parts, possible_parts, whole_seconds
+from manyhands.profiler.bands import (
+    band_inputs,
+    fitting_parts,
+    is_measured_by_layers,
+    possible_parts,
+    whole_seconds,
+)
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.memory import PeakBytes
-from manyhands.profiler.steps import now
+from manyhands.profiler.steps import borrowed_state, now
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads
 
@@ -65,7 +71,7 @@ class PlaceSettings:
     passed."""
     free_bytes: int | None = None
     """The memory that may be taken. Where the first rung would take more, it is measured on a band of its rows
-    (bands.py), by PyTorch's default kernels unless others are given."""
+    (bands.py), or one layer at a time, by PyTorch's default kernels unless others are given."""
 
 
 class PlaceOptions(TypedDict, total=False):
@@ -103,13 +109,17 @@ def measure_network(
     with with_threads(threads):
         start = time.perf_counter()
         parts = fitting_parts(graph.network, ladder[0], free_bytes) if free_bytes is not None else 1
-        if kernels is None and (torch_device != "cpu" or parts > 1):
+        by_layers = is_measured_by_layers(graph.network, ladder[0], free_bytes)
+        if by_layers:
+            say(f"{graph.name} does not fit here: measuring one layer of it at a time")
+            ladder = ladder[:1]
+        if kernels is None and (torch_device != "cpu" or parts > 1 or by_layers):
             kernels = {}  # what there is to choose from is the CPU's, and is tried on whole maps
         if kernels is None:
             say(f"choosing kernels for {graph.name}")
             samples = max([n for n in ladder if n <= _KERNEL_SAMPLES] or [ladder[0]])
             kernels = choose_kernels(graph, samples, seconds=seconds * _KERNELS, training=training).kernels
-        layers = _Layers(graph, kernels, torch.device(torch_device), training, alone)
+        layers = _Layers(graph, kernels, torch.device(torch_device), training, alone, by_layers=by_layers)
         left = seconds - (time.perf_counter() - start)
         if parts > 1:
             layers.parts = _quick_parts(layers, ladder[0], parts, left / (repeats + 2))
@@ -225,11 +235,18 @@ class _Layers:
         device: torch.device,
         training: bool = True,
         alone: bool = False,
+        *,
+        by_layers: bool = False,
     ) -> None:
         self.graph, self.device, self.training, self.alone = graph, device, training, alone
-        self.parts = 1
-        self.weights = Weights.copied(graph, device=device)
-        store_weights(graph, self.weights, kernels)
+        self.parts, self.by_layers = 1, by_layers
+        if by_layers:
+            state = borrowed_state(graph)
+            tensors = {s.name: state[s.name].to(device).detach().requires_grad_(s.trainable) for s in graph.weights}
+            self.weights = Weights(tensors, device)
+        else:
+            self.weights = Weights.copied(graph, device=device)
+            store_weights(graph, self.weights, kernels)
         calls = kernel_calls(graph, kernels)
         self.pieces = [Piece(graph, self.weights, layer.first, layer.last, kernels=calls) for layer in graph.layers]
         last_readers = {name: index for index, piece in enumerate(self.pieces) for name in piece.inputs}
@@ -269,6 +286,8 @@ class _Layers:
     def _training(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         for tensor in self.weights.tensors.values():
             tensor.grad = None
+        if self.by_layers:
+            return self._training_by_layers(inputs, samples)
         timed = _Pass()
         clock = _Clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
@@ -290,6 +309,29 @@ class _Layers:
         timed.forward = clock.seconds()
         timed.backward = _backward(entered, produced, seeds, _Clock(self.device, self.alone))
         return timed
+
+    def _training_by_layers(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
+        """Run each layer forward and at once backward, so that only one keeps what its backward pass needs."""
+        forward, backward = _Clock(self.device, self.alone), _Clock(self.device, self.alone)
+        values, context = dict(inputs), Context(samples=samples)
+        for piece, unread in zip(self.pieces, self._unread_after):
+            inputs_here = {name: values[name].detach() for name in piece.inputs}
+            for name, tensor in inputs_here.items():
+                if name not in inputs and tensor.is_floating_point():
+                    tensor.requires_grad_()
+            forward.start()
+            outputs = piece(inputs_here, context)
+            forward.stop()
+            gradients = {name: torch.ones_like(made) for name, made in outputs.items() if made.is_floating_point()}
+            backward.start()
+            backward_piece(inputs_here, outputs, gradients)
+            backward.stop()
+            values.update({name: tensor.detach() for name, tensor in outputs.items()})
+            for name in unread:
+                values.pop(name, None)
+            for name in piece.weight_names:
+                self.weights.tensors[name].grad = None
+        return _Pass(forward.seconds(), backward.seconds())
 
     @torch.no_grad()
     def _inference(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:

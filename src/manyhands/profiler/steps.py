@@ -50,6 +50,20 @@ def random_state(graph: Graph) -> dict[str, torch.Tensor]:
     return state
 
 
+def borrowed_state(graph: Graph) -> dict[str, torch.Tensor]:
+    """Return weights made up for timing that all lie in the same memory: that of the largest. They are for networks of
+    which only one layer at a time is to take memory."""
+    sizes: dict[torch.dtype, int] = {}
+    for spec in graph.weights:
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        sizes[dtype] = max(sizes.get(dtype, 0), spec.elements)
+    memory = {dtype: torch.ones(size, dtype=dtype) for dtype, size in sizes.items()}
+    for dtype, numbers in memory.items():
+        if dtype.is_floating_point:
+            numbers.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.05).abs_()
+    return {spec.name: memory[getattr(torch, spec.dtype)][: spec.elements].view(spec.shape) for spec in graph.weights}
+
+
 class TrainingStep:
     """A step that owns a copy of the weights and one optimiser; its trials differ in their kernels only.
 

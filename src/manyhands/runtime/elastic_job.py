@@ -111,6 +111,7 @@ class ElasticJob:
         self._safe = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
         self._membership = JobMembership(coordinator, retry_policy, self.log_event)
+        self._constants = state.constant_weights(order.graph.network)
         self._failures = 0
         self._suspicions = Suspicions()
         self._since = coordinator.new_generation()
@@ -302,7 +303,10 @@ class ElasticJob:
                 if self._failures > self.retry_policy.attempts:
                     raise
                 located, error = self._surveyed(new_error), new_error
-        is_saved_alone = any(holders == (COORDINATOR,) for holders in located.holders.values())
+        is_saved_alone = any(
+            holders == (COORDINATOR,) and state.weight_of(name) not in self._constants
+            for name, holders in located.holders.items()
+        )
         if is_saved_alone and located.steps_done < self._furthest:
             reason = (
                 f"some weights were on {lost or 'one device'} alone and are gone: going on from the last checkpoint"
@@ -336,6 +340,7 @@ class ElasticJob:
             {name: answer.steps for name, answer in answers.items()},
             {name: answer.scalars for name, answer in answers.items()},
             weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
+            self._constants,
         )  # fmt: skip
         assert located is not None, "what was saved has everything"
         self._safe = min(self._safe, located.steps_done)

@@ -44,6 +44,7 @@ class Gathering:
         """Steps of snapshots of which every part has arrived; they may not be saved yet."""
         self._ended = run.first - 1
         self._saved = 0
+        self._constants = state.constant_weights(run.order.graph.network)
         self._is_closed = False
         self._error: BaseException | None = None
         self._verdict: Verdict | None = None
@@ -109,6 +110,8 @@ class Gathering:
             snapshot.weights |= state.of(state.WEIGHT, tensors)
             snapshot.optimizer |= state.of(state.OPTIMIZER, tensors)
             snapshot.scalars |= scalars
+        start = self.run.order.start.weights
+        snapshot.weights |= {name: start[name] for name in self._constants}
         return snapshot
 
     def ended(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import torch
@@ -44,15 +44,16 @@ class PartBuilder:
         self._resident_dataset: ResidentDataset | None = None
         """The samples that were preloaded last."""
 
-    def build(self, generation: int, job: DeviceJob) -> Executor:
-        """Return the executor of this device's part, with the mailbox open for everything it will receive."""
+    def build(self, generation: int, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Executor:
+        """Return the executor of this device's part, with the mailbox open for everything it will receive. `kept` is
+        what this device has of the state that the job begins with."""
         graph = self._graph_of(job)
         network = graph.network
         plan = resolve(job.plan, network)
         if self.endpoint.name not in plan.devices:
             raise BadPlan(f"The plan does not name {self.endpoint.name}.")
         schedule = Schedule(plan, network)
-        weights = self._weights(graph, schedule, job)
+        weights = self._weights(graph, schedule, job, kept)
         stepper = None
         if job.optimizer is not None and plan.is_training:
             stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
@@ -85,10 +86,17 @@ class PartBuilder:
             raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
         return self._graphs[job.digest]
 
-    def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> Weights:
-        """Return memory for the weights and buffers of this device's part; their values come with the start."""
+    def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Weights:
+        """Return memory for the weights and buffers of this device's part; their values come with the start. Those that
+        never change and are here already are taken as they are."""
         specs = {spec.name: spec for spec in graph.weights}
-        tensors = state.empty(job.state)
+        constants, here = state.constant_weights(graph.network), job.sources.get(self.endpoint.name, ())
+        tensors = {
+            entry.name: kept[entry.name]
+            for entry in job.state
+            if entry.name in here and entry.name in kept and state.weight_of(entry.name) in constants
+        }
+        tensors |= state.empty(entry for entry in job.state if entry.name not in tensors)
         held = state.of(state.WEIGHT, tensors)
         work = schedule.lowering.work[self.endpoint.name]
         check_weights({name: _part(specs[name], work.weight_box(name)) for name in held if name in specs}, held)

@@ -37,10 +37,12 @@ from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.files.documents import make_folder, read_document, write_document, write_failed, write_text_atomic
 from manyhands.files.plain import open_plain
 from manyhands.graph.graph import Graph
+from manyhands.weights.mapped import is_mapped
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.tensorboard import TensorBoard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
+from manyhands.runtime.state import constant_weights
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
 KEPT_CHECKPOINTS = 3
@@ -173,10 +175,16 @@ class RunRecord:
 
 
 def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the module's state dict with trained values, tied names included; what the graph does not use stays."""
-    state = {}
+    """Return the module's state dict with trained values, tied names included; what the graph does not use stays.
+
+    Weights that no step changes and that are mapped from a file are left out: they stay in that file.
+    """
+    state, constants = {}, constant_weights(graph.network)
     for name, tensor in module.state_dict().items():
-        trained = weights.get(graph.aliases.get(name, name))
+        original = graph.aliases.get(name, name)
+        trained = weights.get(original)
+        if is_mapped(tensor) and (trained is None or original in constants):
+            continue
         state[name] = trained if trained is not None else tensor
     return state
 

@@ -15,6 +15,7 @@ from typing import ClassVar, NoReturn
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.weights.mapped import give_back_pages
 from manyhands.runtime import stalls
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.backing import Backups
@@ -274,6 +275,8 @@ class Run:
         while not is_done():
             event = self.coordinator.next_event(self._look_seconds())
             self._check()
+            if not self.times.first_round_began:
+                give_back_pages()  # of weights that were read from a file to be sent
             if (verdict := self.stalls.look()) is not None:
                 raise self.evicted(verdict)
             name, message = event or ("", None)

@@ -13,7 +13,7 @@ import torch
 from manyhands.executor.boxes import dtype_of
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import BadValue
-from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.order import RunState
 
@@ -65,6 +65,13 @@ def weight_of(name: str) -> str:
     if name.startswith(WEIGHT):
         return name.removeprefix(WEIGHT)
     return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
+
+
+def constant_weights(network: Network) -> frozenset[str]:
+    """Return the weights that no step changes: frozen parameters, and buffers that are not written. The coordinator
+    has them from the beginning, so no copy of a state needs them."""
+    written = {name for op in network.ops for name in op.writes}
+    return frozenset(name for name, weight in network.weights.items() if not weight.trainable and name not in written)
 
 
 @dataclass
@@ -130,10 +137,12 @@ def located(
     most_steps: int,
     saved: RunState | None = None,
     checksums: Mapping[str, Mapping[int, dict[str, int]]] | None = None,
+    constants: Collection[str] = (),
 ) -> Located | None:
     """Return the latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
 
     `most_steps`: the steps whose loss is known. A worker may have ended one more, which was lost with another worker.
+    `constants`: weights of what was saved that are the same at every step.
     """
     steps = {step for holding in holdings.values() for step in holding if step <= most_steps}
     if saved is not None:
@@ -142,7 +151,9 @@ def located(
         state = (
             Located.at_coordinator(saved)
             if saved is not None and saved.steps_done == step
-            else Located(step, {}, {}, {})
+            else Located(step, {}, {}, {}).with_here(
+                named(WEIGHT, {name: saved.weights[name] for name in constants} if saved is not None else {})
+            )
         )
         for worker, holding in holdings.items():
             if step not in holding:

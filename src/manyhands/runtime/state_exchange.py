@@ -17,7 +17,7 @@ from manyhands.runtime.assignment import Assignment, Stopped
 from manyhands.runtime.checksums import checksum, checksums
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_messages import Corrupt, Hold, Holds, SendState, Start, State
-from manyhands.runtime.control_parts import DeviceJob
+from manyhands.runtime.control_parts import DeviceJob, TensorEntry
 from manyhands.runtime.keeping import STATE, Keeping, topic
 from manyhands.runtime.part_builder import listed
 from manyhands.transport.endpoint import Endpoint
@@ -43,11 +43,12 @@ class StateExchange:
         """Load weights and the optimiser's state, from here and from others; they are a copy to come back to, too."""
         job, step = assignment.command.job, command.first_step
         assert job is not None
-        tensors = self._received(job, step)
+        tensors = self._received(job, step, executor)
         self._check_sums(assignment.generation, job, tensors)
         with torch.no_grad():
             for name, tensor in state.of(state.WEIGHT, tensors).items():
-                executor.weights.tensors[name].copy_(tensor)
+                if not _is_same_memory(executor.weights.tensors[name], tensor):
+                    executor.weights.tensors[name].copy_(tensor)
             if executor.loss is not None:
                 for name, tensor in state.of(state.LOSS, tensors).items():
                     executor.loss.piece.weights.tensors[name].copy_(tensor)
@@ -59,11 +60,14 @@ class StateExchange:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
         executor.settled_step = step
         if command.backup_every or step in command.snapshots:
-            copy = {name: tensor for name, tensor in tensors.items() if state.weight_of(name)}
+            constants = constants_of(executor)
+            copy = {name: tensor for name, tensor in tensors.items() if state.weight_of(name) not in ("", *constants)}
             self.keep(assignment, step, copy, job.scalars)
 
-    def _received(self, job: DeviceJob, step: int) -> dict[str, torch.Tensor]:
-        """Return all tensors that a job starts with, including those that others send."""
+    def _received(self, job: DeviceJob, step: int, executor: Executor) -> dict[str, torch.Tensor]:
+        """Return all tensors that a job starts with, including those that others send. Weights that do not change
+        arrive where the executor reads them: they may be most of a device's memory."""
+        constants = constants_of(executor)
         copy = self._keeping.at(step)
         tensors: dict[str, torch.Tensor] = {}
         for source, names in job.sources.items():
@@ -71,7 +75,15 @@ class StateExchange:
                 self._check_kept(copy, names, step)
                 tensors |= {name: copy[name] for name in names}
                 continue
-            received = state.empty(listed(job, names))
+            wanted = listed(job, names)
+            received = {
+                entry.name: executor.weights.tensors[weight]
+                for entry in wanted
+                if (weight := state.weight_of(entry.name)) in constants
+                and is_receivable(executor.weights.tensors[weight], entry)
+            }
+            received |= state.empty(entry for entry in wanted if entry.name not in received)
+            received = {entry.name: received[entry.name] for entry in wanted}
             self.endpoint.mailbox.receive(source, step, STATE, list(received.values()))
             tensors |= received
         return tensors
@@ -101,6 +113,10 @@ class StateExchange:
         """Keep a copy and report that it is available; it is sent when asked for, while training goes on."""
         sums = checksums(tensors.values())
         self._keeping.keep(step, tensors, scalars, sums)
+        if assignment.executor is not None:  # what never changes is here, too, and need not be sent
+            weights = assignment.executor.weights.tensors
+            constants = {name: weights[name].detach() for name in constants_of(assignment.executor)}
+            self._keeping.keep(step, state.named(state.WEIGHT, constants), {})
         entries = state.entries(tensors)
         assignment.offered[step] = tuple(tensors)
         is_same = entries == assignment.listed
@@ -141,10 +157,30 @@ class StateExchange:
         self.endpoint.send(to, step, name, parts)
 
 
+def constants_of(executor: Executor) -> frozenset[str]:
+    """Return the weights on this device that no step changes."""
+    return state.constant_weights(executor.graph.network) & executor.weights.tensors.keys()
+
+
+def is_receivable(weight: torch.Tensor, entry: TensorEntry) -> bool:
+    """Return whether a tensor of the state can be received into a weight's own memory."""
+    return (
+        weight.is_cpu and not weight.is_mkldnn and weight.is_contiguous() and tuple(weight.shape) == entry.shape
+        and str(weight.dtype) == f"torch.{entry.dtype}"
+    )  # fmt: skip
+
+
+def _is_same_memory(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return not weight.is_mkldnn and weight.data_ptr() == tensor.data_ptr() and weight.stride() == tensor.stride()
+
+
 def state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a device's weights, buffers and optimiser state by full name, and the scalars of its optimiser."""
+    """Return a device's weights, buffers and optimiser state by full name, and the scalars of its optimiser. A copy is
+    made of what changes, and is without the rest."""
     tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
-    named = state.named(state.WEIGHT, executor.weights.tensors) | state.named(state.OPTIMIZER, tensors)
+    constants = constants_of(executor) if copy else frozenset()
+    weights = {name: tensor for name, tensor in executor.weights.tensors.items() if name not in constants}
+    named = state.named(state.WEIGHT, weights) | state.named(state.OPTIMIZER, tensors)
     return (state.plain(named) if copy else {name: tensor.detach() for name, tensor in named.items()}), scalars
 
 

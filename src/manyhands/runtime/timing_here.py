@@ -15,7 +15,7 @@ from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
-from manyhands.profiler.bands import needed_bytes
+from manyhands.profiler.bands import is_measured_by_layers, needed_bytes
 from manyhands.profiler.measure import measure_network
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
@@ -28,8 +28,10 @@ from manyhands.runtime.memory_kills import free_bytes
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
     """Return the times of a network's layers on this device, measured with made-up weights."""
     graph = graph_of(command.graph, command.network)
-    graph.state.update(random_state(graph))
     free = _free_bytes(joining.compute)
+    by_layers = is_measured_by_layers(command.network, command.ladder[0], free)
+    if not by_layers:
+        graph.state.update(random_state(graph))
     profile = measure_network(
         graph, ladder=command.ladder, seconds=command.seconds, kernels=command.kernels, device=device,
         torch_device=joining.compute, training=command.training, free_bytes=free,
@@ -43,7 +45,9 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
             torch_device=joining.compute,
         )  # fmt: skip
         rate = passed_bytes(graph, optimizer) / max(update_seconds, 1e-9)
-    rate = rate or step_bytes_per_second(graph, command.optimizer, joining.compute) or copy_bytes_per_second()
+    if not by_layers:
+        rate = rate or step_bytes_per_second(graph, command.optimizer, joining.compute)
+    rate = rate or copy_bytes_per_second()
     slowdown = joining.slowdown
     return Measured(command.generation, slowed(profile, slowdown), rate / slowdown)
 

@@ -309,7 +309,8 @@ class Worker:
             self.prepared = Assignment(command, None)
         else:
             self.is_under_way = command.job.plan.is_training
-            self.prepared = Assignment(command, self.builder.build(command.generation, command.job))
+            kept = self.keeping.at(command.job.steps_done)
+            self.prepared = Assignment(command, self.builder.build(command.generation, command.job, kept))
         self._connect(command)
         self._send(Ready(command.generation))
 
