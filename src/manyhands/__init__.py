@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from manyhands.files.documents import load_cluster
     from manyhands.graph.capture import capture
     from manyhands.graph.graph import Graph
-    from manyhands.weights.mapped import map_weights, without_weights
     from manyhands.graph.store import load as load_graph
     from manyhands.graph.store import save as save_graph
     from manyhands.inference.export import export_onnx
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from manyhands.split.training import split_train
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
+    from manyhands.weights.mapped import map_weights, without_weights
 
 _HOMES = {
     "capture": ("graph.capture", "capture"),

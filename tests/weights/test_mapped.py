@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import manyhands as mh
-from manyhands.weights.mapped import give_back_pages, is_mapped, refuse_without_values, stored_tensors
 from manyhands.graph.weights import Weights
+from manyhands.weights.mapped import give_back_pages, is_mapped, refuse_without_values, stored_tensors
 
 
 class Network(nn.Module):

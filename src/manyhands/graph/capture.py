@@ -19,13 +19,13 @@ from manyhands.graph.chain import GRANULARITIES
 from manyhands.graph.export import LossModule, export_module
 from manyhands.graph.graph import Graph
 from manyhands.graph.loss import combination
-from manyhands.weights.mapped import stand_ins
 from manyhands.graph.misfits import target_misfit
 from manyhands.graph.own_loss import OWN_LOSS, divided, labelled_arguments
 from manyhands.graph.penalties import with_penalties
 from manyhands.graph.tensor_trees import as_many, batch_of, exported_samples, flattened
 from manyhands.graph.trees import tree_map
 from manyhands.graph.verify import verify as check
+from manyhands.weights.mapped import stand_ins
 
 
 def capture(

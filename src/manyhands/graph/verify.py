@@ -25,7 +25,6 @@ from manyhands.facts.errors import CaptureFailed
 from manyhands.graph.arguments import in_training_mode
 from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
-from manyhands.weights.mapped import give_back_pages, is_mapped
 from manyhands.graph.nodes import Node
 from manyhands.graph.own_loss import module_loss
 from manyhands.graph.piece import Context, Piece, run_steps
@@ -34,6 +33,7 @@ from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_map
 from manyhands.graph.weights import Weights
+from manyhands.weights.mapped import give_back_pages, is_mapped
 
 _ROUNDINGS = 64
 """Difference, in roundings of the type computed in, above which the comparison is repeated in float64."""
@@ -217,7 +217,7 @@ class _Given:
 
 
 def _give_back(_: str, tensor: torch.Tensor) -> None:
-    """Let weights leave memory, now and again once the gradient of a tensor that was just made is there."""
+    """Give the pages of weights back now, and again once the gradient of a tensor that was just made is there."""
     give_back_pages()
     if tensor.requires_grad:
         tensor.register_hook(lambda gradient: give_back_pages())  # type: ignore[no-untyped-call]

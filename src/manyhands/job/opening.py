@@ -12,7 +12,6 @@ from typing import Any
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import ManyhandsError
 from manyhands.graph.graph import Graph
-from manyhands.weights.mapped import refuse_without_values
 from manyhands.graph.unsupported import refuse_unsupported
 from manyhands.graph.verify import Verified
 from manyhands.job.aftermath import Aftermath
@@ -27,6 +26,7 @@ from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.record import RunRecord, new_folder, resumed_state
+from manyhands.weights.mapped import refuse_without_values
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import psutil
 from manyhands.data.loader import example
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
-from manyhands.weights.mapped import is_mapped
 from manyhands.graph.verify import Verified, verify
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
 from manyhands.job.workload import Workload
+from manyhands.weights.mapped import is_mapped
 
 
 def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verified:

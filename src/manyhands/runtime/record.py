@@ -37,12 +37,12 @@ from manyhands.facts.profile import DeviceProfile, Profile
 from manyhands.files.documents import make_folder, read_document, write_document, write_failed, write_text_atomic
 from manyhands.files.plain import open_plain
 from manyhands.graph.graph import Graph
-from manyhands.weights.mapped import is_mapped
 from manyhands.observe.append import LineFile, Metrics
 from manyhands.observe.tensorboard import TensorBoard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.state import constant_weights
+from manyhands.weights.mapped import is_mapped
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
 KEPT_CHECKPOINTS = 3

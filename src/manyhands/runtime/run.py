@@ -15,7 +15,6 @@ from typing import ClassVar, NoReturn
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
-from manyhands.weights.mapped import give_back_pages
 from manyhands.runtime import stalls
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.backing import Backups
@@ -41,6 +40,7 @@ from manyhands.runtime.stall_watch import StallWatch, Usual
 from manyhands.runtime.stalls import Verdict
 from manyhands.runtime.step_progress import StepProgress
 from manyhands.schedule.policy import Schedule
+from manyhands.weights.mapped import give_back_pages
 
 STEPS_FED_AHEAD = 3
 LEAST_FED_AHEAD = 3

@@ -64,9 +64,9 @@ def without_weights() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[method-assign,assignment]
     try:
-        with _WithoutMemory():  # type: ignore[no-untyped-call]
+        with _WithoutMemory():
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
