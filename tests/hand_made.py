@@ -76,7 +76,11 @@ def changed(network: Network, op: int, **facts: object) -> Network:
     """The network with other facts of one operator."""
     ops = list(network.ops)
     ops[op] = msgspec.structs.replace(ops[op], **facts)
-    return msgspec.structs.replace(network, ops=tuple(ops))
+    other: Network = msgspec.structs.replace(network, ops=tuple(ops))
+    layers = (
+        msgspec.structs.replace(layer, weights=other.weights_of(layer.first, layer.last)) for layer in network.layers
+    )
+    return msgspec.structs.replace(other, layers=tuple(layers))
 
 
 def cluster(names: Sequence[str], link: Link = FREE, *, memory_bytes: float = 10**9, **facts: float) -> Cluster:

@@ -31,7 +31,7 @@ def test_a_buffer_written_in_one_stage_and_read_in_another() -> None:
     graph = capture(Counting(), torch.randn(4, 4), granularity="operators")
     count = len(graph.layers)
     plan = Plan(graph.name, 4, (Stage((0, 2), ("a",)), Stage((2, count), ("b",))))
-    with pytest.raises(BadPlan, match="both use the weight 't'"):
+    with pytest.raises(BadPlan, match="both use the buffer 't'"):
         resolve(plan, graph.network)
 
 

@@ -308,14 +308,6 @@ def test_a_home_outside_the_plan_needs_a_cluster() -> None:
         resolve(Plan.from_dict(document), CHAIN)
 
 
-def test_tied_weights_stay_in_one_stage() -> None:
-    network = changed(CHAIN, 4, weights=("w1",))
-    with pytest.raises(BadPlan, match=r"stages\[1\] and stages\[0\] both use the weight 'w1'"):
-        resolve(Plan.from_dict(simple()), network)
-    weights = {**network.weights, "w1": msgspec.structs.replace(network.weights["w1"], trainable=False)}
-    resolve(Plan.from_dict(simple()), msgspec.structs.replace(network, weights=weights))  # frozen: each has a copy
-
-
 def mixing() -> Network:
     return changed(CHAIN, 1, mixes_samples=True, where="net.py:7")
 

@@ -95,16 +95,40 @@ class Exhaustive:
         times = [self.times(d, first, last, y) for d, y in zip(devices, share)]
         ahead, back = max(forward for forward, _ in times), max(backward for _, backward in times)
         count, cluster = len(devices), self.cluster
+        tied = self.tied_seconds(first, last, devices)
         if count == 1:
-            return PricedStep(ahead, back)
+            return PricedStep(ahead, back, tied)
         rate = min(cluster.bytes_per_second_between(a, b) for a in devices for b in devices if a != b)
         delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
         if self.batch.is_synchronised:
             norms = [op for op in self.ops(first, last) if op.statistics]
             extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
             ahead, back = ahead + extra, back + extra
-        weights = sum(weight.bytes for weight in self.weights(first, last) if weight.trainable)
-        return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay)
+        weights = sum(weight.bytes for weight in self.trained(first, last) if not self.is_read(weight, 0, first, last))
+        return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay + tied)
+
+    def trained(self, first: int, last: int) -> list[WeightSpec]:
+        return [weight for weight in self.weights(first, last) if weight.trainable]
+
+    def is_read(self, weight: WeightSpec, start: int, first: int, last: int) -> bool:
+        """Whether a layer from `start` on reads the weight that is not among layers [first, last)."""
+        layers = self.network.layers
+        return any(weight.name in layers[n].weights for n in range(start, len(layers)) if not first <= n < last)
+
+    def tied_seconds(self, first: int, last: int, devices: Sequence[str]) -> float:
+        """Adding up the gradients of weights that later stages read too, at the first stage that reads them."""
+        weights = [
+            weight.bytes
+            for weight in self.trained(first, last)
+            if self.is_read(weight, last, first, last) and weight not in (self.weights(0, first) if first else [])
+        ]
+        if not weights:
+            return 0.0
+        between, link, others = self.cluster.bytes_per_second_between, self.cluster.link_between, self.cluster.names
+        pairs = [pair for a in devices for b in others if a != b for pair in ((a, b), (b, a))]
+        rate, delay = min(between(*pair) for pair in pairs), max(link(*pair).delay_seconds for pair in pairs)
+        count = len(devices) + 1
+        return 2 * (count - 1) / count * sum(weights) / rate + 2 * delay
 
     def parts(self, devices: Sequence[str]) -> list[tuple[float, float]]:
         """Return the part of a cut that each device has: by its speed over the whole network."""

@@ -11,7 +11,7 @@ from exhaustive import Exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_made import chain, cluster, even_profile
+from hand_made import chain, changed, cluster, even_profile
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import Device
 from manyhands.facts.errors import OutOfMemory
@@ -67,6 +67,9 @@ def instances(draw: st.DrawFn, most_layers: int = 6, most_devices: int = 4, same
         [draw(st.integers(1, 40)) for _ in range(layers)],
         [draw(st.sampled_from((1, 100, 5000))) for _ in range(layers)],
     )
+    for reader in draw(st.sets(st.integers(1, layers - 1), max_size=2)) if layers > 1 else ():
+        again = draw(st.sampled_from([f"w{read}" for read in range(reader)]))
+        network = changed(network, reader, weights=(again, *network.ops[reader].weights))
     kinds = []
     for kind in range(draw(st.integers(1, min(3, devices)))):
         timings = []

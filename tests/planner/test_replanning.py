@@ -222,8 +222,8 @@ def test_layers_move_from_the_stage_that_shrank() -> None:
     assert new.stages[0].share == Single()
 
 
-def test_cuts_stay_out_of_tied_weights() -> None:
-    tied = changed(chain(6), 4, weights=("w1",))
+def test_cuts_stay_out_of_a_buffer_that_is_written() -> None:
+    tied = changed(changed(chain(6), 4, weights=("w1",)), 1, writes=("w1",))
     plan = msgspec.structs.replace(pipeline((1, 5, 6)), network="chain")
     for lost in range(3):
         names = [name for name in ("d0", "d1", "d2") if name != f"d{lost}"]

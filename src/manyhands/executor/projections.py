@@ -56,10 +56,12 @@ class SumRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights: float | None = 0.0
     """For the weights that these gradients belong to, after the optimiser's step."""
     weights_norm: float = 0.0
+    tied: str = ""
+    """The first weight of a sum over several stages that hold it; empty: the sum is of one stage."""
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        return (self.stage, self.first, self.last, self.micro_batch)
+    def key(self) -> tuple[int, int, int, int, str]:
+        return (self.stage, self.first, self.last, self.micro_batch, self.tied)
 
 
 def numbers_in(memory: memoryview, dtype: torch.dtype) -> Numbers:

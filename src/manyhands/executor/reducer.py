@@ -97,6 +97,8 @@ class Reducer:
 
     def _reduce(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> None:
         staged = [gradient.cpu() for gradient in gradients]  # the same, unless they lie on another device
+        if reduce.weights:  # stages may lay out their copies of a weight differently
+            staged = [gradient.contiguous() for gradient in staged]
         rows = [row_of(tensor) for tensor in staged]
         points, size = chunk_points(reduce, self.network), element_bytes(reduce, self.network)
         chunks = [window(rows, size * first, size * (last - first)) for first, last in pairwise(points)]
@@ -131,7 +133,7 @@ class Reducer:
             SumRecord(
                 reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
                 tuple(norm for _, norm in before), tuple(received), tuple(sums),
-                tuple(after[chunk] for chunk in range(len(chunks))),
+                tuple(after[chunk] for chunk in range(len(chunks))), tied=reduce.weights[0] if reduce.weights else "",
             )
         )  # fmt: skip
         for gradient, copy in zip(gradients, staged):

@@ -22,7 +22,7 @@ from manyhands.transport.endpoint import Endpoint
 
 WEIGHT_NORM_ROUNDS = 64
 """Rounds after which the norm of weights is formed anew."""
-_SumKey = tuple[int, int, int, int]
+_SumKey = tuple[int, int, int, int, str]
 _Hops = list[tuple[str, str, str]]
 
 
@@ -42,7 +42,7 @@ class Reductions:
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
         self.reducer = Reducer(endpoint, schedule.network, self._reduced)
         self._completed = {
-            stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last)
+            stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last, schedule.lowering.tied)
             for stage, runner in self.runners.items()
         }
         self._keeps_messages = schedule.keeps_messages
@@ -112,9 +112,12 @@ class Reductions:
     # Gradients
 
     def _sum_gradients(self, reduce: Reduce) -> None:
-        completed = self._completed[reduce.stage]
-        names = [name for op in range(reduce.last - 1, reduce.first - 1, -1) for name in completed.get(op, ())]
-        self._summed[reduce.stage, reduce.first, reduce.last, reduce.micro_batch] = names
+        names = list(reduce.weights)
+        if not names:
+            completed = self._completed[reduce.stage]
+            names = [name for op in range(reduce.last - 1, reduce.first - 1, -1) for name in completed.get(op, ())]
+        tied = names[0] if reduce.weights else ""
+        self._summed[reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tied] = names
         gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
         self.reducer.start(reduce, self.in_flight.step, gradients)
 
@@ -133,6 +136,8 @@ class Reductions:
         """Return the record of a sum with the projection and the norm of the weights that it led to. Their norm changes
         slowly: it is formed anew after some rounds, or when the weights have moved far."""
         weights = [self.weights.tensors[name].detach().cpu() for name in self._summed[record.key]]
+        if record.tied:
+            weights = [weight.contiguous() for weight in weights]
         rows = [numbers_in(row_of(weight), weight.dtype) for weight in weights]
         now = projection(rows)
         before, norm, rounds = self._weight_norms.get(record.key, (None, 0.0, 0))

@@ -237,6 +237,20 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         """Return the weights read by operators [first, last), each once."""
         return tuple(dict.fromkeys(name for op in self.ops[first:last] for name in op.weights))
 
+    @cached_property
+    def may_cut(self) -> tuple[bool, ...]:
+        """[layer] -> whether a stage may start before it: not between two layers that read a buffer which is written in
+        training."""
+        may_cut = [True] * (len(self.layers) + 1)
+        written = {name for op in self.ops for name in op.writes}
+        first_use: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            for name in self.weights_of(layer.first, layer.last):
+                if name in written:
+                    start = first_use.setdefault(name, index) + 1
+                    may_cut[start : index + 1] = [False] * (index + 1 - start)
+        return tuple(may_cut)
+
     @property
     def macs(self) -> int:
         return sum(layer.macs for layer in self.layers)

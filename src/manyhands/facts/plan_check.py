@@ -24,6 +24,7 @@ from manyhands.facts.plan import (
     Single,
     Stage,
 )
+from manyhands.facts.tied_weights import check_tied_weights
 
 BITS = (2, 4, 8, 16, 32)
 MOST_SAMPLES = 10**9
@@ -69,7 +70,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_share(resolved, index, stage, network, plan.stages[index].share)
         stage.share.check(resolved, index, network)
         _check_eager(resolved, index, stage, network)
-    _check_tied_weights(stages, network)
+    check_tied_weights(resolved, network, [network.weights_of(*op_range(stage, network)) for stage in stages])
     _check_replay(resolved, network)
     _check_micro_batches(resolved, network)
     _check_loss(resolved, network)
@@ -336,20 +337,6 @@ def _check_replay(plan: Plan, network: Network) -> None:
                 "the network's inputs only.",
                 hint="Use two stages, or one for each input and a last one that joins them.",
             )
-
-
-def _check_tied_weights(stages: tuple[Stage, ...], network: Network) -> None:
-    """Refuse a changing weight in two stages, since each stage has its own copy of a weight."""
-    stages_by_weight: dict[str, int] = {}
-    written = {name for op in network.ops for name in op.writes}
-    for index, stage in enumerate(stages):
-        for name in network.weights_of(*op_range(stage, network)):
-            changes = network.weights[name].trainable or name in written
-            if changes and stages_by_weight.setdefault(name, index) != index:
-                raise BadPlan(
-                    f"stages[{index}] and stages[{stages_by_weight[name]}] both use the weight '{name}'.",
-                    hint="Put the layers that share a weight into one stage.",
-                )
 
 
 def _check_micro_batches(plan: Plan, network: Network) -> None:

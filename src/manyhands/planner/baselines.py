@@ -302,12 +302,13 @@ def volume(plan: Plan, task: Task) -> int:
     them."""
     network = task.network
     total = _crossing_bytes(plan, task)
+    holders: dict[str, set[str]] = {}
     for stage in plan.stages:
         first, last = (network.find_layer(layer) for layer in stage.layers)
-        trained = {
-            name for layer in network.layers[first:last] for name in layer.weights if network.weights[name].trainable
-        }
-        total += 2 * (len(stage.devices) - 1) * sum(network.weights[name].bytes for name in trained)
+        for name in {name for layer in network.layers[first:last] for name in layer.weights}:
+            holders.setdefault(name, set()).update(stage.devices)
+    for name, devices in holders.items():
+        total += 2 * (len(devices) - 1) * network.weights[name].bytes * network.weights[name].trainable
     return round(total)
 
 

@@ -4,7 +4,7 @@ their speeds and memory, the links between them, and the time and bytes of every
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +14,10 @@ import numpy
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.device import Device
-from manyhands.facts.network import Network
+from manyhands.facts.network import Network, WeightSpec
 from manyhands.facts.plan import WarmUp
 from manyhands.facts.profile import DeviceProfile, Profile, Timing
-from manyhands.planner.shares import Numbers
+from manyhands.planner.shares import Counts, Numbers
 
 DeviceGroup = tuple[int, int]
 """An interval of the devices, in order of memory."""
@@ -162,14 +162,14 @@ class LayerBytes:
         """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
         """For each layer, the most bytes that one of its operators has in trained weights."""
-        counted: set[str] = set()
+        readers: dict[str, list[int]] = {}
         for index, layer in enumerate(network.layers, 1):
             for name in layer.weights:
                 weight = network.weights[name]
                 copies = 2 + optimizer_slots if weight.trainable else 1
-                static[index] += weight.bytes * copies * (name not in counted)
-                trained[index] += weight.bytes * (weight.trainable and name not in counted)
-                counted.add(name)
+                static[index] += weight.bytes * copies * (name not in readers)
+                trained[index] += weight.bytes * (weight.trainable and name not in readers)
+                readers.setdefault(name, []).append(index - 1)
             for op in network.ops[layer.first : layer.last]:
                 saved[index] += op.saved_bytes
                 fixed[index] += op.saved_fixed_bytes
@@ -184,6 +184,24 @@ class LayerBytes:
             each.cumsum() for each in (static, trained, saved, fixed, norms, sums)
         )
         self.crossing, self.returning = carried(network)
+        read_again = {network.weights[name]: layers for name, layers in readers.items() if len(layers) > 1}
+        self._copied, self._tied = _of_tied(read_again, len(network.layers), 2 + optimizer_slots)
+
+    def held(self, first: Counts, last: Counts) -> Numbers:
+        """Return the bytes of the weights of layers [first, last) with their gradients and the optimiser's state."""
+        bytes_held: Numbers = self.static[last] - self.static[first] + self._copied[first, last]
+        return bytes_held
+
+    def tied(self, first: Counts, last: Counts) -> Numbers:
+        """Return the bytes of the trained weights that layers [first, last) are the first to read, and later ones read
+        too."""
+        tied_bytes: Numbers = self._tied[first, last]
+        return tied_bytes
+
+    def summed(self, first: Counts, last: Counts) -> Numbers:
+        """Return the bytes of the trained weights that layers [first, last) alone read."""
+        summed_bytes: Numbers = self.trained[last] - self.trained[first] - self._tied[first, last]
+        return summed_bytes
 
     @cached_property
     def widest(self) -> Numbers:
@@ -194,6 +212,25 @@ class LayerBytes:
     def heaviest(self) -> Numbers:
         """[first, last] -> the most bytes that one operator of these layers has in trained weights."""
         return _most(self.weights)
+
+
+def _of_tied(read_again: Mapping[WeightSpec, Sequence[int]], layers: int, copies: int) -> tuple[Numbers, Numbers]:
+    """Return what a weight that several layers read adds to the running sums, which count it at the first of them.
+
+    [first, last] -> bytes of the copies in layers [first, last) that the sums leave out, and bytes of those trained
+    weights that they count, but that other layers read after them.
+    """
+    shape = (layers + 1, layers + 1)
+    if not read_again:
+        nothing = numpy.broadcast_to(0.0, shape)
+        return nothing, nothing
+    copied, tied = numpy.zeros(shape), numpy.zeros(shape)
+    for weight, places in read_again.items():
+        for before, place in pairwise(places):
+            copied[before + 1 : place + 1, place + 1 :] += weight.bytes * (copies if weight.trainable else 1)
+        if weight.trainable:
+            tied[: places[0] + 1, places[0] + 1 : places[-1] + 1] += weight.bytes
+    return copied, tied
 
 
 def carried(network: Network) -> tuple[Numbers, Numbers]:
@@ -289,6 +326,16 @@ class PlanningContext:
         self.budgets = [memory for _, memory in unique]
         self.ladders = Ladders([profile.of(self.names[keys.index(key)]) for key in unique], most)
         self.bytes = LayerBytes(network, optimizer_slots)
+
+    @cached_property
+    def slowest_links(self) -> dict[str, tuple[float, float]]:
+        """Device -> the slowest rate, in bytes per second, and the longest delay between it and any other device of the
+        cluster."""
+        names = self.cluster.names
+        pairs, alone = DevicePairs.of(self.cluster, names), numpy.eye(len(names), dtype=bool)
+        rates = numpy.where(alone, numpy.inf, numpy.minimum(pairs.rates, pairs.rates.T)).min(1)
+        delays = numpy.where(alone, 0.0, numpy.maximum(pairs.delays, pairs.delays.T)).max(1)
+        return dict(zip(names, zip(rates.tolist(), delays.tolist())))
 
     def ordered(self, names: tuple[str, ...]) -> PlanningContext:
         """Return the context for the devices in another order, their kinds numbered as they come."""

@@ -206,8 +206,8 @@ class Cutting:
             rows = [tables[kind][self.samples] for kind in kinds]
             speed = sum(1 / numpy.maximum(row[last] - row[first], TINY) for row in rows)
             matrix[first, last] = 1 / speed + exchanges
-        weights = context.bytes.trained
-        table.reduce[first, last] = 2 * (weights[last] - weights[first]) / rate + 2 * delay
+        weights = context.bytes.summed(first, last) + context.bytes.tied(first, last)
+        table.reduce[first, last] = 2 * weights / rate + 2 * delay
         if not self.plan.is_training:
             table.backward[:], table.reduce[:] = 0.0, 0.0
         if is_tight:
@@ -226,7 +226,8 @@ class Cutting:
             return self._legal[kind, size]
         network, count = self.network, self.layers + 1
         legal = numpy.triu(numpy.ones((count, count), bool), 1)
-        legal &= self._may_cut[:, None] & self._may_cut[None, :]
+        may_cut = numpy.array(self.network.may_cut) & self._may_part
+        legal &= may_cut[:, None] & may_cut[None, :]
         legal &= self.plan.order != "replay" or kind == "single"
         is_synchronised = self.plan.batch_norm == "synchronised"
         if kind == "samples":
@@ -253,16 +254,19 @@ class Cutting:
         return is_free
 
     @cached_property
-    def _may_cut(self) -> NDArray[numpy.bool_]:
-        """[layer] -> whether a stage may start before it: not between two layers that change the same weight."""
-        may_cut = numpy.ones(self.layers + 1, bool)
-        written = {name for op in self.network.ops for name in op.writes}
+    def _may_part(self) -> NDArray[numpy.bool_]:
+        """[layer] -> whether a stage may start before it without parting layers that train the same weight, where the
+        stages of the old plan cannot add up its gradients among them."""
+        may_part = numpy.ones(self.layers + 1, bool)
+        has_gateway = any(stage.reduce == "gateway" for stage in self.plan.stages)
+        if not self.plan.is_training or not (has_gateway or self.plan.order == "replay"):
+            return may_part
         first_use: dict[str, int] = {}
         for index, layer in enumerate(self.network.layers):
-            for name in self.network.weights_of(layer.first, layer.last):
-                if self.network.weights[name].trainable or name in written:
-                    may_cut[first_use.setdefault(name, index) + 1 : index + 1] = False
-        return may_cut
+            for name in layer.weights:
+                if self.network.weights[name].trainable:
+                    may_part[first_use.setdefault(name, index) + 1 : index + 1] = False
+        return may_part
 
     def _cut_seconds(self, senders: tuple[str, ...], receivers: tuple[str, ...]) -> tuple[Numbers, Numbers]:
         """Return, for every layer, the seconds that a micro-batch takes to cross the cut before it, forward and

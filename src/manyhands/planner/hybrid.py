@@ -103,7 +103,8 @@ class Search:
         """Return the fastest pipelines of one stage, two stages and so on: those within the bound and within `keeping`
         times the best of those with fewer stages."""
         layers = self.steps.layers
-        positions = numpy.array(sorted({0, layers, *(range(layers) if cuts is None else cuts)}))
+        tried = {0, layers, *(range(layers) if cuts is None else cuts)}
+        positions = numpy.array(sorted(cut for cut in tried if self.steps.may_cut[cut]))
         free = self.steps.stages(*self._promising(positions, bound))
         tables: list[StageTable] = []
         fronts: list[_Front] = []

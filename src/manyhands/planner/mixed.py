@@ -116,10 +116,11 @@ class Repeating:
 
     def _positions(self) -> list[int]:
         """Return the layers at which stages may start or end."""
-        if self.layers < MOST_POSITIONS:
-            return list(range(self.layers + 1))
-        ends = {int(end) for end in self.tiling.end[:1]}
-        return sorted({0, self.layers, *ends, *coarse_cuts(self.network, MOST_POSITIONS - 4)})
+        tried = set(range(self.layers + 1))
+        if self.layers >= MOST_POSITIONS:
+            ends = {int(end) for end in self.tiling.end[:1]}
+            tried = {0, self.layers, *ends, *coarse_cuts(self.network, MOST_POSITIONS - 4)}
+        return sorted(cut for cut in tried if self.network.may_cut[cut])
 
     # The cost of stages
 
@@ -143,10 +144,9 @@ class Repeating:
         shape = (len(self.options), len(self.positions), len(self.positions))
         zeros = [numpy.zeros(shape) for _ in range(3)]
         prices = _Prices(numpy.full(shape, inf), zeros[0], zeros[1], zeros[2], numpy.full(shape, -1))
-        trained = self.context.bytes.trained
         for option, (_, table) in enumerate(self.tables):
             at = (option, places[table.first], places[table.last])
-            weights = trained[table.last] - trained[table.first]
+            weights = self.context.bytes.summed(table.first, table.last)
             last_bucket = numpy.minimum(1.0, BUCKET_BYTES / numpy.maximum(weights, 1.0))
             prices.own[at] = self.batch.count * (table.forward + table.backward)
             prices.backward[at] = table.backward

@@ -71,7 +71,8 @@ class Steps:
     def __init__(self, context: PlanningContext, batch: Batch, groups: Sequence[DeviceGroup] | None = None) -> None:
         """Set up the prices. `groups`: runs of devices that may share a stage, by default all that a micro-batch has
         samples for."""
-        self.cluster, self.batch = context.cluster, batch
+        self.cluster, self.batch, self.may_cut = context.cluster, batch, context.network.may_cut
+        self._context = context
         self.names, self.kinds, self.budgets = context.names, context.kinds, context.budgets
         self.layers = len(context.network.layers)
         self.ladders, self.bytes = context.ladders, context.bytes
@@ -105,7 +106,7 @@ class Steps:
         step works with.
         """
         b = self.bytes
-        fixed = b.static[last] - b.static[first] + ahead * (b.fixed[last] - b.fixed[first])
+        fixed = b.held(first, last) + ahead * (b.fixed[last] - b.fixed[first])
         fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
         each = ahead * (b.saved[last] - b.saved[first] + b.crossing[first])
         each = each + numpy.maximum(b.widest[first, last], b.returning[last])
@@ -162,13 +163,27 @@ class Steps:
         return seconds
 
     def reduce_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """Return T_a: the seconds of adding up weight gradients."""
+        """Return T_a: the seconds of adding up weight gradients. Those of a weight that later stages hold too are added
+        up once the first of them, which is the last to end, has its own."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
         seconds: Numbers = (
-            self._reduce_seconds[group] * (b.trained[last] - b.trained[first])
-            + is_shared * 2 * self.group_delays[group]
+            self._reduce_seconds[group] * b.summed(first, last) + is_shared * 2 * self.group_delays[group]
         )
+        tied = b.tied(first, last)
+        if tied.any():
+            each, wait = self._tied_seconds
+            seconds = seconds + tied * each[group] + (tied > 0) * wait[group]
         return seconds
+
+    @cached_property
+    def _tied_seconds(self) -> tuple[Numbers, Numbers]:
+        """[group] -> seconds for a byte of weights that another stage holds too, by Eq. 5 with one more device, and
+        what the sum waits for: over the slowest links of the group's devices, as the other stage is not known here."""
+        size = self.ends - self.starts
+        links = [[self._context.slowest_links[name] for name in self.names[a:b]] for a, b in self.groups]
+        rates = numpy.array([min(rate for rate, _ in each) for each in links])
+        delays = numpy.array([max(delay for _, delay in each) for each in links])
+        return 2 * size / (size + 1) / rates, 2 * delays
 
     @cached_property
     def group_rates(self) -> Numbers:

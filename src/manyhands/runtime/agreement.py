@@ -45,7 +45,7 @@ _PRECISION = {"float64": (2.3e-16, 2.3e-308, 1e307), "float32": (1.2e-7, 1.2e-38
 _COARSE = (8e-3, 1.2e-38, 1e4)
 """For other types: rounding error of one number, smallest number, magnitude beyond which sums may overflow."""
 
-Key = tuple[int, int, int, int]
+Key = tuple[int, int, int, int, str]
 Value = float | None
 
 
@@ -311,7 +311,8 @@ def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
         for action in schedule.every_action(device):
             if not isinstance(action, Reduce) or action.what != "gradients":
                 continue
-            key = (action.stage, action.first, action.last, action.micro_batch)
+            tied = action.weights[0] if action.weights else ""
+            key = (action.stage, action.first, action.last, action.micro_batch, tied)
             if key in sums_of_key:
                 continue
             counts = tuple(last - first for first, last in pairwise(chunk_points(action, network)))
@@ -325,7 +326,7 @@ def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
 
 
 def _dtype(reduce: Reduce, network: Network) -> str:
-    names = [name for op in network.ops[reduce.first : reduce.last] for name in op.weights]
+    names = reduce.weights or [name for op in network.ops[reduce.first : reduce.last] for name in op.weights]
     return next((network.weights[name].dtype for name in names if network.weights[name].trainable), "")
 
 

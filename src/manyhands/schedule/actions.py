@@ -11,6 +11,7 @@ backward s0 m3 7:8 rim                              of a normalisation's input, 
 send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
 receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
 reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
+reduce s0 gradients 0:90 pi-1,pi-3 404B of words    the same, of weights that several stages hold
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
 reduce s0 statistics m3b 7:8 pi-1,pi-2 512B later   sends its part only; there is something else to compute meanwhile
 await s0 m3b 7:8                                    waits for the others' parts
@@ -171,17 +172,21 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     """Statistics of the backward pass."""
     later: bool = False
     """Statistics that an `Await` waits for."""
+    weights: tuple[str, ...] = ()
+    """Tied weights, whose gradients are added up among all stages that hold them, between operators `first` and `last`.
+    Empty: those of which operators [first, last) of one stage complete the gradients."""
 
     @property
     def key(self) -> ReduceKey:
         """The reduction's identity; cheaper to compare than the list of devices."""
-        return (self.stage, self.what, self.first, self.last, self.micro_batch, self.backward)
+        what = f"{self.what} of {self.weights[0]}" if self.weights else self.what
+        return (self.stage, what, self.first, self.last, self.micro_batch, self.backward)
 
     def __str__(self) -> str:
         when = "" if self.micro_batch < 0 else f" m{self.micro_batch}{'b' if self.backward else ''}"
         later = " later" if self.later else ""
-        devices = ",".join(self.devices)
-        return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {devices} {self.bytes}B{later}"
+        devices, tied = ",".join(self.devices), f" of {'+'.join(self.weights)}" if self.weights else ""
+        return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {devices} {self.bytes}B{later}{tied}"
 
 
 class Await(msgspec.Struct, frozen=True, gc=False, tag="await"):
@@ -245,7 +250,9 @@ _NAME = r"[^\[\]+=\s]+"
 _PART = re.compile(f"(=?)({_NAME})({_BOX})")
 _PARTS = rf"=?{_NAME}{_BOX}(?:\+=?{_NAME}{_BOX})*"
 _TRANSFER = re.compile(rf"(send|receive) (\S+) s(\d+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
-_REDUCE = re.compile(r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B( later)?")
+_REDUCE = re.compile(
+    r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B( later)?(?: of (\S+))?"
+)
 _AWAIT = re.compile(r"await s(\d+) m(\d+)(b?) (\d+):(\d+)")
 _STEP = re.compile(r"step s(\d+)(?: m(\d+))?")
 _DISCARD = re.compile(r"discard s(\d+) m(\d+)")
@@ -269,10 +276,10 @@ def parse_action(text: str) -> Action:
         message = Message(kind, int(stage_text), int(micro_batch_text), boxes, int(size))  # type: ignore[arg-type]
         return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
-        stage_text, summed, at, back, first_text, last_text, devices, size, later = match.groups()
+        stage_text, summed, at, back, first_text, last_text, devices, size, later, tied = match.groups()
         return Reduce(
             int(stage_text), summed, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
-            int(at) if at is not None else -1, bool(back), bool(later),
+            int(at) if at is not None else -1, bool(back), bool(later), tuple(tied.split("+")) if tied else (),
         )  # fmt: skip
     if match := _AWAIT.fullmatch(text):
         stage_text, at, back, first_text, last_text = match.groups()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from manyhands.schedule.actions import Action, Await, Backward, Reduce
 from manyhands.schedule.forward_pass import statistics_ops, statistics_sum
@@ -101,12 +101,13 @@ class BackwardPass:
         return actions, waiting
 
 
-def gradient_buckets(geometry: StageGeometry) -> dict[int, Reduce]:
-    """Return, for each operator at which a bucket of gradients is complete in backward, the sum of that bucket."""
+def gradient_buckets(geometry: StageGeometry, tied: Collection[str]) -> dict[int, Reduce]:
+    """Return, for each operator at which a bucket of gradients is complete in backward, the sum of that bucket; weights
+    in `tied` are left out."""
     if not geometry.sums_gradients:
         return {}
     network, bucket_bytes = geometry.network, geometry.plan.bucket_bytes
-    completed = completed_at(network, geometry.first, geometry.last)
+    completed = completed_at(network, geometry.first, geometry.last, tied)
     sizes = {op: sum(network.weights[name].bytes for name in names) for op, names in completed.items()}
     buckets: dict[int, Reduce] = {}
     pending, high, to_come = 0, geometry.last, sum(sizes.values())

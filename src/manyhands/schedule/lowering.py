@@ -20,6 +20,7 @@ from manyhands.schedule.forward_pass import ForwardPass
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.packing import Mail, Packed, packed_messages
 from manyhands.schedule.sharing import geometry_of
+from manyhands.schedule.tied_sums import tied_names, tied_sums
 
 
 def entering_input(geometry: StageGeometry, tensor: str) -> Layout | None:
@@ -58,6 +59,9 @@ class Lowering:
         self._connect_inputs()
         for geometry in self.geometries:
             self._lower_forward(geometry)
+        self.tied_sums = tied_sums(self.geometries) if plan.is_training else ()
+        """The sums of the gradients of weights that several stages hold."""
+        self.tied = frozenset(tied_names(self.geometries))
         if plan.is_training:
             for geometry in reversed(self.geometries):
                 self._lower_backward(geometry)
@@ -172,14 +176,15 @@ class Lowering:
         inside = BackwardPass(geometry, *self._backward_messages(geometry))
         for device, actions in inside.actions(dict[int, Reduce]()).items():
             self.work[device].backward_actions += actions
-        for device, actions in inside.actions(gradient_buckets(geometry)).items():
+        for device, actions in inside.actions(gradient_buckets(geometry, self.tied)).items():
             self.work[device].last_backward_actions += actions
 
     def _lower_end(self) -> None:
         """Add the optimiser's step.
 
         Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and updated weights come back
-        after.
+        after. Gradients of tied weights are added up last, when every stage has its own, and in one order on all
+        devices: a device does one sum after another.
         """
         partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
         updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
@@ -188,6 +193,7 @@ class Lowering:
             others = [g for g in work.geometries if g.index in partial and g.devices[0] != device]
             work.end.extend(Send(g.devices[0], partial[g.index]) for g in others)
             work.end.extend(Receive(other, partial[g.index]) for g in mine for other in g.devices[1:])
+            work.end.extend(each for each in self.tied_sums if device in each.devices)
             work.end.extend(Step(g.index) for g in work.geometries if g not in others)
             work.end.extend(Send(other, updated[g.index]) for g in mine for other in g.devices[1:])
             work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)

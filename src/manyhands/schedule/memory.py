@@ -28,7 +28,7 @@ class DeviceMemory:
         self.is_training = plan.is_training
         self._plan, self._network = plan, network
         self.stages = {geometry.index: _StageBytes(plan, network, geometry, device) for geometry in geometries}
-        self.static_bytes = sum(stage.static_bytes for stage in self.stages.values())
+        self.static_bytes = _static_bytes(plan, network, geometries, device)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
         self._history: dict[tuple[int, int], float] = {}
         """(stage, micro-batch) -> bytes that came in, and are kept for the forward pass to be run again."""
@@ -118,7 +118,6 @@ class _StageBytes:
 
     def __init__(self, plan: Plan, network: Network, geometry: StageGeometry, device: str) -> None:
         self.first, self.last = geometry.first, geometry.last
-        self.static_bytes = _static_bytes(plan, network, geometry, device)
         parts, samples = geometry.fractions(device), plan.micro_batch_size
         saved = [
             op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
@@ -151,13 +150,16 @@ def _trained_bytes(network: Network, op: Op, geometry: StageGeometry, device: st
     return sum(weight.bytes * weight_part(geometry, device, weight) for weight in weights if weight.trainable)
 
 
-def _static_bytes(plan: Plan, network: Network, geometry: StageGeometry, device: str) -> int:
-    total = 0.0
-    for name in network.weights_of(geometry.first, geometry.last):
-        weight = network.weights[name]
-        copies = weight_copies(plan, weight)
-        total += weight.bytes * copies * weight_part(geometry, device, weight)
-    return round(total)
+def _static_bytes(plan: Plan, network: Network, geometries: Sequence[StageGeometry], device: str) -> int:
+    """Return the bytes of a device's weights and all that belongs to them; of one that several of its stages read it
+    has one copy."""
+    parts: dict[str, float] = {}
+    for geometry in geometries:
+        for name in network.weights_of(geometry.first, geometry.last):
+            part = weight_part(geometry, device, network.weights[name])
+            parts[name] = max(part, parts.get(name, 0.0))
+    weights = ((network.weights[name], part) for name, part in parts.items())
+    return round(sum(weight.bytes * weight_copies(plan, weight) * part for weight, part in weights))
 
 
 def weight_part(geometry: StageGeometry, device: str, weight: WeightSpec) -> float:

@@ -14,6 +14,7 @@ the same bits; a chunk is added up on one device, so that replicas agree.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -78,11 +79,14 @@ def rounds_of(reduce: Reduce) -> Rounds:
 def topic(reduce: Reduce, number: int, chunk: int) -> str:
     """Return the name of one hop's message: the reduction, its round, its chunk."""
     when = "" if reduce.micro_batch < 0 else f" m{reduce.micro_batch}{'b' if reduce.backward else ''}"
-    return f"reduce s{reduce.stage} {reduce.what}{when} {reduce.first}:{reduce.last} r{number} c{chunk}"
+    tied = f" of {reduce.weights[0]}" if reduce.weights else ""
+    return f"reduce s{reduce.stage} {reduce.what}{when} {reduce.first}:{reduce.last}{tied} r{number} c{chunk}"
 
 
 def element_bytes(reduce: Reduce, network: Network) -> int:
     """Return the bytes of one number in a reduction of gradients: a shared stage trains weights of one type."""
+    if reduce.weights:
+        return DTYPE_BYTES[network.weights[reduce.weights[0]].dtype]
     for op in range(reduce.last - 1, reduce.first - 1, -1):
         for name in network.ops[op].weights:
             if network.weights[name].trainable:
@@ -152,12 +156,13 @@ def messages_each(reduce: Reduce) -> int:
     return 2 * others if reduce.what == "statistics" else 4 * others
 
 
-def completed_at(network: Network, first: int, last: int) -> dict[int, list[str]]:
+def completed_at(network: Network, first: int, last: int, tied: Collection[str]) -> dict[int, list[str]]:
     """Return for each operator of a stage [first, last) the trainable weights whose gradient it completes.
 
-    Such a gradient is complete once backward has passed the operator.
+    Such a gradient is complete once backward has passed the operator. That of a weight in `tied` is not, since other
+    stages add to it.
     """
-    assigned: set[str] = set()
+    assigned = set(tied)
     completed: dict[int, list[str]] = defaultdict(list)
     for op in range(first, last):
         for name in network.ops[op].weights:
