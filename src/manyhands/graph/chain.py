@@ -104,7 +104,11 @@ def _computes_from(described: tuple[Op, ...], index: int, glue: frozenset[int]) 
 def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int], glue: frozenset[int]) -> list[int]:
     """Return where blocks start in the `blocks` granularity: each holds at least one heavy operator or global
     pooling."""
-    heavy = [(op.target in ops.HEAVY and bool(op.weights)) or _collapses_map(op) for op in described]
+    of_weights = _of_weights_alone(described)
+    heavy = [
+        (op.target in ops.HEAVY and (bool(op.weights) or not of_weights.isdisjoint(op.inputs))) or _collapses_map(op)
+        for op in described
+    ]
     chosen: list[int] = []
     regions = [0, *sorted(narrow), len(described)]
     block_heavy = 0
@@ -125,6 +129,15 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
                 if first < i < last and heavy[_next_work(described, i, glue)] and any(heavy[since:i]):
                     chosen.append(i)
     return chosen
+
+
+def _of_weights_alone(described: tuple[Op, ...]) -> set[str]:
+    """Return the tensors that are made of weights and of nothing else, such as a transposed or a normalised weight."""
+    made: set[str] = set()
+    for op in described:
+        if (op.weights or op.inputs) and made.issuperset(op.inputs):
+            made.update(op.outputs)
+    return made
 
 
 def _collapses_map(op: Op) -> bool:

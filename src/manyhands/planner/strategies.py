@@ -193,6 +193,8 @@ def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
     for plan in plans:
         try:
             plan = resolve(plan, task.network, task.cluster)
+            if len(plan.devices) == 1:
+                continue  # a baseline's that leaves out all others: that is strategy 'single'
             seconds = quick_price(price)(plan)
         except ManyhandsError as error:
             refusal = error
