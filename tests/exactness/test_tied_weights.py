@@ -32,8 +32,8 @@ DECAY = Optimizer("AdamW", lr=1e-2, weight_decay=0.1)
 
 
 class Block(nn.Module):
-    """Attention to what came before. Without biases of keys: their gradients are zero but for rounding, and Adam divides
-    the noise by its own size."""
+    """Attention to what came before. Without biases of keys: their gradients are zero but for rounding, and Adam
+    divides the noise by its own size."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -213,3 +213,24 @@ def test_einsum_counts_every_index_once(equation: str, shape: tuple[int, ...], m
             return torch.einsum(equation, x, self.weight)
 
     assert capture(Product(), torch.randn(2, 6, 5)).network.macs == macs
+
+
+class Transposed(nn.Module):
+    """Products with weights that are transposed first, and one that is used at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Parameter(torch.randn(6, 6))
+        self.inner = nn.ParameterList(torch.randn(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.ends.T)
+        for weight in self.inner:
+            x = torch.tanh(x @ weight.T)
+        return x @ self.ends
+
+
+def test_a_product_with_a_transposed_weight_is_work() -> None:
+    network = describe(capture(Transposed(), torch.randn(3, 6)))
+    assert [layer.macs for layer in network.layers] == [36] * 4
+    assert network.layers[0].weights == network.layers[3].weights == ("ends",)

@@ -195,6 +195,14 @@ def test_pipelines_that_only_list_devices_otherwise_are_ranked_once(tiny: Networ
     assert len(set(shapes)) == len(shapes)
 
 
+def test_a_pipeline_is_never_one_device(tiny: Network) -> None:
+    """Where one is faster than two: that is strategy "single"."""
+    devices = (Device(name="a", gflops=100.0, memory_bytes=10**9), Device(name="b", gflops=1.0, memory_bytes=10**9))
+    pair = Cluster("pair", devices, Link(1e5, 0.5))
+    planned = make_plan(tiny, pair, batch_size=16, strategy="pipeline")
+    assert all(len(plan.devices) == 2 for plan in (planned.plan, *planned.runners_up))
+
+
 def test_refusals(tiny: Network) -> None:
     cluster = Cluster.local(2)
     task = Task(tiny, cluster, estimate_cluster(tiny, cluster), batch_size=16)
