@@ -37,7 +37,11 @@ def layers_of(
     if granularity not in GRANULARITIES:
         raise BadValue(f"granularity must be one of {', '.join(GRANULARITIES)}, not '{granularity}'.")
     crossing = _crossings(described, outputs)
-    glue = frozenset(i for i, op in enumerate(described) if _is_glue_to_next(op, tensors))
+    of_weights = _of_weights_alone(described)
+    glue = frozenset(
+        i for i, op in enumerate(described)
+        if _is_glue_to_next(op, tensors) or (i not in attached and _is_view(op) and of_weights.issuperset(op.outputs))
+    )  # fmt: skip
     possible = [
         i for i in range(1, len(described))
         if all(tensors[n].rows_per_sample <= 1 and n not in uncut for n in crossing[i])
@@ -46,7 +50,7 @@ def layers_of(
     starts = [i for i in possible if _computes_from(described, i, glue)]
     if granularity == "blocks":
         narrow = {i for i in starts if sum(_is_activation(tensors[n]) for n in crossing[i]) <= 1}
-        starts = _block_starts(described, starts, narrow, glue)
+        starts = _block_starts(described, starts, narrow, glue, of_weights)
     bounds = [0, *starts, len(described)] if described else []
     runs = list(itertools.pairwise(bounds))
     names = _names(described, runs)
@@ -101,10 +105,11 @@ def _computes_from(described: tuple[Op, ...], index: int, glue: frozenset[int]) 
     return index < len(described) and not _is_view(described[index])
 
 
-def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int], glue: frozenset[int]) -> list[int]:
+def _block_starts(
+    described: tuple[Op, ...], starts: list[int], narrow: set[int], glue: frozenset[int], of_weights: set[str]
+) -> list[int]:
     """Return where blocks start in the `blocks` granularity: each holds at least one heavy operator or global
     pooling."""
-    of_weights = _of_weights_alone(described)
     heavy = [
         (op.target in ops.HEAVY and (bool(op.weights) or not of_weights.isdisjoint(op.inputs))) or _collapses_map(op)
         for op in described
@@ -132,7 +137,7 @@ def _block_starts(described: tuple[Op, ...], starts: list[int], narrow: set[int]
 
 
 def _of_weights_alone(described: tuple[Op, ...]) -> set[str]:
-    """Return the tensors that are made of weights and of nothing else, such as a transposed or a normalised weight."""
+    """Return the tensors that are made of weights and of nothing else, such as a weight that was transposed."""
     made: set[str] = set()
     for op in described:
         if (op.weights or op.inputs) and made.issuperset(op.inputs):
