@@ -32,6 +32,7 @@ from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.feeding import samples_of
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.policy import Schedule
+from manyhands.schedule.recomputation import recomputed_spans
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.transport.switchboard import Switchboard
 from tape import CapturedLoss
@@ -105,7 +106,9 @@ class Ran:
                 assert sorted(log.actions) == sorted(texts)
             geometries = self.schedule.lowering.work[device].geometries
             rounds = steps * self.schedule.plan.micro_batches
-            assert log.operators == sum(g.last - g.first for g in geometries) * rounds
+            again = [span for g in geometries for span in recomputed_spans(g.stage, g.network)]
+            computed = [*((g.first, g.last) for g in geometries), *again]
+            assert log.operators == sum(last - first for first, last in computed) * rounds
             assert log.elements == planned_elements(geometries, device) * rounds
             if geometries:
                 first, last = samples_of(geometries[0], device)

@@ -260,7 +260,9 @@ class Executor:
         runner, in_flight = self.runners[stage], self.in_flight
         in_flight.begin_pass(stage, number)
         batch = in_flight.fed(number)
-        batch.enter(stage, _FORWARD)
+        is_recomputed = part == "again" and self.plan.order != "replay"  # in the midst of the backward pass
+        if not is_recomputed:
+            batch.enter(stage, _FORWARD)
         self.settled_step = None
         context = in_flight.context(stage, number)
         if part in ("ahead", "again"):
@@ -268,6 +270,8 @@ class Executor:
         if self.plan.order == "replay" and part != "again" and not runner.geometry.is_last:
             batch.updates_before = self.updates.count
         runner.forward(action, context)
+        if is_recomputed:
+            return
         if action.last != runner.geometry.last or part in ("interior", "partial"):
             return
         self.exchange.pass_values(stage, number)

@@ -22,6 +22,7 @@ from manyhands.graph.piece import Call, Context
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Backward, Forward, Reduce
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.recomputation import recomputed_spans
 
 
 class Runner(Protocol):
@@ -120,7 +121,10 @@ class SegmentRunner:
         self.graph, self.geometry, self.device = graph, geometry, device
         stage_actions = [a for a in actions if isinstance(a, (Forward, Backward, Reduce)) and a.stage == geometry.index]
         norms = {a.first for a in stage_actions if isinstance(a, Reduce) and a.what == "statistics"}
-        self.segments = Segments(graph, weights, bounds_of(stage_actions, norms), kernels=kernels, shared_norms=norms)
+        self.segments = Segments(
+            graph, weights, bounds_of(stage_actions, norms), kernels=kernels, shared_norms=norms,
+            recomputed=recomputed_spans(geometry.stage, graph.network),
+        )  # fmt: skip
         self.in_flight: dict[int, SegmentMicroBatch] = {}
         self._boxes: dict[str, Box] = {}
 
@@ -147,7 +151,10 @@ class SegmentRunner:
         return [tensor for batch in self.in_flight.values() for tensor in batch.gradients.values()]
 
     def forward(self, action: Forward, context: Context) -> None:
-        self.segments.forward(self.micro_batch(action.micro_batch), action.first, action.last, context)
+        batch = self.micro_batch(action.micro_batch)
+        self.segments.forward(batch, action.first, action.last, context)
+        if action.part == "again":
+            self.segments.forget_again(batch, action.first, action.last)
 
     def backward(self, action: Backward, context: Context) -> None:
         self.segments.backward(self.micro_batch(action.micro_batch), action.first, action.last)

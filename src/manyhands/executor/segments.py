@@ -6,7 +6,7 @@ segments    [0,7) [7,8) [8,12)           cut wherever an action begins or ends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -18,6 +18,7 @@ from manyhands.graph.nodes import Node, Value, records_of, values_of
 from manyhands.graph.piece import Call, Context, Piece
 from manyhands.graph.weights import Weights, plain
 from manyhands.schedule.actions import Action, Backward, Forward
+from manyhands.schedule.recomputation import Span, entering
 
 
 class Segments:
@@ -31,16 +32,21 @@ class Segments:
         *,
         kernels: Mapping[str, Call],
         shared_norms: Iterable[int],
+        recomputed: Sequence[Span] = (),
     ) -> None:
         self.graph = graph
         self.inputs = frozenset(spec.name for spec in graph.inputs)
         self.pieces = {a: Piece(graph, weights, a, b, kernels=kernels) for a, b in pairwise(sorted(set(bounds)))}
         self.norms = {op: SharedBatchNorm(graph.nodes[op], weights) for op in shared_norms}
         pieces = list(self.pieces.values())
+        self._first = min(self.pieces, default=0)
         end = max((piece.last for piece in pieces), default=0)
         later = {name for node in graph.nodes[end:] for name in values_of(node)} | set(graph.outputs)
         self.made = frozenset(name for piece in pieces for name in piece.outputs) - self.inputs
         last_reader = {name: piece.first for piece in pieces for name in piece.inputs if name in self.made}
+        spans = {span[0]: names for span, names in entering(graph.network, self._first, recomputed).items()}
+        self._kept = {name: first for first, names in spans.items() for name in names}
+        """Tensors made here that layers read when they are run again -> the first operator of the first such layers."""
         self._read_up = {piece.first: [n for n, at in last_reader.items() if at == piece.first and n not in later]
                          for piece in pieces}  # fmt: skip
         """First operator of a segment -> the tensors made here that nothing reads after it."""
@@ -67,7 +73,8 @@ class Segments:
                 tape.leaving(outputs)
         batch.values.update({name: tensor.detach() for name, tensor in outputs.items()})
         for name in self._read_up[start]:
-            del batch.values[name]
+            if name not in self._kept:
+                del batch.values[name]
 
     def _entering(self, batch: SegmentMicroBatch, tape: SegmentTape, name: str) -> torch.Tensor:
         tensor = batch.values[name].detach()
@@ -79,7 +86,14 @@ class Segments:
     def settle(self, batch: SegmentMicroBatch) -> None:
         """Forget the values that were made here: everything that needs them has read them."""
         for name in self.made & batch.values.keys():
-            del batch.values[name]
+            if name not in self._kept:
+                del batch.values[name]
+
+    def forget_again(self, batch: SegmentMicroBatch, first: int, last: int) -> None:
+        """Forget the values that operators [first, last) have made once more: tapes have what is needed of them."""
+        for start, piece in self.pieces.items():
+            for name in piece.outputs if first <= start < last else ():
+                batch.values.pop(name, None)
 
     def backward(self, batch: SegmentMicroBatch, first: int, last: int) -> None:
         """Compute the gradients of operators [first, last), last to first; memory falls on the way."""
@@ -94,6 +108,8 @@ class Segments:
                 made = norm.backward(tape.data, scaled, sums, rows, batch.moments.pop(start))
                 if self._has_gradient(norm.input):
                     batch.add_gradient(norm.input, made)
+            for name in [name for name, read in self._kept.items() if read == start]:
+                batch.values.pop(name, None)
             for name in self.pieces[start].outputs:  # everything that reads these has been passed
                 batch.gradients.pop(name, None)
 

@@ -195,6 +195,9 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The codec of what this stage receives from earlier stages."""
     reduce: Literal["allreduce", "gateway"] = "allreduce"
     """The way in which the devices of this stage add up their weight gradients."""
+    recompute: tuple[tuple[LayerName, LayerName], ...] = ()
+    """Runs of layers, [first, last) each, that keep only what enters them and run forward again in the backward pass:
+    less memory for the time of one more forward pass."""
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

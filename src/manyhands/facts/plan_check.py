@@ -24,6 +24,7 @@ from manyhands.facts.plan import (
     Single,
     Stage,
 )
+from manyhands.facts.recompute_check import check_recompute
 from manyhands.facts.tied_weights import check_tied_weights
 
 BITS = (2, 4, 8, 16, 32)
@@ -70,6 +71,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_share(resolved, index, stage, network, plan.stages[index].share)
         stage.share.check(resolved, index, network)
         _check_eager(resolved, index, stage, network)
+        check_recompute(resolved, index, network)
     check_tied_weights(resolved, network, [network.weights_of(*op_range(stage, network)) for stage in stages])
     _check_replay(resolved, network)
     _check_micro_batches(resolved, network)
@@ -96,18 +98,17 @@ def _resolve_stage(plan: Plan, index: int, network: Network) -> Stage:
             else tuple(_group(network, g, f"stages[{index}].share.{field}") for g in groups)
             for field, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups))
         }
-        share = msgspec.structs.replace(share, **resolved_groups)
         early = tuple(_group(network, g, f"stages[{index}].share.interior_first") for g in share.interior_first)
-        share = msgspec.structs.replace(share, interior_first=early)
+        share = msgspec.structs.replace(share, **resolved_groups, interior_first=early)
     elif isinstance(share, ByChannels):
-        field = f"stages[{index}].share"
-        based = share.input_based
+        field, based = f"stages[{index}].share", share.input_based
         share = msgspec.structs.replace(
             share,
             input_based=None if based is None else tuple(_group(network, g, f"{field}.input_based") for g in based),
             everywhere=tuple(_group(network, g, f"{field}.everywhere") for g in share.everywhere),
         )
-    return msgspec.structs.replace(stage, layers=(first, last), share=share)
+    again = tuple((_layer(network, a, "recompute"), _layer(network, b, "recompute")) for a, b in stage.recompute)
+    return msgspec.structs.replace(stage, layers=(first, last), share=share, recompute=again)
 
 
 def _group(network: Network, name: LayerName, field: str) -> LayerName:

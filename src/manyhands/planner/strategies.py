@@ -33,6 +33,7 @@ from manyhands.planner.context import Batch, sizes
 from manyhands.planner.hybrid import pipelines
 from manyhands.planner.mixed import mixed_plans, promising_tiles
 from manyhands.planner.pricing import subcluster
+from manyhands.planner.recomputed_pipelines import recomputed_pipelines
 from manyhands.planner.refining import FEW, quick_price, refined, shortened
 from manyhands.planner.simple import samples, single
 from manyhands.planner.task import PlanCandidate, Price, Task, fitting
@@ -125,7 +126,10 @@ def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
     if strategy == "single":
         return _singles(task, price)
     if strategy == "pipeline":
-        return ranked_pipelines(task, price)
+        try:
+            return ranked_pipelines(task, price)
+        except OutOfMemory as error:
+            return recomputed_pipelines(task, price, error)
     if strategy == "mixed":
         return ranked_mixed(task, price)
     if strategy in _registered:

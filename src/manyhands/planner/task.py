@@ -12,6 +12,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, LayerName, Order, Plan, Stage, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.planner.recomputing import within_memory
 
 Grid = tuple[int, int]
 Weights = tuple[float, ...] | None
@@ -105,21 +106,24 @@ class PlanCandidate:
 
 def fitting(name: str, make: Callable[[Task], Plan], task: Task, price: Price) -> PlanCandidate:
     """Return the strategy's plan with its price. A plan that does not fit in memory is tried with more, smaller
-    micro-batches. If none fits, the error is that of the smallest, which says how much memory is needed at least."""
+    micro-batches, and then with layers run forward again in the backward pass. If none fits, the error is that of the
+    smallest micro-batches, which says how much memory is needed at least."""
     plan = resolve(make(task), task.network, task.cluster)
     try:
         return PlanCandidate(name, plan, price(plan))
     except OutOfMemory as error:
-        if task.micro_batches is not None:
-            raise
-        refusal = error
+        refusal, finest = error, plan
     counts = [count for count in range(plan.micro_batches + 1, task.batch_size + 1) if task.batch_size % count == 0]
+    counts = counts if task.micro_batches is None else []
     for count in counts[:MOST_TRIED] + counts[MOST_TRIED:][-1:]:
         try:
-            finer = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
-            return PlanCandidate(name, finer, price(finer))
+            finest = resolve(make(replace(task, micro_batches=count)), task.network, task.cluster)
+            return PlanCandidate(name, finest, price(finest))
         except OutOfMemory as error:
             refusal = error
         except BadPlan:  # too few samples for its devices: memory is still the problem
             continue
-    raise refusal
+    try:
+        return PlanCandidate(name, *within_memory(finest, task.network, price))
+    except OutOfMemory:
+        raise refusal from None

@@ -19,6 +19,7 @@ from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.forward_pass import ForwardPass
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.packing import Mail, Packed, packed_messages
+from manyhands.schedule.recomputation import backward_again, forward_ahead, recomputed_spans
 from manyhands.schedule.sharing import geometry_of
 from manyhands.schedule.tied_sums import tied_names, tied_sums
 
@@ -138,12 +139,12 @@ class Lowering:
 
     def _lower_forward(self, geometry: StageGeometry) -> None:
         stage, training = geometry.index, self.plan.is_training
-        inside = ForwardPass(geometry)
+        inside, spans = ForwardPass(geometry), recomputed_spans(geometry.stage, self.network)
         gathered = Mail(self._packed(geometry.gathered_outputs, "output", stage) if training else [])
         for device in geometry.devices:
             out = self.work[device].forward_actions
             out.extend(Receive(source, message) for source, message in self.incoming[stage, device])
-            out += inside.actions(device)
+            out += forward_ahead(inside.actions(device), spans)
             out.extend(Send(target, message) for target, message in self.outgoing[stage, device])
             out += gathered.sends(device) + gathered.receives(device)
             if geometry.is_last and training and device in geometry.loss_devices:
@@ -174,10 +175,17 @@ class Lowering:
     def _lower_backward(self, geometry: StageGeometry) -> None:
         """Add every micro-batch's backward pass, and the round's last one, in which gradients are added up."""
         inside = BackwardPass(geometry, *self._backward_messages(geometry))
+        spans = recomputed_spans(geometry.stage, self.network)
         for device, actions in inside.actions(dict[int, Reduce]()).items():
+<<<<<<< HEAD
             self.work[device].backward_actions += actions
         for device, actions in inside.actions(gradient_buckets(geometry, self.tied)).items():
             self.work[device].last_backward_actions += actions
+=======
+            self.work[device].backward_actions += backward_again(actions, spans)
+        for device, actions in inside.actions(gradient_buckets(geometry)).items():
+            self.work[device].last_backward_actions += backward_again(actions, spans)
+>>>>>>> 684d8ee (Activation checkpointing: layers of a plan's stage may run forward again in the backward pass, exactly; planned where memory does not fit otherwise)
 
     def _lower_end(self) -> None:
         """Add the optimiser's step.

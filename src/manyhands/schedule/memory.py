@@ -19,6 +19,7 @@ from manyhands.facts.network import DTYPE_BYTES, Network, Op, WeightSpec
 from manyhands.facts.plan import Plan
 from manyhands.schedule.actions import Action, Backward, Discard, Forward, Message, Receive, Send, Step
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.recomputation import entering, recomputed_spans
 
 
 class DeviceMemory:
@@ -31,7 +32,7 @@ class DeviceMemory:
         self.static_bytes = _static_bytes(plan, network, geometries, device)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
         self._history: dict[tuple[int, int], float] = {}
-        """(stage, micro-batch) -> bytes that came in, and are kept for the forward pass to be run again."""
+        """(stage, micro-batch) -> bytes that are kept for the forward pass, or layers of it, to be run again."""
         self._errors: dict[tuple[str, int, int], int] = {}
         """(receiver, stage, micro-batch) -> bytes of the errors of what was packed for it."""
         self.held_bytes = 0.0
@@ -65,9 +66,10 @@ class DeviceMemory:
                 self.micro_batches_held += 1
                 self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
             if action.part == "ahead":
-                if is_first:
-                    self._history[action.stage, action.micro_batch] = stage.input_bytes
-                    self.held_bytes += stage.input_bytes
+                kept = stage.kept_bytes(action.first) + is_first * stage.input_bytes
+                key = action.stage, action.micro_batch
+                self._history[key] = self._history.get(key, 0.0) + kept
+                self.held_bytes += kept
                 now = self.static_bytes + self.held_bytes + workspace
             elif self.is_training:
                 self.held_bytes += saved
@@ -124,6 +126,11 @@ class _StageBytes:
             for op, part in zip(geometry.ops, parts)
         ]
         self._saved = list(accumulate(saved, initial=0.0))
+        entered = entering(network, geometry.first, recomputed_spans(geometry.stage, network))
+        share = samples * (parts[0] if parts else 0.0)
+        self._kept = {
+            span[0]: sum(_tensor_bytes(network, name, 1) * share for name in names) for span, names in entered.items()
+        }
         self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
         weights = [_trained_bytes(network, op, geometry, device) for op in geometry.ops]
         is_added = plan.micro_batches > 1 and plan.order != "replay"
@@ -132,6 +139,10 @@ class _StageBytes:
         read = {name for op in geometry.ops for name in op.inputs if name in network.inputs}
         self.input_bytes = float(sum(_tensor_bytes(network, name, samples) for name in read))
         """The bytes that come in of a micro-batch."""
+
+    def kept_bytes(self, first: int) -> float:
+        """Return the bytes of what the layers that are run again from operator `first` keep until then."""
+        return self._kept.get(first, 0.0)
 
     def range(self, first: int, last: int, *, backward: bool = False) -> tuple[float, float]:
         """Return the bytes that operators [first, last) keep for backward, and the most that any of them works with."""
