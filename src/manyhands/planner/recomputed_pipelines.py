@@ -24,7 +24,7 @@ class RecomputingSteps(Steps):
         """Return the bytes of stages as `Steps.memory` does, with the activations of one layer at a time."""
         b = self.bytes
         entering = numpy.concatenate([[0.0], numpy.cumsum(b.crossing)])
-        fixed = b.static[last] - b.static[first] + numpy.diff(b.fixed).max()
+        fixed = b.held(first, last) + numpy.diff(b.fixed).max()
         fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
         each = ahead * (entering[last] - entering[first]) + numpy.diff(b.saved).max()
         return fixed, each + numpy.maximum(b.widest[first, last], b.returning[last])

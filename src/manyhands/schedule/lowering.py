@@ -177,15 +177,9 @@ class Lowering:
         inside = BackwardPass(geometry, *self._backward_messages(geometry))
         spans = recomputed_spans(geometry.stage, self.network)
         for device, actions in inside.actions(dict[int, Reduce]()).items():
-<<<<<<< HEAD
-            self.work[device].backward_actions += actions
-        for device, actions in inside.actions(gradient_buckets(geometry, self.tied)).items():
-            self.work[device].last_backward_actions += actions
-=======
             self.work[device].backward_actions += backward_again(actions, spans)
-        for device, actions in inside.actions(gradient_buckets(geometry)).items():
+        for device, actions in inside.actions(gradient_buckets(geometry, self.tied)).items():
             self.work[device].last_backward_actions += backward_again(actions, spans)
->>>>>>> 684d8ee (Activation checkpointing: layers of a plan's stage may run forward again in the backward pass, exactly; planned where memory does not fit otherwise)
 
     def _lower_end(self) -> None:
         """Add the optimiser's step.
