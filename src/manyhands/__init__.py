@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from manyhands.graph.store import load as load_graph
     from manyhands.graph.store import save as save_graph
     from manyhands.inference.export import export_onnx
+    from manyhands.inference.generate import Generated, generate
     from manyhands.inference.infer import Inference, infer
     from manyhands.job.evaluation import EvaluateResult, evaluate
     from manyhands.job.result import TrainResult
@@ -85,6 +86,8 @@ _HOMES = {
     "EvaluateResult": ("job.evaluation", "EvaluateResult"),
     "infer": ("inference.infer", "infer"),
     "Inference": ("inference.infer", "Inference"),
+    "generate": ("inference.generate", "generate"),
+    "Generated": ("inference.generate", "Generated"),
     "Coordinator": ("runtime.coordinator", "Coordinator"),
     "Optimizer": ("facts.optimizer", "Optimizer"),
     "Cluster": ("facts.cluster", "Cluster"),
@@ -105,11 +108,11 @@ _HOMES = {
 
 __all__ = [
     "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult",
-    "Explanation", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan",
-    "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture", "collect",
-    "compare", "decouple", "evaluate", "explain", "export_onnx", "infer", "load_cluster", "load_graph",
-    "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate", "split_train",
-    "tile_plan", "train", "without_weights",
+    "Explanation", "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs",
+    "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture",
+    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
+    "load_graph", "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
+    "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

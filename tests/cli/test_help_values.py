@@ -47,6 +47,7 @@ BESIDE = {
 """What an option needs besides."""
 INSTEAD = {
     ("infer", "--serve"): "",
+    ("infer", "--tokens"): "-m tiny",
     ("infer", "--time-limit"): "",
     ("models", "--input"): "resnet18",
     ("check", "model"): "",

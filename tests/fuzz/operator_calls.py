@@ -300,6 +300,7 @@ def _put_others(put: Any) -> None:
     put("lerp_.Scalar", call(buffer(3), w(3), 0.5))
     put("lerp_.Tensor", call(buffer(3), w(3), w(3)))
     put("fill_.Scalar", call(buffer(3), 2))
+    put("index_put_", call(buffer(4, 3), [buffer(2, dtype="int64")], w(2, 3)))
 
 
 CALLS = _table()

@@ -41,7 +41,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks. Repeatable.",
+            "infer, infer-accuracy, networks, generate. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -352,6 +352,18 @@ def networks(
         "networks", measured, quick, json,
         then=lambda figures: None if json else _print_failures(failures(outcomes)),
     )  # fmt: skip
+
+
+@app.command("generate")
+def generate(quick: Quick = False, json: Json = False) -> None:
+    """Compare text generation over one and two workers with plain PyTorch: tokens per second, the same tokens.
+
+    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    """
+    from manyhands_bench.generate.bench import GenerateOptions, bench_generate
+
+    options = GenerateOptions.quick() if quick else GenerateOptions()
+    _measure("generate", lambda say: bench_generate(options, _lines(say)), quick, json)
 
 
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:

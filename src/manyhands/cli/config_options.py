@@ -39,7 +39,9 @@ def _parameters(config: type[Config]) -> Iterator[inspect.Parameter]:
 
 def _parameter(name: str, option: Option, help: str) -> inspect.Parameter:
     kind: Any = list[str] if option.is_list else option.kind
-    described = typer.Option(*option.flags, help=help, metavar=option.metavar, envvar=option.variable)
+    described: Any = typer.Option(*option.flags, help=help, metavar=option.metavar, envvar=option.variable)
+    if option.is_argument:
+        described = typer.Argument(help=help, metavar=option.metavar, show_default=False)
     annotation = Annotated[kind | None, described]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

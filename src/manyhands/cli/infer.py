@@ -32,6 +32,9 @@ def infer(**arguments: Any) -> None:
     from manyhands.job.devices import devices_for
 
     config = infer_config(with_token(arguments))
+    if config.generates:
+        _generate(config)
+        return
     answers: dict[str, Any] = {}
     with InferShow(quiet=config.json) as show:
         config = replace(config, say=show.say)
@@ -58,6 +61,36 @@ def infer(**arguments: Any) -> None:
         print_json(answers)
     else:
         show.finished(answers, config.output)
+
+
+def _generate(config: InferConfig) -> None:
+    """Go on with the prompts, and print what follows them."""
+    from manyhands.cli.show import print_json
+    from manyhands.inference.generate import generate_with
+    from manyhands.inference.text import load_text_model
+    from manyhands.job.devices import devices_for
+
+    with InferShow(quiet=config.json) as show:
+        config = replace(config, say=show.say)
+        loaded = load_text_model(config)
+        with devices_for(config, show.say) as devices:
+            placed = replace(config.on(devices), name=loaded.name)
+            generated = generate_with(
+                placed, loaded.model, loaded.prompts, on_ready=lambda running: show.ready_for_text(running, loaded)
+            )
+    answers = loaded.answers(generated)
+    if config.json:
+        print_json(
+            {
+                "answers": answers, "network": loaded.name, "weights": loaded.note, "new_tokens": generated.count,
+                "seconds": generated.seconds, "first_seconds": generated.first_seconds,
+                "tokens_per_second": generated.tokens_per_second,
+                "following_per_second": generated.following_per_second, "restarts": generated.restarts,
+                "plan": generated.plan.to_dict(),
+            }
+        )  # fmt: skip
+    else:
+        show.finished_text(answers, generated)
 
 
 def _samples(loaded: Known, source: str) -> SampleSource:

@@ -12,8 +12,10 @@ from manyhands.cli.following import Show
 
 if TYPE_CHECKING:
     from manyhands.cli.moving import Moving
+    from manyhands.inference.generate import Generated
     from manyhands.inference.infer import Inference
     from manyhands.inference.model import Known
+    from manyhands.inference.text import TextModel
     from manyhands.observe.live import Live
 
 SHOWN = 20
@@ -33,21 +35,50 @@ class InferShow(Show):
         unknown."""
         if self.quiet:
             return
-        from manyhands.cli.tables import share_text
-        from manyhands.facts.plan_check import layer_range
         from manyhands.facts.units import format_seconds
 
         self.stop()
         plan, network = running.plan, running.graph.network
         typer.echo(f"{network.name} ({network.input_text}) for {running.objective}, order {plan.order}:")
-        for stage in plan.stages:
-            first, last = layer_range(stage)
-            shares = [f"{device} ({share_text(stage.share, place)})" for place, device in enumerate(stage.devices)]
-            typer.echo(f"  layers {first}-{last - 1}: {', '.join(shares)}")
+        self._print_stages(running)
         many = " of a long stream" if count is None else f" of {count:,} in a row"
         of = "" if running.objective == "latency" else many
         typer.echo(f"Predicted: {format_seconds(predicted)} a sample{of}. {loaded.note}")
         sys.stdout.flush()
+
+    def _print_stages(self, running: Inference) -> None:
+        from manyhands.cli.tables import share_text
+        from manyhands.facts.plan_check import layer_range
+
+        for stage in running.plan.stages:
+            first, last = layer_range(stage)
+            shares = [f"{device} ({share_text(stage.share, place)})" for place, device in enumerate(stage.devices)]
+            typer.echo(f"  layers {first}-{last - 1}: {', '.join(shares)}")
+
+    def ready_for_text(self, running: Inference, loaded: TextModel) -> None:
+        """Print the plan for a text."""
+        from manyhands.inference.text import shown
+
+        if self.quiet:
+            return
+        self.stop()
+        network = running.graph.network
+        typer.echo(f"{network.name} goes on with {shown(loaded.prompts)}:")
+        self._print_stages(running)
+        typer.echo(loaded.note)
+        sys.stdout.flush()
+
+    def finished_text(self, answers: list[dict[str, Any]], generated: Generated) -> None:
+        from manyhands.facts.units import format_seconds
+
+        for answer in answers:
+            typer.echo(answer.get("text") or " ".join(map(str, answer["tokens"])))
+        typer.echo(
+            f"{generated.count:,} tokens, {generated.tokens_per_second:,.1f} a second; the first after "
+            f"{format_seconds(generated.first_seconds)}, the others {generated.following_per_second:,.1f} a second."
+        )
+        if generated.restarts:
+            typer.echo(f"Devices came or went: {generated.restarts} time(s) a prompt was read again.")
 
     def begin_with(self, running: Inference, count: int) -> None:
         self.begin(count, 1)

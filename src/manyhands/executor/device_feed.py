@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from manyhands.executor.in_flight_micro_batch import InFlightMicroBatch
-from manyhands.executor.messages import COORDINATOR, FeedPart
+from manyhands.executor.messages import COORDINATOR, ROWS, FeedPart
 from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.runner import Runner
 from manyhands.facts.errors import BadData
@@ -45,7 +45,9 @@ class DeviceFeed:
         for number, (part, sent) in enumerate(zip(self.parts, tensors)):
             tensor = self._local_rows(number, part, sent) if part.is_local else sent
             data = tensor.to(self.torch_device, non_blocking=True)
-            if part.is_target:
+            if part.name == ROWS:
+                batch.rows = int(sent)
+            elif part.is_target:
                 batch.targets[part.name] = data
             elif part.stage != AT_HOME:
                 self.runners[part.stage].put_value(batch.number, part.name, part.box, data)

@@ -11,7 +11,7 @@ import torch
 from manyhands.data.preload import Preload
 from manyhands.data.silo import SiloContent
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
-from manyhands.executor.messages import FeedPart, everything_fed, feed_parts
+from manyhands.executor.messages import ROWS, FeedPart, everything_fed, feed_parts
 from manyhands.executor.resident_dataset import SAMPLES, resident_key
 from manyhands.executor.share_loss import shared_totals, target_names
 from manyhands.facts.boxes import Box
@@ -131,13 +131,14 @@ class Feeder:
         self._send(step, values, bound_targets, place)
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
-        """Send one batch without targets, by the names of the network's inputs."""
+        """Send one batch without targets, by the names of the network's inputs; under ROWS, how many are samples."""
         self._send(step, values, {}, place)
 
     def _send(
         self, step: int, values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], place: int
     ) -> None:
-        checked = self._checked(values, self._specs)
+        checked = self._checked({name: tensor for name, tensor in values.items() if name != ROWS}, self._specs)
+        checked[ROWS] = values.get(ROWS, torch.tensor([self.plan.step_size]))
         for number in range(self._passes):
             for device, parts in self.parts.items():
                 tensors = [self._cut(device, part, checked, targets, number) for part in parts]
@@ -180,6 +181,8 @@ class Feeder:
         micro_batch: int,
     ) -> torch.Tensor:
         tensor = (targets if part.is_target else values)[part.name]
+        if part.name == ROWS:
+            return tensor
         if part.scattered:
             return self._gathered(device, part, tensor, micro_batch)
         if part.is_local:

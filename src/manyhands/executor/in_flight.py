@@ -81,7 +81,8 @@ class InFlightMicroBatches:
         if context is None:
             first, last = self.samples[stage]
             place = first if self._has_steps else number * self.plan.micro_batch_size + first
-            context = Context(self.plan.is_training, self.seed, self.step_of(number), place, last - first)
+            samples = last - first if batch is None or batch.rows is None else batch.rows
+            context = Context(self.plan.is_training, self.seed, self.step_of(number), place, samples)
             if batch is not None:
                 batch.contexts[stage] = context
         return context

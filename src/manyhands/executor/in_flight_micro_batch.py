@@ -45,10 +45,12 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
 class InFlightMicroBatch:
     """One micro-batch on one device, from its inputs until nothing is kept of it."""
 
-    __slots__ = ("at_home", "contexts", "number", "pending_statistics", "phases", "targets", "updates_before")
+    __slots__ = ("at_home", "contexts", "number", "pending_statistics", "phases", "rows", "targets", "updates_before")
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.rows: int | None = None
+        """How many of its rows are samples; None: all."""
         self.at_home: dict[str, torch.Tensor] = {}
         """Inputs that this device holds for others, whole."""
         self.targets: dict[str, torch.Tensor] = {}

@@ -25,6 +25,9 @@ COORDINATOR = "coordinator"
 """The name under which the process that started the run feeds inputs and gathers results."""
 ROW_BYTES = 8
 """Bytes of a sample's number."""
+ROWS = "rows of the batch"
+"""What every device is fed, beside inputs, where buffers are carried from pass to pass: how many rows of a batch are
+samples. The others are blank and are not computed, or they would be carried on. No input can be called so."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def feed_parts(
     network = lowering.network
     inputs = fed_inputs(lowering).get(device, ())
     parts = [FeedPart(part.tensor, part.box, network.tensors[part.tensor].dtype, stage) for stage, part in inputs]
+    if graph.carried:
+        parts.append(FeedPart(ROWS, Box.whole((1,)), "int64"))
     last = lowering.geometries[-1]
     if targets and graph.loss is not None and device in last.loss_devices:
         specs = {spec.name: spec for spec in graph.loss.inputs}

@@ -48,11 +48,13 @@ RunnerFactory = Callable[[StageGeometry, RunnerSetup], "Runner"]
 
 def segment_runner(geometry: StageGeometry, setup: RunnerSetup) -> Runner:
     """Return a runner of whole samples."""
+    from manyhands.executor.carrying import CarryingRunner
     from manyhands.executor.runner import SegmentRunner
     from manyhands.graph.kernels import kernel_calls
 
     calls = kernel_calls(setup.graph, setup.kernels)
-    return SegmentRunner(setup.graph, setup.weights, geometry, setup.device, setup.actions, calls)
+    runner = CarryingRunner if setup.graph.carried else SegmentRunner
+    return runner(setup.graph, setup.weights, geometry, setup.device, setup.actions, calls)
 
 
 def _tile_runner(geometry: StageGeometry, setup: RunnerSetup) -> Runner:

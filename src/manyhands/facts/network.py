@@ -114,6 +114,8 @@ class Op(msgspec.Struct, frozen=True):
     random: bool = False
     writes: tuple[str, ...] = ()
     """Buffers it writes in training."""
+    carries: bool = False
+    """Whether it writes its buffer at rest too, for later passes to read: all of them must run where the buffer is."""
     module: str = ""
     where: str = ""
     tiling: str = ""
@@ -168,6 +170,11 @@ class Network(msgspec.Struct, frozen=True, dict=True):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    @cached_property
+    def carries(self) -> bool:
+        """Whether buffers are carried from one pass to the next, at rest too."""
+        return any(op.carries for op in self.ops)
 
     @cached_property
     def producer(self) -> dict[str, int]:

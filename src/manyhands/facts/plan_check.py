@@ -8,6 +8,7 @@ from math import inf
 import msgspec
 
 from manyhands.facts.boxes import cut_points
+from manyhands.facts.carried_state import check_carried
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
 from manyhands.facts.extensions import INSTALL_HINT
@@ -73,6 +74,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         _check_eager(resolved, index, stage, network)
         check_recompute(resolved, index, network)
     check_tied_weights(resolved, network, [network.weights_of(*op_range(stage, network)) for stage in stages])
+    check_carried(resolved, network)
     _check_replay(resolved, network)
     _check_micro_batches(resolved, network)
     _check_loss(resolved, network)

@@ -68,6 +68,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 mixes_samples=mixes_samples(node, specs, outers, numbers),
                 random=node.target in ops.RANDOM,
                 writes=_writes(node),
+                carries=node.updates in graph.carried,
                 module=node.module,
                 where=node.where,
                 tiling=tiling,
@@ -80,7 +81,9 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     return Network(
         name=graph.name,
         ops=tuple(described),
-        layers=layers_of(tuple(described), specs, weights, graph.outputs, granularity, _attached(graph), numbers),
+        layers=layers_of(
+            tuple(described), specs, weights, graph.outputs, granularity, _attached(graph) | _carrying(graph), numbers
+        ),
         tensors=specs,
         weights=weights,
         inputs=tuple(spec.name for spec in graph.inputs),
@@ -105,6 +108,16 @@ def _attached(graph: Graph) -> frozenset[int]:
     return frozenset(places)
 
 
+def _carrying(graph: Graph) -> frozenset[int]:
+    """Return the places of nodes that must stay with the node before them: those between a carried buffer's first node
+    and its last."""
+    places: set[int] = set()
+    for name in graph.carried:
+        users = [index for index, node in enumerate(graph.nodes) if name in weights_of(node)]
+        places.update(range(users[0] + 1, users[-1] + 1))
+    return frozenset(places)
+
+
 def fingerprint(graph: Graph) -> str:
     """Return a short name for graph and input shape; weights' values and the user's file names do not matter."""
     nodes = [(n.target, n.arguments, sorted(n.options.items()), n.outputs) for n in graph.nodes]
@@ -112,6 +125,8 @@ def fingerprint(graph: Graph) -> str:
     without_gradient = [i for i, node in enumerate(graph.nodes) if node.without_gradient]
     if without_gradient:
         text += repr(without_gradient)
+    if graph.carried:
+        text += repr(graph.carried)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

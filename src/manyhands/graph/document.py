@@ -38,6 +38,8 @@ def to_document(graph: Graph) -> dict[str, Any]:
     document["loss_combination"] = graph.loss_combination
     if graph.penalties:
         document["penalties"] = list(graph.penalties)
+    if graph.carried:
+        document["carried"] = list(graph.carried)
     return document
 
 

@@ -73,6 +73,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     loss: dict[str, Any] | None
     loss_combination: str = ""
     penalties: list[str] = []
+    carried: list[str] = []
 
 
 def weights_in(graph: Graph) -> dict[str, WeightSpec]:
@@ -124,6 +125,10 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         for leaf in leaves:
             if leaf not in tensors:
                 refuse(place, f"{leaf!r:.80} is no tensor of the graph")
+    written = {node.updates for node in nodes if node.updates}
+    for name in raw.carried:
+        if name not in written or raw.carried.count(name) > 1:
+            refuse("carried", f"{name!r:.80} must be a buffer that a node writes, named once")
     if raw.loss is not None and is_loss:
         refuse("loss", "a loss has no loss of its own")
     return Graph(
@@ -139,6 +144,7 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         loss=None if raw.loss is None else _graph(raw.loss, is_loss=True),
         loss_combination=_loss_combination(raw),
         penalties=tuple(raw.penalties),
+        carried=tuple(raw.carried),
     )
 
 

@@ -26,7 +26,7 @@ def at_rest(graph: Graph) -> Graph:
     makers = {node.outputs[0].name: node for node in graph.nodes if not node.updates}
     state, nodes, place = dict(graph.state), list[Node](), dict[str, int]()
     for node in graph.nodes:
-        if node.updates:
+        if node.updates and node.updates not in graph.carried:
             continue
         source = node.arguments[0] if node.arguments else None
         maker = makers.get(source.name) if isinstance(source, Value) else None

@@ -39,6 +39,9 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
     """The way in which the loss combines over samples (loss.py); "" where there is no loss."""
     penalties: tuple[str, ...] = ()
     """Tensors made from weights alone that only the loss reads (penalties.py)."""
+    carried: tuple[str, ...] = ()
+    """Buffers that every pass writes and the next one reads, at rest too, like a cache of keys and values. They begin
+    as zeros wherever a run begins, and never travel."""
 
     def __hash__(self) -> int:
         return id(self)

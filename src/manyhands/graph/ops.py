@@ -70,6 +70,7 @@ dropout feature_dropout alpha_dropout bernoulli bernoulli.p bernoulli_.float ran
 """
 _BUFFER_UPDATE = """
 copy_ add_.Tensor add_.Scalar mul_.Tensor mul_.Scalar lerp_.Scalar lerp_.Tensor sub_.Tensor fill_.Scalar zero_
+index_put_
 """
 
 

@@ -227,7 +227,7 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Comp
     last_reader = {name: index for index, node in enumerate(nodes) for name in values_of(node)}
     made_by = {spec.name: node for node in nodes for spec in node.outputs}
     for index, node in enumerate(nodes):
-        if node.updates and not (training and moves_buffers):
+        if node.updates and not (training and moves_buffers) and node.updates not in piece.graph.carried:
             continue
         slots = piece._slots
         random = RANDOM_CALLS.get(node.target)

@@ -18,6 +18,10 @@ def infer_config(arguments: Mapping[str, Any]) -> InferConfig:
     If no devices are named, this machine starts as many workers as a plan file names, or as it has cores for.
     """
     options = given_arguments(arguments)
+    if network := options.pop("network", ""):
+        if options.get("model"):
+            raise BadValue(f"Both {network} and --model {options['model']} are given.", hint="Give one of them.")
+        options["model"] = network
     take_share(options, STRATEGIES)
     take_devices(options)
     plan = str(options.get("plan", "auto"))

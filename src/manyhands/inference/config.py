@@ -1,4 +1,5 @@
-"""`InferConfig`: every option of `mh.infer`, `mh.Inference.open` and `manyhands infer`, with default and help."""
+"""`InferConfig`: every option of `mh.infer`, `mh.Inference.open`, `mh.generate` and `manyhands infer`, with default and
+help."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyhands.facts.errors import BadValue
-from manyhands.job.config import Config, Option, option, varied
+from manyhands.job.config import Config, Option, fields_of, option, varied
 from manyhands.job.config_sections import MODEL, DevicesConfig, JobConfig
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ STRATEGIES = {
     "channels": "", "pipeline": "", "split": "",
 }  # fmt: skip
 MOST_WAITING = 64
+NEW_TOKENS = 64
 REQUEST_SECONDS = 300.0
 
 
@@ -26,8 +28,10 @@ class AnswersConfig(Config):
     """The network, its samples, and what becomes of the answers."""
 
     model: str = option(
-        "", "A name from `manyhands models`, or module:factory.", "--model", "-m", is_keyword=False, default_text=MODEL
-    )
+        "", "A name from `manyhands models`, hf:TYPE or hf:FOLDER, or module:factory.", "--model", "-m",
+        is_keyword=False, default_text=MODEL,
+        other_flags={"network": Option("As --model, like hf:FOLDER.", metavar="MODEL", is_argument=True)},
+    )  # fmt: skip
     weights: str = option(
         "", "A run's folder, or a .safetensors file.", "--weights", "-w", is_keyword=False, default_text="random"
     )
@@ -89,20 +93,81 @@ class AnswersConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferConfig(JobConfig, DevicesConfig, AnswersConfig):
-    """Every option of `mh.infer` and `manyhands infer`."""
+class TokensConfig(Config):
+    """Prompts, and how the tokens that follow them are chosen. `mh.infer` takes none of these."""
+
+    prompt: tuple[str, ...] = option(
+        (), "Go on with this text; repeatable. A network of hf:FOLDER with the tokenizer's files.", "--prompt",
+        is_list=True, is_keyword=False,
+    )  # fmt: skip
+    tokens: tuple[str, ...] = option(
+        (), "Go on with these tokens, like 12,7,900; repeatable.", "--tokens", is_list=True, is_keyword=False
+    )
+    max_new_tokens: int = option(
+        NEW_TOKENS, "The most tokens after each prompt.", "--max-new-tokens", kind=int, at_least=1, at_most=2**20
+    )
+    temperature: float | None = option(
+        None, "Draw tokens, below 1 the likely ones more often. None: 1 beside top_k and top_p, else none are drawn.",
+        "--temperature", kind=float, more_than=0, default_text="1 beside --top-k and --top-p, else none are drawn",
+    )  # fmt: skip
+    top_k: int | None = option(None, "Draw from so many of the likeliest tokens only.", "--top-k", kind=int, at_least=1)
+    top_p: float | None = option(
+        None, "Draw from the likeliest tokens only that together are at least this likely.", "--top-p", kind=float,
+        more_than=0, at_most=1,
+    )  # fmt: skip
+    seed: int = option(0, "Seed of the draws.", "--seed", kind=int, at_least=0, at_most=2**63 - 1)
+    end_tokens: tuple[int, ...] | None = option(
+        None, "Tokens that end a text. None: the network's own, if its configuration names any; (): none."
+    )
+    chunk: int = option(
+        8, "Tokens that are computed at once.", "--chunk", kind=int, at_least=1,
+        at_most=1024,
+    )  # fmt: skip
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether tokens are drawn."""
+        return not (self.temperature is None and self.top_k is None and self.top_p is None)
+
+    def refuse_tokens(self, function: str) -> None:
+        """Refuse options that only matter where text is generated: elsewhere they would be ignored."""
+        fields = fields_of(type(self))
+        for name in TokensConfig.__annotations__:
+            if getattr(self, name) != fields[name].command_default:
+                raise BadValue(f"{self.spelling(name)} is an option of mh.generate; {function} generates no text.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferConfig(JobConfig, DevicesConfig, AnswersConfig, TokensConfig):
+    """Every option of `mh.infer`, `mh.generate` and `manyhands infer`."""
 
     devices: int | None = varied(DevicesConfig, "devices", None, default_text="one a core, up to 4")
 
     def check(self) -> None:
         super().check()
-        if self.is_command and bool(self.input) == (self.serve is not None):
-            raise BadValue(
-                "There is nothing to answer."
-                if not self.input
-                else "--input and --serve both say what is to be answered.",
-                hint="Give one of them: --input FOLDER, --input samples.npy, --input digits or --serve 8080.",
+        if not self.is_command:
+            return
+        given = [
+            flag
+            for flag, is_given in (
+                ("--input", self.input), ("--serve", self.serve is not None), ("--prompt", self.prompt),
+                ("--tokens", self.tokens),
             )
+            if is_given
+        ]  # fmt: skip
+        if len(given) != 1:
+            raise BadValue(
+                f"{' and '.join(given)} both say what is to be answered." if given else "There is nothing to answer.",
+                hint="Give one of them: --input FOLDER, --input samples.npy, --input digits or --serve 8080; or, to go "
+                "on with a text, --prompt TEXT or --tokens 12,7,900.",
+            )
+        if not self.generates:
+            self.refuse_tokens(f"manyhands infer {given[0]}")
+
+    @property
+    def generates(self) -> bool:
+        """Whether a command goes on with prompts."""
+        return bool(self.prompt or self.tokens)
 
     @property
     def plan_file(self) -> str:

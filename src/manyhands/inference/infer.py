@@ -31,12 +31,13 @@ from manyhands.graph.weights import Weights
 from manyhands.inference.config import InferConfig
 from manyhands.inference.options import InferOptions
 from manyhands.inference.pulling import Pulled
-from manyhands.inference.replanning import InferenceReplanner
+from manyhands.inference.replanning import InferenceReplanner, sized
 from manyhands.job.config import takes
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.plans.inference import plan_for, sample_seconds, stream_seconds
 from manyhands.plans.planning import read_plan
+from manyhands.runtime.carried_streaming import CarriedStreaming
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.retry_policy import RetryPolicy
@@ -65,6 +66,7 @@ def infer(
     inputs          a tensor with samples on its first axis, a data set (its inputs), or samples one after another
     """
     config = InferConfig.from_keywords("mh.infer", options)
+    config.refuse_tokens("mh.infer")
     samples = samples_of(inputs)
     first = next(samples, None)
     if first is None:
@@ -180,7 +182,9 @@ class Inference:
 
         example         one sample; a Graph needs none
         """
-        return open_with(InferConfig.from_keywords("mh.Inference.open", options), model, example)
+        config = InferConfig.from_keywords("mh.Inference.open", options)
+        config.refuse_tokens("mh.Inference.open")
+        return open_with(config, model, example)
 
     def __enter__(self) -> Inference:
         return self
@@ -264,8 +268,9 @@ class Inference:
         return self.streaming.bytes_between
 
 
-def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None) -> Inference:
-    """Open an inference as configured: capture, measure, plan and distribute the parts."""
+def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None, *, batch_size: int = 0) -> Inference:
+    """Open an inference as configured: capture, measure, plan and distribute the parts. `batch_size`: in place of the
+    plan's; 0: the plan's."""
     plan, objective, say = config.plan, config.objective, config.say
     if isinstance(model, Graph):
         graph = model
@@ -283,15 +288,17 @@ def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None
         machines, profile = measure_who_stays(
             session, graph, ladder[-1], retry_policy if strategy else None, ladder=ladder, say=say, training=False
         )
-        chosen = _planned(plan, graph, machines, profile, objective, config.home)
+        chosen = sized(_planned(plan, graph, machines, profile, objective, config.home), batch_size)
         seconds = sample_seconds(chosen, graph.network, machines, profile, objective)
         replan = InferenceReplanner(session, graph, machines, profile, objective, strategy or "auto", config.home)
+        replan.batch_size = batch_size
+        sent = Weights.copied(graph, {spec.name for spec in graph.weights} - set(graph.carried))
         order = Order(
-            graph, chosen, RunState(Weights.copied(graph).tensors), 0, kernels=replan.kernels(chosen),
+            graph, chosen, RunState(sent.tensors), 0, kernels=replan.kernels(chosen),
             memory_step=0 if config.memory else -1, wait_limit_seconds=config.limit_seconds,
             watch_every=rounds_between_looks(seconds * chosen.batch_size, MANY_ROUNDS),
         )  # fmt: skip
-        streaming = Streaming(
+        streaming = (CarriedStreaming if graph.carried else Streaming)(
             session.coordinator, order, replan, retry_policy, most_waiting=config.most_waiting, log_event=_teller(say),
         )  # fmt: skip
         stack.callback(streaming.close, cancel=True)

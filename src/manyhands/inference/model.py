@@ -197,6 +197,7 @@ def _built(
     module = build_model(name, data) if data is not None else registry.build(name)
     if not state:
         return module
+    state = _with_tied(module, state)
     options = _options(name, module, state)
     if options:
         module = registry.build(name, **options)
@@ -210,6 +211,17 @@ def _built(
         )
     module.load_state_dict(dict(state))
     return module
+
+
+def _with_tied(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return stored weights with those that are stored under another name only: a tied weight is stored once."""
+    stored_name = {tensor.data_ptr(): key for key, tensor in module.state_dict().items() if key in state}
+    tied = {
+        key: state[stored_name[tensor.data_ptr()]]
+        for key, tensor in module.state_dict().items()
+        if key not in state and tensor.numel() and tensor.data_ptr() in stored_name
+    }
+    return {**state, **tied}
 
 
 def _misfits(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 class InferOptions(TypedDict, total=False):
     """Every keyword that `InferConfig` describes."""
 
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    end_tokens: tuple[int, ...] | None
+    chunk: int
     objective: str
     plan: Plan | str | Path
     home: str

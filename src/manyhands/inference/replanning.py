@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError, unknown
 from manyhands.facts.network import Network
@@ -47,6 +49,11 @@ def replan_inference(
     raise refusal
 
 
+def sized(plan: Plan, batch_size: int) -> Plan:
+    """Return the plan with batches of another size; 0: as it is."""
+    return msgspec.structs.replace(plan, batch_size=batch_size) if batch_size else plan
+
+
 class InferenceReplanner:
     """Plans for the present devices when a stream's workers change; knows every device that was ever present."""
 
@@ -57,6 +64,8 @@ class InferenceReplanner:
         from manyhands.job.replanning import Replanner
 
         self.objective, self.strategy, self.home = objective, strategy, home
+        self.batch_size = 0
+        """The samples of a batch, in place of a plan's; 0: the plan's."""
         self._network = graph.network
         self._known = Replanner(session, graph, cluster, profile, strategy, None, 0.0, 0, training=False)
 
@@ -64,7 +73,7 @@ class InferenceReplanner:
         """Return a plan for the named devices, and their kernels; a device that was not measured yet is measured."""
         cluster, profile = self._known.present(plan, names)
         new_plan = replan_inference(plan, self._network, cluster, profile, self.objective, self.strategy, self.home)
-        return new_plan, self.kernels(new_plan)
+        return sized(new_plan, self.batch_size), self.kernels(new_plan)
 
     def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
         return self._known.kernels(plan)

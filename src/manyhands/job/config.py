@@ -68,6 +68,8 @@ class Option:
     metavar: str | None = None
     variable: str | None = None
     """The environment variable that the command line reads if the option is left out."""
+    is_argument: bool = False
+    """Whether the command line takes it without a flag, as an optional argument."""
     other_flags: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     """Other options of the command line that set the same field, by parameter name."""
 

@@ -36,6 +36,8 @@ INFERENCE_STRATEGIES = (
     "auto", "single", "samples", "tiles", "deepthings", "modnn", "coates", "channels", "pipeline", "split",
 )  # fmt: skip
 Maker = Callable[[Task, Pricer], list[PlanCandidate]]
+WITH_CARRIED = ("single", "pipeline", "split")
+"""The strategies for a network that carries buffers from sample to sample: each lies whole on one device."""
 AT_A_TIME = (2, 4, 8)
 """Samples of a batch that are tried for throughput."""
 _WORTH = 0.95
@@ -138,6 +140,8 @@ def inference_candidates(task: Task, pricer: Pricer) -> list[PlanCandidate]:
             continue
         if name == "split" and not task.home:
             continue  # no device in particular has the input: a pipeline of two covers more
+        if task.network.carries and name not in WITH_CARRIED:
+            continue
         if name in ("modnn", "coates") and len(task.cluster.names) > MOST_TILES:
             continue  # they take all devices, and so many do not help
         try:

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.executor.boxes import dtype_of
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
@@ -99,6 +100,7 @@ class PartBuilder:
         tensors |= state.empty(entry for entry in job.state if entry.name not in tensors)
         held = state.of(state.WEIGHT, tensors)
         work = schedule.lowering.work[self.endpoint.name]
+        held |= {name: zeros(specs[name]) for name in work.weights() if name in graph.carried}
         check_weights({name: _part(specs[name], work.weight_box(name)) for name in held if name in specs}, held)
         if graph.loss is not None:
             loss_tensors = state.of(state.LOSS, tensors)
@@ -128,6 +130,10 @@ def listed(job: DeviceJob, names: Iterable[str]) -> list[TensorEntry]:
     """Return the entries of these tensors in the job's state."""
     entries = {entry.name: entry for entry in job.state}
     return [entries[name] for name in names]
+
+
+def zeros(spec: WeightSpec) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=dtype_of(spec.dtype))
 
 
 def _part(spec: WeightSpec, box: Box | None) -> WeightSpec:

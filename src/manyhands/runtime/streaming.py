@@ -50,7 +50,7 @@ class ReplanStream(Protocol):
 
 
 @dataclass(eq=False)
-class _Sample:
+class WaitingSample:
     """A sample that waits or is under way."""
 
     values: Mapping[str, torch.Tensor]
@@ -107,8 +107,8 @@ class Streaming:
         """The reason why the stream has ended, if it was not closed."""
         self._membership = JobMembership(coordinator, self.retry_policy, self.log_event)
         self._change = threading.Condition()
-        self._waiting: deque[_Sample] = deque()
-        self._under_way: dict[int, list[_Sample]] = {}
+        self._waiting: deque[WaitingSample] = deque()
+        self._under_way: dict[int, list[WaitingSample]] = {}
         """Step -> its batch."""
         self._is_closing = self._is_cancelled = False
         self._is_ready = threading.Event()
@@ -145,7 +145,7 @@ class Streaming:
                 self._change.wait(seconds_left)
             if self._is_over_for_good:
                 raise self._refusal()
-            self._waiting.append(_Sample(values, future, time.monotonic()))
+            self._waiting.append(WaitingSample(values, future, time.monotonic()))
             is_first = len(self._waiting) == 1 or len(self._waiting) % self.plan.step_size == 0
         if is_first:
             self.coordinator.wake()
@@ -192,7 +192,7 @@ class Streaming:
             return max(0.0, self._waiting[0].since + FILL_SECONDS - time.monotonic())
 
     def take(self, step: int, size: int) -> Mapping[str, torch.Tensor] | None:
-        batch: list[_Sample] = []
+        batch: list[WaitingSample] = []
         with self._change:
             while self._waiting and len(batch) < size:
                 sample = self._waiting.popleft()

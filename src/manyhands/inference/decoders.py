@@ -1,0 +1,213 @@
+"""Decoders as networks of one token: a sample is a token and its cell (token_cache.py), an answer what follows it.
+
+Two kinds of decoders are taken:
+
+    forward(input_ids, cache)        a module of your own; it calls cache.update(layer, keys, values) in every layer
+    a causal language model of transformers, which is given the same cache in the form that it knows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.facts.errors import BadValue, CaptureFailed
+from manyhands.inference.token_cache import KeyValueShape, ShapeNotes, TokenCache
+
+TOKENS, CELLS = "tokens", "cells"
+"""The names of the inputs."""
+_OWN_HINT = (
+    "Write forward(self, input_ids, cache), and in every layer keys, values = cache.update(layer, keys, values); or "
+    "give a causal language model of transformers."
+)
+_TRIED_TOKENS = 6
+
+
+class TokenStep(nn.Module):
+    """Returns for each of a pass's tokens the numbers that its decoder gives every next token, or the best of them.
+
+    `kept` None: all numbers; 0: the likeliest token alone; else so many of the largest numbers, and their tokens.
+    """
+
+    def __init__(self, decoder: nn.Module, cache: TokenCache | ShapeNotes, kept: int | None = None) -> None:
+        super().__init__()
+        self.decoder, self.cache, self.kept = decoder, cache, kept
+        self.vocabulary = 0
+        """How many tokens there are to go on with; 0: not known yet."""
+        self.is_of_transformers = is_of_transformers(decoder)
+
+    def forward(self, tokens: Tensor, cells: Tensor) -> Any:
+        self.cache.begin(cells.squeeze(1))
+        logits = self._logits(tokens)[:, -1]
+        if self.kept is None:
+            return logits
+        return logits.argmax(-1) if self.kept == 0 else tuple(logits.topk(self.kept))
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        if not self.is_of_transformers:
+            logits: Tensor = self.decoder(tokens, cache=self.cache)
+            return logits
+        dtype = next(weight.dtype for weight in self.decoder.parameters())
+        output = self.decoder(
+            input_ids=tokens, attention_mask=self.cache.bias(dtype), use_cache=True, return_dict=True,
+            past_key_values=_cache_of_transformers(self.cache), **self._positions()
+        )  # fmt: skip
+        logits = output.logits
+        return logits
+
+    def _positions(self) -> dict[str, Tensor]:
+        takes = inspect.signature(self.decoder.forward).parameters
+        return {"position_ids": self.cache.positions} if "position_ids" in takes else {}
+
+
+def is_of_transformers(decoder: nn.Module) -> bool:
+    """Return whether a module is a network of transformers; the package is not imported to find out."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(decoder, transformers.PreTrainedModel)
+
+
+def _cache_of_transformers(cache: TokenCache | ShapeNotes) -> Any:
+    from transformers.cache_utils import Cache
+
+    class Held(Cache):  # type: ignore[misc]
+        """The cache in the form that transformers' layers know."""
+
+        def __init__(self) -> None:
+            self.layers: list[Any] = []
+
+        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return cache.update(layer_idx, keys, values)
+
+        def get_seq_length(self, *_: Any, **__: Any) -> int:
+            return 0
+
+        def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+            return cache.length, 0
+
+        is_compileable = False
+
+    return Held()
+
+
+def token_step(decoder: nn.Module, prompts: int, length: int, kept: int | None) -> TokenStep:
+    """Return a decoder as a network of one token, with a cache for so many prompts of at most `length` tokens.
+
+    It is tried on a few tokens: what it returns must be what the decoder returns without a cache.
+    """
+    _check_kind(decoder)
+    _check_length(decoder, length)
+    with _resting(decoder):
+        shapes, vocabulary = _shapes(decoder)
+        step = TokenStep(decoder, TokenCache(shapes, prompts, length), kept and min(kept, vocabulary))
+        step.vocabulary = vocabulary
+        _try(decoder, shapes, length)
+    return step.train(decoder.training)
+
+
+@contextlib.contextmanager
+def _resting(decoder: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in decoder.modules()}
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _check_kind(decoder: nn.Module) -> None:
+    name = type(decoder).__name__
+    if is_of_transformers(decoder):
+        if getattr(decoder.config, "is_encoder_decoder", False):
+            raise BadValue(f"{name} has an encoder; text is generated by decoders alone.", hint=_OWN_HINT)
+        if not cast(Any, decoder).can_generate():
+            raise BadValue(f"{name} predicts no next token.", hint=f"Give its ...ForCausalLM. {_OWN_HINT}")
+        return
+    takes = inspect.signature(decoder.forward).parameters
+    if "cache" not in takes:
+        raise BadValue(f"{name} takes no cache: its forward has {', '.join(takes) or 'no parameters'}.", hint=_OWN_HINT)
+
+
+def _check_length(decoder: nn.Module, length: int) -> None:
+    """Refuse texts that are longer than the decoder's positions, or than what a token may look back on."""
+    if not is_of_transformers(decoder):
+        return
+    config = cast(Any, decoder).config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and length > most:
+        raise BadValue(
+            f"A prompt and its new tokens may be {length} tokens; {type(decoder).__name__} has {most} positions.",
+            hint="Give a shorter prompt, or a smaller max_new_tokens (--max-new-tokens).",
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    windows = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
+    for kind, window in windows.items():
+        if kind in kinds and isinstance(window, int) and length > window:
+            raise BadValue(
+                f"A prompt and its new tokens may be {length} tokens; {type(decoder).__name__} has layers that look "
+                f"back on {window} only, which the cache here does not know.",
+                hint="Give a shorter prompt, or a smaller max_new_tokens (--max-new-tokens).",
+            )
+
+
+def _shapes(decoder: nn.Module) -> tuple[Mapping[int, KeyValueShape], int]:
+    """Return what each layer keeps of a token, and the number of tokens to go on with."""
+    notes = ShapeNotes()
+    logits = TokenStep(decoder, notes)(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    if not notes.shapes or notes.repeated:
+        problem = "updates no cache of keys and values"
+        if notes.repeated:
+            problem = f"updates its cache more than once in layer {min(notes.repeated)}"
+        raise BadValue(f"{type(decoder).__name__} {problem}.", hint=_OWN_HINT)
+    return notes.shapes, logits.shape[-1]
+
+
+def _try(decoder: nn.Module, shapes: Mapping[int, KeyValueShape], length: int) -> None:
+    """Compare the decoder with and without its cache on a few tokens, of two prompts at once."""
+    plain = _plain(decoder)
+    count = min(_TRIED_TOKENS, length)
+    step = TokenStep(decoder, TokenCache(shapes, 2, count))
+    vocabulary = _vocabulary(decoder)
+    tokens = torch.randint(vocabulary, (2, count), generator=torch.Generator().manual_seed(0))
+    first = step(tokens[:, :1], torch.tensor([[0], [count]]))
+    if plain is None:
+        return
+    rest = step(tokens[:, 1:].reshape(-1, 1), torch.tensor([*range(1, count), *range(count + 1, 2 * count)])[:, None])
+    expected = plain(tokens)
+    actual = torch.cat([first[:, None], rest.reshape(2, count - 1, -1)], 1)
+    scale = float(expected.abs().max()) or 1.0
+    off = float((actual - expected).abs().max()) / scale
+    if not off <= _TOLERANCE.get(expected.dtype, 0.1):
+        raise CaptureFailed(
+            f"{type(decoder).__name__} returns other numbers with a cache than without one: off by {off:.2g} of the "
+            "largest.",
+            hint="It may need more than positions and a mask of its cache, like numbers made from a whole mask. "
+            + _OWN_HINT,
+        )
+
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+def _plain(decoder: nn.Module) -> Any:
+    """Return a function from prompts to the numbers that the decoder returns without a cache; None: it needs one."""
+    if is_of_transformers(decoder):
+        return lambda tokens: decoder(input_ids=tokens, use_cache=False, return_dict=True).logits
+    parameter = inspect.signature(decoder.forward).parameters["cache"]
+    return None if parameter.default is inspect.Parameter.empty else decoder
+
+
+def _vocabulary(decoder: nn.Module) -> int:
+    """Return how many tokens can be tried: the rows of the first table that is looked up."""
+    tables = (module.num_embeddings for module in decoder.modules() if isinstance(module, nn.Embedding))
+    return next(tables, 1)
