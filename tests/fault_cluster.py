@@ -233,7 +233,7 @@ class FaultCluster:
         before(StateExchange, "keep", lambda one, assignment, step, *rest: self._at(one, "keep", step))
         before(StateExchange, "send_copy", lambda one, assignment, message: self._at(one, "send copy", message.step))
         before(StateExchange, "make_room", lambda one, assignment, message: self._at(one, "hold copy", message.step))
-        before(PartBuilder, "build", lambda one, generation, job: self._at(one, "prepare", job.steps_done))
+        before(PartBuilder, "build", lambda one, generation, job, *rest: self._at(one, "prepare", job.steps_done))
         before(
             StateExchange, "load",
             lambda one, assignment, executor, command: self._at(one, "load", command.first_step),
