@@ -20,6 +20,7 @@ from manyhands.cli.main import whole_app
 MADE_UP = "no-such-thing"
 STARTS = (
     "manyhands.training.train.expect_session", "manyhands.inference.job.open_by_name",
+    "manyhands.inference.generate.generate_with",
     "manyhands.split.training.open_two",
     "manyhands.split.training.joined", "manyhands.runtime.coordinator.Coordinator.__init__",
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
