@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from manyhands.graph.cumulative_norms import momentum_of
 from manyhands.graph.nodes import Node, Value, Weight
 from manyhands.graph.weights import Weights
 
@@ -89,7 +90,8 @@ class SharedBatchNorm:
         data, weight, bias, running_mean, running_variance, _, momentum, epsilon, _ = node.arguments
         assert isinstance(data, Value)
         self.input, self.output = data.name, node.outputs[0].name
-        self.momentum, self.epsilon = float(momentum), float(epsilon)
+        self.momentum = weights.tensors[momentum.name] if isinstance(momentum, Weight) else float(momentum)
+        self.epsilon = float(epsilon)
         self.weight, self.bias = _weight(weight, weights), _weight(bias, weights)
         self.running_mean, self.running_variance = _weight(running_mean, weights), _weight(running_variance, weights)
 
@@ -97,7 +99,7 @@ class SharedBatchNorm:
     def forward(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:
         """Normalise by the moments, and let the running statistics follow them."""
         if self.running_mean is not None and self.running_variance is not None:
-            follow(self.running_mean, self.running_variance, moments, self.momentum)
+            follow(self.running_mean, self.running_variance, moments, momentum_of(self.momentum))
         return self.normalised(data, moments)
 
     def normalised(self, data: torch.Tensor, moments: Moments) -> torch.Tensor:

@@ -28,6 +28,7 @@ from manyhands.executor.tile_call import (
 )
 from manyhands.executor.tile_statistics import PieceGradient, StatisticsOperator
 from manyhands.facts.boxes import Box
+from manyhands.graph.cumulative_norms import momentum_of
 from manyhands.graph.nodes import Weight
 from manyhands.graph.piece import Context
 
@@ -246,7 +247,8 @@ class BatchNorm(Normalization):
         super().__init__(*arguments)
         _, _, _, mean, variance, self.by_batch, momentum, _, _ = self.node.arguments
         self.running_mean, self.running_variance = self._weight(mean), self._weight(variance)
-        self.momentum = float(momentum)
+        counter = self._weight(momentum)
+        self.momentum = float(momentum) if counter is None else counter
 
     def local_statistics(self, inputs: Sequence[BoxTensor], owned: Box) -> Tensor:
         if owned.is_empty:
@@ -257,7 +259,7 @@ class BatchNorm(Normalization):
         """Return the moments of all tiles; the running statistics follow them."""
         moments = merged(list(rows))
         if self.running_mean is not None and self.running_variance is not None:
-            follow(self.running_mean, self.running_variance, moments, self.momentum)
+            follow(self.running_mean, self.running_variance, moments, momentum_of(self.momentum))
         return GatheredStatistics(moments=moments)
 
     def needs_sums(self, context: Context) -> bool:

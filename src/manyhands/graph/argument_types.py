@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.graph import ops
+from manyhands.graph.cumulative_norms import is_counted
 from manyhands.graph.limits import refuse
 from manyhands.graph.nodes import Argument, Enum, Node, SampleCount, Special, Value, Weight
 
@@ -51,7 +52,8 @@ def check_types(node: Node, place: str) -> None:
     if len(node.arguments) > len(positional):
         refuse(place, f"has {len(node.arguments)} arguments; {node.target} takes at most {len(positional)}")
     for parameter, argument in zip(positional, node.arguments, strict=False):
-        _check(parameter, argument, node, place)
+        if parameter.name != "momentum" or not is_counted(node.target, node.arguments):
+            _check(parameter, argument, node, place)
     for name, argument in node.options.items():
         if name not in named:
             names = ", ".join(sorted(named)) or "none"

@@ -38,7 +38,7 @@ def channels_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[str, tu
     if name == "linear" and len(node.outputs[0].shape) == 2 and _has_own_weights(node):
         return "dense", _named(node, (0, 1), (0, None))
     if name == "batch_norm":
-        return "free", tuple(ChannelWeight(name, 0, None) for name in weights_of(node))
+        return "free", tuple(ChannelWeight(name, 0, None) for name in weights_of(node) if weights[name].shape)
     if name == "channel_shuffle":
         return "shuffle", ()
     if name in _SHAPED and len(values_of(node)) == 1 and not weights_of(node):

@@ -28,6 +28,7 @@ from manyhands.graph.conversion_refusals import (
     refuse_nonlinear_backward,
     refuse_unfit_randomness,
 )
+from manyhands.graph.cumulative_norms import counted
 from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
@@ -212,6 +213,7 @@ def _convert_node(node: Any, state: Conversion) -> None:
         if not _decompose(node, state):
             raise off_list(target, node)
         return
+    arguments = counted(target, arguments, state.buffers, where)
     refuse_hidden_randomness(target, arguments, where)
     target, arguments = coin(target, arguments, where, state)
     outputs = output_specs(name, value, where)

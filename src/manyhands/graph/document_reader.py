@@ -18,6 +18,7 @@ from manyhands.facts.network import DTYPE_BYTES, LossCombination, TensorSpec, We
 from manyhands.graph import ops
 from manyhands.graph.argument_types import check_types
 from manyhands.graph.chain import GRANULARITIES
+from manyhands.graph.cumulative_norms import MOMENTUM
 from manyhands.graph.graph import Graph
 from manyhands.graph.limits import (
     DEEPEST_NESTING,
@@ -311,6 +312,11 @@ def _check_writes(node: Node, weights: Mapping[str, WeightSpec], place: str) -> 
     for statistic in node.arguments[3:5]:
         if statistic is not None and not (isinstance(statistic, Weight) and weights[statistic.name].buffer):
             refuse(place, "the running statistics of a normalisation must be buffers")
+    momentum = node.arguments[MOMENTUM]
+    if isinstance(momentum, Weight):
+        counter = weights[momentum.name]
+        if not counter.buffer or counter.shape or counter.dtype != "int64":
+            refuse(place, "what counts the batches of a normalisation must be a buffer of one whole number")
 
 
 def _check_output(spec: TensorSpec, tensors: dict[str, TensorSpec], place: str) -> None:

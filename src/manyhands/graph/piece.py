@@ -19,6 +19,7 @@ from manyhands.graph import ops
 from manyhands.graph.activations import overwriting
 from manyhands.graph.argument_rules import EVERY_CALL, guarded
 from manyhands.graph.convolution_kernels import product
+from manyhands.graph.cumulative_norms import MOMENTUM, is_counted, with_momentum
 from manyhands.graph.fusing import fused
 from manyhands.graph.nodes import (
     Argument,
@@ -237,6 +238,8 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Comp
             arguments = (*arguments[:5], False, *arguments[6:])
         elif node.target in _KEEPS_STATISTICS and training and not moves_buffers:
             arguments = (*arguments[:3], *_without_buffers(arguments), *arguments[5:])
+        if is_counted(node.target, arguments) and not (training and moves_buffers):
+            arguments = (*arguments[:MOMENTUM], 0.0, *arguments[MOMENTUM + 1 :])
         if random is not None and not random.draws(node, training):
             random = None
         if random is not None:
@@ -252,6 +255,8 @@ def _compile(piece: Piece, training: bool, moves_buffers: bool) -> Iterable[Comp
             )
         if random is None and node.target in EVERY_CALL:
             call = guarded(node.target, call)
+        if is_counted(node.target, arguments):
+            call = with_momentum(call)
         draw = random.call if random is not None else None
         if node.without_gradient or node.updates:
             call, draw = unrecorded(call), unrecorded(draw) if draw is not None else None
