@@ -11,12 +11,14 @@ from torch.nn import functional
 
 from fault_cluster import STEPS, Fault, FaultCluster, Reference
 from manyhands.executor.optimizers import slots
+from manyhands.facts.errors import NotFinite
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.graph.capture import capture
 from manyhands.graph.document import to_document
 from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.runtime.worker import Worker
+from manyhands.schedule.actions import Reduce
 from real_runs import ADAM, BATCH, CLASSES, Pictures
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -77,6 +79,36 @@ def drifts(worker: Worker) -> None:
     assert worker.prepared.executor is not None
     with torch.no_grad():
         worker.prepared.executor.weights.tensors[TIED].view(-1)[0] += 1e-6
+
+
+def not_a_number(worker: Worker) -> None:
+    assert worker.prepared is not None
+    assert worker.prepared.executor is not None
+    reducer = worker.prepared.executor.reductions.reducer
+    start = reducer.start
+
+    def spoilt(reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> None:
+        if step >= FAULT_STEP:
+            gradients[0].view(-1)[0] = float("nan")
+        start(reduce, step, gradients)
+
+    reducer.start = spoilt  # type: ignore[method-assign]
+
+
+def test_gradients_that_no_replica_can_judge_end_the_run() -> None:
+    """As in any pipeline: nobody else computes what c does, so it may be the network."""
+    with FaultCluster(NAMES, Fault("c", "backward", "called", step=FAULT_STEP, does=not_a_number)) as cluster:
+        with pytest.raises(NotFinite, match=f"it began in the gradients of step {FAULT_STEP}, in layer .* on c"):
+            cluster.travel(hybrid(), optimizer=ADAM, graph=captured())
+        assert not any(member.is_evicted for member in cluster.coordinator.members.values())
+
+
+@pytest.mark.slow
+def test_gradients_that_a_replica_has_otherwise_are_its_own() -> None:
+    with FaultCluster(NAMES, Fault("a", "backward", "called", step=FAULT_STEP, does=not_a_number)) as cluster:
+        trip = cluster.travel(hybrid(), optimizer=ADAM, graph=captured())
+    trip.check(reference())
+    assert [facts["devices"] for facts in trip.facts("lost")] == [["a"]]
 
 
 @pytest.mark.quick("c")

@@ -13,7 +13,7 @@ Of two devices that contradict each other either may be wrong: the one that cont
 then the one that did so before, then the one that does less of the work, and the reason says so.
 
 Numbers that are not finite are another matter: a network that diverges produces them, and so does a sample that it
-cannot process. A device that alone has them is evicted and the round is run again. If they come again in that step,
+cannot process. A replica that alone has them is evicted and the round is run again. If they come again in that step,
 they are the network's own, and the run ends as on one device.
 
 Rounding differs between machines, and must never be taken for a fault: the tolerance follows from the norms of the
@@ -197,6 +197,7 @@ class Agreement:
         self.suspicions = suspicions
         self.divergence: Divergence | None = None
         self._work, self._network = work, schedule.network
+        self._replicas = {name for stage in schedule.plan.stages if len(stage.devices) > 1 for name in stage.devices}
         self._sums = _sums_of(schedule) if schedule.plan.is_training else {}
         self._of_device: dict[str, set[Key]] = defaultdict(set)
         for key, gradient_sum in self._sums.items():
@@ -275,7 +276,8 @@ class Agreement:
             return None
         began = {*bad, *sources.values()} - {name for name, source in sources.items() if source != name}
         layers = self._sums[next(iter(bad.values()))].layers
-        if exploded or len(began) != 1 or step in self.suspicions.not_finite:
+        has_no_like = began <= bad.keys() - self._replicas  # nobody else computes what it does: it cannot be compared
+        if exploded or len(began) != 1 or has_no_like or step in self.suspicions.not_finite:
             self.divergence = Divergence(step, layers, tuple(sorted(began or bad)))
             return None
         device = next(iter(began))
