@@ -65,7 +65,7 @@ def test_a_module_is_built_without_memory_and_computes_from_its_file(real: Netwo
     assert all(is_mapped(parameter) for parameter in module.parameters())
     assert module.output.weight is module.embedding.weight
     assert torch.equal(module(TOKENS), real(TOKENS))
-    give_back_pages()
+    give_back_pages(0)
     assert torch.equal(module(TOKENS), real(TOKENS))
 
 
@@ -73,7 +73,7 @@ def test_what_is_written_stays_when_pages_are_given_back_and_never_reaches_the_f
     before, module = file.read_bytes(), mapped(file)
     with torch.no_grad():
         module.scale.mul_(2)
-    give_back_pages()
+    give_back_pages(0)
     assert torch.equal(module.scale, torch.full((8,), 2.0))
     assert file.read_bytes() == before
 

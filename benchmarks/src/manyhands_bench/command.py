@@ -366,6 +366,25 @@ def generate(quick: Quick = False, json: Json = False) -> None:
     _measure("generate", lambda say: bench_generate(options, _lines(say)), quick, json)
 
 
+@app.command("larger")
+def larger(
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where what each process printed is stored.", show_default=False)
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a network of 0.5 G parameters on four lab devices of 1.5 GB, none of which could hold it.
+
+    Losses against one process that holds all of it, the memory of every process, and what becomes of it on one such
+    device. Needs root, for the lab, 5 GB of memory beside it and 3 GB of disk. Figures go to standard output, progress
+    to standard error. About half an hour on two cores.
+    """
+    from manyhands_bench.larger.bench import bench_larger
+
+    _measure("larger", lambda say: bench_larger(quick, out, _lines(say)), quick, json)
+
+
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:
     """Print a table of what could not be done, by reason."""
     from manyhands.cli.show import print_table

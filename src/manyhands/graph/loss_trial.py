@@ -36,6 +36,10 @@ def one_thread() -> Iterator[None]:
 _TOLERANCE = 1e-9
 _LARGE = 10_000
 """Elements of one sample above which a single draw must do, so that capture stays quick."""
+_HUGE = 10_000_000
+"""Elements of one sample above which numbers are drawn in their own type: in float64 they could take more memory than
+the network."""
+_ROUNDED_TOLERANCE = 1e-4
 _DRAWS = (("normal", False), ("between 0 and 1", True), ("probabilities", False), ("normal", True))
 """Ways to draw outputs, each with whether non-integer targets are changed; a loss may not accept all of them."""
 
@@ -46,11 +50,13 @@ def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Ten
     With a `power`, the shares are computed by the loss as it is rewritten to take the whole's totals (loss_totals.py).
     """
     try:
-        double = in_double(loss)
+        is_huge = sum(spec.elements for spec in loss.inputs) > _HUGE
+        double = loss if is_huge else in_double(loss)
         weights = Weights({name: tensor.detach().cpu().clone() for name, tensor in double.state.items()})
         piece = Piece(double, weights)
         totals = totals_of(double) if power is not None else None
-        sharing = _Sharing(piece if totals is None else Piece(totals.loss, weights), claim, totals, power or 0)
+        shared = piece if totals is None else Piece(totals.loss, weights)
+        sharing = _Sharing(shared, claim, totals, power or 0, _ROUNDED_TOLERANCE if is_huge else _TOLERANCE)
     except (RuntimeError, NotImplementedError):
         return False  # e.g. weights without values
     is_large = sum(spec.elements for spec in loss.inputs) > _LARGE
@@ -61,10 +67,11 @@ def agrees(loss: Graph, claim: LossCombination, examples: Mapping[str, torch.Ten
     draws_run = 0
     for drawing, is_changed in _DRAWS:
         values = {
-            name: _drawn(examples[name], samples, generator, drawing if name in of_outputs else "", is_changed)
+            name: _drawn(example, samples, generator, drawing if name in of_outputs else "", is_changed)
             if name in batched
-            else cast_to_double(examples[name])
+            else example
             for name in piece.inputs
+            for example in [examples[name] if is_huge else cast_to_double(examples[name])]
         }
         whole = _run(piece, values, of_outputs, samples)
         if whole is None:
@@ -94,6 +101,7 @@ class _Sharing:
     claim: LossCombination
     totals: LossTotals | None
     power: int
+    tolerance: float
 
     def inputs(self, share: Mapping[str, torch.Tensor], totals: torch.Tensor, part: float) -> dict[str, torch.Tensor]:
         """Return what the loss of a part of the samples takes."""
@@ -125,10 +133,11 @@ def _adds_up(
         for name, gradient in result.gradients.items():
             expected = whole.gradients[name][rows]
             # A gradient that is 0 but for rounding is measured by the loss.
-            limit = _TOLERANCE * float(expected.abs().max()) + 1e-13 * abs(whole.value) if expected.numel() else 0.0
+            largest = float(expected.abs().max()) if expected.numel() else 0.0
+            limit = sharing.tolerance * largest + 1e-13 * abs(whole.value)
             if expected.numel() and float((expected - factor * gradient).abs().max()) > limit:
                 return False
-    return abs(total - whole.value) <= _TOLERANCE * size
+    return abs(total - whole.value) <= sharing.tolerance * size
 
 
 def _run(piece: Piece, values: Mapping[str, torch.Tensor], of_outputs: set[str], samples: int) -> _Result | None:
@@ -155,18 +164,18 @@ def _drawn(
     """Return `samples` samples like the example: an output is drawn anew, a target's rows are resampled."""
     example = torch.zeros(example.shape, dtype=example.dtype) if example.is_meta else example.detach().cpu()
     rows = torch.randint(example.shape[0], (samples,), generator=generator)
-    resampled = cast_to_double(example[rows])
+    resampled = example[rows]
     if not resampled.is_floating_point():
         return resampled  # class numbers stay valid
     if not drawing:
         return resampled * (0.5 + _uniform(resampled, generator)) if is_changed else resampled
     if drawing == "between 0 and 1":
         return 0.05 + 0.9 * _uniform(resampled, generator)
-    normal = torch.randn(resampled.shape, generator=generator, dtype=torch.float64)
+    normal = torch.randn(resampled.shape, generator=generator, dtype=resampled.dtype)
     if drawing == "probabilities":
         return normal.softmax(1) if resampled.dim() > 1 else normal.sigmoid()
     return resampled + normal
 
 
 def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.rand(like.shape, generator=generator, dtype=torch.float64)
+    return torch.rand(like.shape, generator=generator, dtype=like.dtype)

@@ -19,16 +19,14 @@ from typing import Any, Literal
 import torch
 import torch.utils._pytree
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.facts.errors import CaptureFailed
+from manyhands.graph.alike_draws import AlikeDraws, OtherDraws
 from manyhands.graph.arguments import in_training_mode
 from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
-from manyhands.graph.nodes import Node
 from manyhands.graph.own_loss import module_loss
 from manyhands.graph.piece import Context, Piece, run_steps
-from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
 from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_map
@@ -91,43 +89,10 @@ def verify(
                     doubtful = not difference.is_within(_IN_DOUBLE)
             if doubtful:
                 raise _differs(check, difference)
-    except _OtherDraws:
+    except OtherDraws:
         note = "the module draws random numbers in another order than its captured graph"
         return Verified(check.samples, time.perf_counter() - start, 0.0, note)
     return Verified(check.samples, time.perf_counter() - start, difference.largest)
-
-
-class _OtherDraws(Exception):
-    """The module drew random numbers which no node of the graph draws next."""
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which random operators give what the graph's nodes draw, one after another."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._next = iter([node for node in graph.nodes if _draws(node)])
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in function.tags:
-            return function(*arguments, **(options or {}))
-        node = next(self._next, None)
-        drawn = draw_like(node, str(function), arguments) if node is not None else None
-        if drawn is None:
-            raise _OtherDraws
-        return arguments[0].copy_(drawn) if function._schema.name.endswith("_") else drawn
-
-    def check_all_drawn(self) -> None:
-        if next(self._next, None) is not None:
-            raise _OtherDraws
-
-
-def _draws(node: Node) -> bool:
-    """Return whether torch draws random numbers at a node: not for a dropout of everything."""
-    random = RANDOM_CALLS.get(node.target)
-    if random is None or not random.draws(node, training=True):
-        return False
-    return random.probability is None or float(node.arguments[random.probability]) < 1
 
 
 class _Given:
@@ -161,7 +126,7 @@ class _Given:
         if watch is None and self.gives_back:
             watch = _give_back
         with _restored(self.module), in_training_mode(self.module), torch.enable_grad(), _watched(self.module, watch):
-            with _Draws(self.graph) as draws:
+            with AlikeDraws(self.graph) as draws:
                 value = module_loss(self.module, self.loss, self.batch, self.target)
             draws.check_all_drawn()
             results = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)

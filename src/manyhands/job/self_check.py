@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import psutil
-
 from manyhands.data.loader import example
+from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.graph.verify import Verified, verify
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
 from manyhands.job.workload import Workload
+from manyhands.runtime.memory_kills import free_bytes
 from manyhands.weights.mapped import is_mapped
+
+_OUTPUTS_HELD = 4
+"""Tensors of the size of the outputs that a loss works with: they, what it makes of them, and gradients of both."""
 
 
 def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verified:
@@ -21,7 +24,7 @@ def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verifi
     if requested is False:
         return Verified(0, 0.0, 0.0, "verify=False")
     samples = _samples(workload.batch_size)
-    need, free = _bytes(graph, samples), int(psutil.virtual_memory().available)
+    need, free = _bytes(graph, samples), free_bytes()
     if requested is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
@@ -43,4 +46,6 @@ def _bytes(graph: Graph, samples: int) -> int:
     held = sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in network.layers)
     read = max((layer.parameter_bytes for layer in network.layers), default=0)
     trained = sum(weight.bytes for weight in network.weights.values() if weight.trainable)
+    entering = graph.loss.inputs if graph.loss is not None else ()
+    held += _OUTPUTS_HELD * samples * sum(spec.elements * DTYPE_BYTES[spec.dtype] for spec in entering)
     return 2 * trained + read * any(map(is_mapped, graph.state.values())) + held

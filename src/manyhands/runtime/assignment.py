@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from manyhands.executor.executor import Executor
 from manyhands.executor.log import DeviceLog
@@ -32,6 +33,8 @@ class Assignment:
     an empty tuple, which is not the same."""
     offered: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """The tensors of each copy that was offered, in the order they travel."""
+    arriving: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Source -> memory for the tensors that it sends at the start."""
     state_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of state sent to each peer."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -230,6 +231,13 @@ def keep_memory() -> None:
             (_M_TOP_PAD, 16 * 2**20),
         ):
             library.mallopt(option, value)
+
+
+def give_back_memory() -> None:
+    """Give freed memory back to the kernel once, after work that took much more than what follows will."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_to_load_everything() -> bool:

@@ -39,11 +39,31 @@ class StateExchange:
             self._check_kept(copy, names, step)
             self._send_tensors(assignment, peer, step, STATE, [copy[name] for name in names])
 
+    def make_room_for_start(self, assignment: Assignment, executor: Executor) -> None:
+        """Make room for the state that others send at the start, before it comes: it is not kept twice then. Weights
+        that do not change arrive where the executor reads them, since they may be most of a device's memory."""
+        job, constants = assignment.command.job, constants_of(executor)
+        assert job is not None
+        for source, names in job.sources.items():
+            if source == self.endpoint.name:
+                continue
+            wanted = listed(job, names)
+            tensors = {
+                entry.name: executor.weights.tensors[weight]
+                for entry in wanted
+                if (weight := state.weight_of(entry.name)) in constants
+                and is_receivable(executor.weights.tensors[weight], entry)
+            }
+            tensors |= state.empty(entry for entry in wanted if entry.name not in tensors)
+            assignment.arriving[source] = {entry.name: tensors[entry.name] for entry in wanted}
+            parts = list(assignment.arriving[source].values())
+            self.endpoint.mailbox.post(source, job.steps_done, STATE, parts)
+
     def load(self, assignment: Assignment, executor: Executor, command: Start) -> None:
         """Load weights and the optimiser's state, from here and from others; they are a copy to come back to, too."""
         job, step = assignment.command.job, command.first_step
         assert job is not None
-        tensors = self._received(job, step, executor)
+        tensors = self._received(assignment, job, step)
         self._check_sums(assignment.generation, job, tensors)
         with torch.no_grad():
             for name, tensor in state.of(state.WEIGHT, tensors).items():
@@ -64,10 +84,8 @@ class StateExchange:
             copy = {name: tensor for name, tensor in tensors.items() if state.weight_of(name) not in ("", *constants)}
             self.keep(assignment, step, copy, job.scalars)
 
-    def _received(self, job: DeviceJob, step: int, executor: Executor) -> dict[str, torch.Tensor]:
-        """Return all tensors that a job starts with, including those that others send. Weights that do not change
-        arrive where the executor reads them: they may be most of a device's memory."""
-        constants = constants_of(executor)
+    def _received(self, assignment: Assignment, job: DeviceJob, step: int) -> dict[str, torch.Tensor]:
+        """Return all tensors that a job starts with, including those that others send."""
         copy = self._keeping.at(step)
         tensors: dict[str, torch.Tensor] = {}
         for source, names in job.sources.items():
@@ -75,15 +93,7 @@ class StateExchange:
                 self._check_kept(copy, names, step)
                 tensors |= {name: copy[name] for name in names}
                 continue
-            wanted = listed(job, names)
-            received = {
-                entry.name: executor.weights.tensors[weight]
-                for entry in wanted
-                if (weight := state.weight_of(entry.name)) in constants
-                and is_receivable(executor.weights.tensors[weight], entry)
-            }
-            received |= state.empty(entry for entry in wanted if entry.name not in received)
-            received = {entry.name: received[entry.name] for entry in wanted}
+            received = assignment.arriving[source]
             self.endpoint.mailbox.receive(source, step, STATE, list(received.values()))
             tensors |= received
         return tensors

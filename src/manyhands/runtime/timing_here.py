@@ -23,6 +23,7 @@ from manyhands.profiler.whole import scaled_to_steps
 from manyhands.runtime.control_messages import Measure, Measured
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.memory_kills import free_bytes
+from manyhands.runtime.processes import give_back_memory
 
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
@@ -49,6 +50,8 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
         rate = rate or step_bytes_per_second(graph, command.optimizer, joining.compute)
     rate = rate or copy_bytes_per_second()
     slowdown = joining.slowdown
+    if by_layers:
+        give_back_memory()  # the network takes nearly all of this device's memory
     return Measured(command.generation, slowed(profile, slowdown), rate / slowdown)
 
 

@@ -310,7 +310,9 @@ class Worker:
         else:
             self.is_under_way = command.job.plan.is_training
             kept = self.keeping.at(command.job.steps_done)
-            self.prepared = Assignment(command, self.builder.build(command.generation, command.job, kept))
+            executor = self.builder.build(command.generation, command.job, kept)
+            self.prepared = Assignment(command, executor)
+            self.exchange.make_room_for_start(self.prepared, executor)
         self._connect(command)
         self._send(Ready(command.generation))
 

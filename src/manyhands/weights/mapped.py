@@ -35,6 +35,8 @@ LARGEST_INDEX_BYTES = 64 * 2**20
 _MOST_NAMES = 5
 _PAGE_OUT = 21
 """Linux' MADV_PAGEOUT: pages that can be read again leave memory; what was written stays."""
+PAGES_HELD_BYTES = 512 * 2**20
+"""Memory of files, PyTorch's libraries among them, that is not worth giving back."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -301,8 +303,19 @@ def _address(file: _MappedFile) -> int:
     return torch.frombuffer(file, dtype=torch.uint8, count=1).data_ptr()
 
 
-def give_back_pages() -> None:
-    """Give the memory of all mapped files back to the system; what is read again is read from the files again."""
-    for file in list(_mapped_files):
-        with suppress(OSError, ValueError):  # a kernel without it keeps the pages until memory runs short
-            file.madvise(_PAGE_OUT)
+def give_back_pages(beyond_bytes: int = PAGES_HELD_BYTES) -> None:
+    """Give the memory of all mapped files back to the system, once this process has more than so many bytes of files;
+    what is read again is read from the files again."""
+    if _mapped_files and _file_bytes() > beyond_bytes:
+        for file in list(_mapped_files):
+            with suppress(OSError, ValueError):  # a kernel without it keeps the pages until memory runs short
+                file.madvise(_PAGE_OUT)
+
+
+def _file_bytes() -> int:
+    """Return the bytes of files, libraries among them, that are in this process's memory."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0

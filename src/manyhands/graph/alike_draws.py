@@ -1,0 +1,54 @@
+"""A module made to draw the random numbers that its captured graph draws, so that the two can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node
+from manyhands.graph.random_ops import RANDOM_CALLS, draw_like
+
+
+class OtherDraws(Exception):
+    """The module drew random numbers which no node of the graph draws next."""
+
+
+class AlikeDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which random operators give what the graph's nodes draw, one after another."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._next = iter([node for node in graph.nodes if _draws(node)])
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags or _drops_nothing(function, arguments, options):
+            return function(*arguments, **(options or {}))
+        node = next(self._next, None)
+        drawn = draw_like(node, str(function), arguments) if node is not None else None
+        if drawn is None:
+            raise OtherDraws
+        return arguments[0].copy_(drawn) if function._schema.name.endswith("_") else drawn
+
+    def check_all_drawn(self) -> None:
+        if next(self._next, None) is not None:
+            raise OtherDraws
+
+
+def _drops_nothing(function: Any, arguments: Any, options: Any) -> bool:
+    """Return whether an operator draws only for its dropout, and that is 0: attention."""
+    place = next((i for i, a in enumerate(function._schema.arguments) if a.name == "dropout_p"), None)
+    if place is None:
+        return False
+    usual = function._schema.arguments[place].default_value
+    return (arguments[place] if place < len(arguments) else (options or {}).get("dropout_p", usual)) == 0
+
+
+def _draws(node: Node) -> bool:
+    """Return whether torch draws random numbers at a node: not for a dropout of everything."""
+    random = RANDOM_CALLS.get(node.target)
+    if random is None or not random.draws(node, training=True):
+        return False
+    return random.probability is None or float(node.arguments[random.probability]) < 1
