@@ -43,7 +43,7 @@ def _drops_nothing(function: Any, arguments: Any, options: Any) -> bool:
     if place is None:
         return False
     usual = function._schema.arguments[place].default_value
-    return (arguments[place] if place < len(arguments) else (options or {}).get("dropout_p", usual)) == 0
+    return bool((arguments[place] if place < len(arguments) else (options or {}).get("dropout_p", usual)) == 0)
 
 
 def _draws(node: Node) -> bool:

@@ -79,7 +79,7 @@ def adapted(model: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=RANK, lora_alpha=int(ALPHA), lora_dropout=0.0, target_modules=list(ADAPTED))
-        wrapped: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+        wrapped: nn.Module = get_peft_model(model, config)
         return wrapped
     model.requires_grad_(False)
     for module in list(model.modules()):

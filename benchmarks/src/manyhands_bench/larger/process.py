@@ -49,7 +49,7 @@ def reference(size: Size, folder: Path) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
     losses, began = [], time.monotonic()
-    for tokens in batches(size).split(size.batch):
+    for tokens in torch.split(batches(size), size.batch):
         loss = model(tokens, labels=tokens)["loss"]
         loss.backward()
         optimizer.step()

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from manyhands.graph.alike_draws import AlikeDraws, OtherDraws
 from manyhands.graph.arguments import bound_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.tensor_trees import flattened
 from manyhands.graph.trees import tree_leaves
-from manyhands.graph.verify import _Draws, _OtherDraws
 from manyhands.graph.weights import Weights
 
 
@@ -27,10 +27,10 @@ def forward_difference(graph: Graph, module: nn.Module, batch: Any) -> float:
     """
     try:
         values = _run(graph, module, batch, is_training=True)
-        with _Draws(graph) as draws:
+        with AlikeDraws(graph) as draws:
             output = _returned(module.train(), batch)
         draws.check_all_drawn()
-    except _OtherDraws:
+    except OtherDraws:
         values = _run(graph, module, batch, is_training=False)
         output = _returned(module.eval(), batch)
     names = list(tree_leaves(graph.output_tree))
