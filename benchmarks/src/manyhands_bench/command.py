@@ -41,7 +41,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate. Repeatable.",
+            "infer, infer-accuracy, networks, generate, larger. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(

@@ -33,7 +33,7 @@ WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
-    "generate": "generate",
+    "generate": "generate", "larger": "larger",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}
@@ -89,7 +89,7 @@ def _impossible(name: str, host: Host, quick: bool) -> str:
 
         if absent := missing_packages():
             return f"it needs {', '.join(dict.fromkeys(absent.values()))}."
-    return missing() if name == "lab" else ""
+    return missing() if name in ("lab", "larger") else ""
 
 
 def _words(name: str, quick: bool) -> str:

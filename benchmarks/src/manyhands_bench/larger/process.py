@@ -31,6 +31,7 @@ LEARNING_RATE = 1e-3
 LINK = Link(125e6, 0.0)
 LAB = "larger"
 _LOOK_SECONDS = 0.5
+_ROOMY = 5
 
 
 def peak_bytes() -> int:
@@ -94,9 +95,16 @@ class _Peaks(threading.Thread):
 
 
 def cluster(size: Size, folder: Path, *, count: int = 0, plan: str | mh.Plan = "pipeline") -> dict[str, Any]:
-    """Train on the devices of a lab."""
+    """Train on the devices of a lab. A plan by hand is forced: devices have enough memory until it is accepted."""
     model, tokens = mapped(size, folder), batches(size)
-    devices = cluster_of(size, count or size.devices)
+    is_forced = isinstance(plan, mh.Plan)
+    roomy = dataclasses.replace(size, memory_bytes=_ROOMY * size.memory_bytes)
+    devices = cluster_of(roomy if is_forced else size, count or size.devices)
+
+    def planned(_: object) -> None:
+        for name in devices.names if is_forced else ():
+            groups.find().make(LAB, name, None, size.memory_bytes)
+
     peaks = _Peaks(devices.names)
     peaks.start()
     began = time.monotonic()
@@ -105,7 +113,8 @@ def cluster(size: Size, folder: Path, *, count: int = 0, plan: str | mh.Plan = "
             model, torch.utils.data.TensorDataset(tokens, tokens),
             optimizer=mh.Optimizer("AdamW", lr=LEARNING_RATE, weight_decay=0.0), batch_size=size.batch,
             steps=size.steps, shuffle=False, plan=plan, cluster=mh.Cluster.lab(devices),
-            micro_batches=None if isinstance(plan, mh.Plan) else size.batch, folder=folder / f"run-{count}",
+            micro_batches=None if is_forced else size.batch, folder=folder / f"run-{count}-{is_forced}",
+            on_planned=planned,
             say=lambda text: print(text, file=sys.stderr),
         )  # fmt: skip
     except mh.ManyhandsError as error:
