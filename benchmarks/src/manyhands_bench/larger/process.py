@@ -1,4 +1,4 @@
-"""What one process of the bench does, and prints as one line of JSON: `python -m manyhands_bench.larger.process TASK`.
+"""The tasks of the bench's processes, each printed as one line of JSON: `python -m manyhands_bench.larger.process TASK`.
 
 reference   plain PyTorch, the whole network in memory
 cluster     manyhands on the lab's devices, weights from the file
