@@ -1,4 +1,4 @@
-"""The tasks of the bench's processes, each printed as one line of JSON: `python -m manyhands_bench.larger.process TASK`.
+"""The tasks of the bench's processes, each printed as a line of JSON: `python -m manyhands_bench.larger.process TASK`.
 
 reference   plain PyTorch, the whole network in memory
 cluster     manyhands on the lab's devices, weights from the file
