@@ -18,6 +18,7 @@ from harness import ADAM, SGD, Batch, Ran, alone, plan_for, run, schedule_of, sh
 from language_model import SAMPLES, batch, language, next_word
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import plan_bytes
+from manyhands.explaining.critical_path import TIED_SUMS, critical_path
 from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
@@ -198,6 +199,7 @@ def test_the_exchange_costs_what_travels() -> None:
     without = simulate(plan, untied, machines)
     assert simulated.bytes_between[first, second] - without.bytes_between[first, second] == weight
     assert simulated.seconds > without.seconds + weight / 1e6
+    assert TIED_SUMS in {leg.use for leg in critical_path(simulated, machines)}
     held = [schedule_of(graph, plan).lowering.work[device].weights() for device in plan.devices]
     assert all("words.weight" in names for names in held)
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from hand_made import CHANNELS, chain, changed
+from hand_made import CHANNELS, chain, changed, even_profile
+from hand_made import cluster as made_cluster
 from manyhands.cli.main import app
 from manyhands.decoupling.decouple import decouple
 from manyhands.facts.cluster import Cluster, preset
@@ -374,6 +375,20 @@ def test_pipelines_equal_exhaustive_search(data: st.DataObject) -> None:
         found = balanced_pipeline(task, count)
         assert found is not None
         assert _slowest(task, found) == pytest.approx(best)
+
+
+def test_a_weight_that_two_layers_read_takes_memory_once_in_each_stage() -> None:
+    def ends(network: Network, memory: int) -> list[object] | None:
+        present = made_cluster(("d0", "d1"), Link(1e9, 0.0), memory_bytes=memory)
+        stages = balanced_pipeline(inference_task(network, present, even_profile(network, ("d0", "d1"))), 2)
+        return None if stages is None else [stage.layers[1] for stage in stages]
+
+    plain = chain(4, weight_elements=1000)
+    tied = changed(plain, 3, weights=("w0", "w3"))
+    assert ends(plain, 8_000) == [2, 4]
+    assert ends(tied, 12_000) == [2, 4]  # 8,000 bytes before the cut, 12,000 behind it
+    assert ends(tied, 11_999) is None
+    assert ends(changed(plain, 3, weights=("w2", "w3")), 8_000) == [2, 4]
 
 
 def test_a_pipeline_answers_as_often_as_its_slowest_stage() -> None:

@@ -230,6 +230,16 @@ def test_cuts_stay_out_of_a_buffer_that_is_written() -> None:
         assert not {2, 3, 4} & set(cuts(adapted(plan, tied, names)))
 
 
+def test_cuts_part_tied_weights_where_the_stages_can_add_up_their_gradients() -> None:
+    tied = changed(chain(6), 4, weights=("w1", "w4"))
+    assert cuts(adapted(pipeline((2, 4, 6)), tied, ("d0", "d2"))) == [3]
+    stages = (by_samples((1, 1, 1), (0, 5), reduce="gateway"), Stage((5, 6), ("d3",)))
+    plan = Plan("chain", 24, stages, 8)
+    new = adapted(plan, tied, ("d0", "d3"))
+    assert not {2, 3, 4} & set(cuts(new))
+    assert cuts(adapted(plan, chain(6), ("d0", "d3"))) == [3]
+
+
 def test_a_stage_whose_samples_mix_stays_single() -> None:
     network = changed(chain(4), 3, mixes_samples=True)
     stages = (by_samples((4, 4), (0, 3)), Stage((3, 4), ("d2",)))

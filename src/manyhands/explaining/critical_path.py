@@ -28,6 +28,7 @@ USES = {
 }  # fmt: skip
 """Message kind -> the name shown to people."""
 GRADIENT_SUMS = "weight gradients"
+TIED_SUMS = "gradients of weights that several stages hold"
 STATISTICS = "batch-norm sums"
 _CLOSE = 1e-12
 
@@ -60,6 +61,8 @@ class _Transfer:
 def use_of(cause: object) -> str:
     """Return what a transfer is for."""
     if isinstance(cause, Reduce):
+        if cause.weights:
+            return TIED_SUMS
         return GRADIENT_SUMS if cause.what == "gradients" else STATISTICS
     return USES.get(cause.kind, cause.kind) if isinstance(cause, Message) else ""
 

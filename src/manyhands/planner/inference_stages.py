@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from math import inf
 
 from manyhands.facts.errors import BadPlan, OutOfMemory
@@ -103,11 +102,11 @@ def _no_room(task: Task) -> OutOfMemory:
     """Return the error that says why no pipeline fits: all weights and those of the largest layer, beside the devices'
     memory."""
     weights, sizes = _weight_bytes(task), [device.memory_bytes for device in task.cluster.devices]
-    size, place = max((after - before, place) for place, (before, after) in enumerate(pairwise(weights)))
+    size, place = max((from_here[1], place) for place, from_here in enumerate(weights))
     layer = f"layer {place} ({task.network.layers[place].name})"
     return OutOfMemory(
         f"No pipeline of {task.network.name} fits cluster {task.cluster.name}: its weights are "
-        f"{format_bytes(weights[-1])}, {format_bytes(size)} of them in {layer}; "
+        f"{format_bytes(weights[0][-1])}, {format_bytes(size)} of them in {layer}; "
         f"the devices have {format_bytes(sum(sizes))}, at most {format_bytes(max(sizes))} each.",
         hint=f"Use {DIVIDED_LAYERS}, more devices, or {MORE_MEMORY}.",
     )
@@ -134,7 +133,7 @@ def balanced_pipeline(task: Task, count: int) -> list[Stage] | None:
                 arriving = _transfer(task, before, name, cuts[first]) if before else 0.0
                 lasts = (layers,) if place == count - 1 else range(first + 1, layers - (count - place - 1) + 1)
                 for last in lasts:
-                    if weights[last] - weights[first] > task.cluster.device(name).memory_bytes:
+                    if weights[first][last - first] > task.cluster.device(name).memory_bytes:
                         break
                     slowest_now = max(slowest, arriving, running[name][last] - running[name][first])
                     key = (last, used | {name}, name)
@@ -168,12 +167,19 @@ def _running(task: Task, name: str) -> list[float]:
     return sums
 
 
-def _weight_bytes(task: Task) -> list[int]:
-    """Return [n] -> bytes of the weights of the first n layers."""
-    sums = [0]
-    for layer in task.network.layers:
-        sums.append(sums[-1] + layer.parameter_bytes + layer.buffer_bytes)
-    return sums
+def _weight_bytes(task: Task) -> list[list[int]]:
+    """Return [first][n] -> bytes of the weights that the n layers from the first on read, each weight once."""
+    weights, layers = task.network.weights, task.network.layers
+    table = []
+    for first in range(len(layers)):
+        counted: set[str] = set()
+        sums = [0]
+        for layer in layers[first:]:
+            new = set(layer.weights) - counted
+            counted |= new
+            sums.append(sums[-1] + sum(weights[name].bytes for name in new))
+        table.append(sums)
+    return table
 
 
 def _transfer(task: Task, source: str, target: str, size: int) -> float:
