@@ -81,8 +81,8 @@ class _Built:
 
 
 def _built(name: str) -> _Built:
-    """Return a network in float64; where it makes tensors of PyTorch's default type as it runs, with that as the default
-    too; where it does not run so either, in its own type."""
+    """Return a network in float64, where it makes tensors of the default type as it runs with that default; where it
+    does not run so either, in its own type."""
     for dtype in (torch.float32, torch.float64):
         with default_dtype(dtype), contextlib.suppress(RuntimeError):
             subject = subject_named(name)
