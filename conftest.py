@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from groups import group_of, mark_slow_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
+if sys.dont_write_bytecode:  # hundreds of processes that tests start would each compile the package, for 1.5 s
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
