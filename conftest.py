@@ -62,6 +62,25 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["MANYHANDS_DISCOVERY"] = "off"  # no test tells the network of its coordinators
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_fork_server() -> None:
+    """That of a test process lasts to its end: another one would load PyTorch again, for 5 s."""
+    from manyhands.runtime import fork_server
+
+    fork_server.IDLE_SECONDS = 3600.0
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers that start now are not children of a fork server that has another test's environment."""
+    from manyhands.runtime import fork_server
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "_fork_servers", {})
+        yield
+        fork_server.close_fork_servers()
+
+
 @pytest.fixture
 def strangers() -> Iterator[None]:
     """Devices that do not know each other, before and after a test. A port that another test's device had may be

@@ -58,7 +58,6 @@ from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive,
 from manyhands.schedule.backup import holders
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.inprocess import InProcessTransport
-from manyhands.transport.inprocess_channel import InProcessListener
 from real_runs import ADAM, BATCH, LAYERS, SGD, Pictures, network
 
 STEPS = 8
@@ -248,9 +247,6 @@ class FaultCluster:
                 self.meet(source, "all-reduce", step, topic)
 
         self.transport.before_send = sending
-        accept = InProcessListener.accept
-        quick_seconds = 0.01  # a door that closes is looked at that often
-        self._patch.setattr(InProcessListener, "accept", lambda one, _: accept(one, quick_seconds))
 
     def _at(self, one: StateExchange | PartBuilder | Keeping, place: str, step: int | None) -> None:
         self.meet(one.endpoint.name, place, step, f"{place} {step}")
