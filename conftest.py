@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
-from groups import group_of, mark_slow_cases
+from groups import group_of, longest_first, mark_slow_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
@@ -22,6 +23,10 @@ if sys.dont_write_bytecode:  # hundreds of processes that tests start would each
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
+
+
+BYTES_EACH = 3e9
+"""Of memory, for a process of `-n` and those that it starts."""
 
 
 class _Slow:
@@ -34,7 +39,19 @@ class _Slow:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Slow(), "slow cases")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of tests in a group; see longest_first
     gc.disable()  # importing torch and thousands of tests makes much that stays; see pytest_collection_finish
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process more than there are cores for `-n auto`, where memory allows: a third of the time tests wait, for
+    worker processes above all."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    return cores + (psutil.virtual_memory().available > (cores + 1) * BYTES_EACH)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -47,6 +64,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Since pytest 9.2 xdist writes a test's group where nobody reads it (pytest-xdist#1386): write it once more."""
     if getattr(config.option, "loadgroup", False):  # in a process of `-n`
+        longest_first(items)
         for item in items:
             group = group_of(item)
             if group and not item.nodeid.endswith(f"@{group}"):

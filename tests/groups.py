@@ -16,6 +16,24 @@ DEEPER = ("resnet34", "vgg19", "yolov2-16", "efficientnet-b1")
 """More layers of the kinds that another network of the zoo has: with the slow tests."""
 
 
+LONGEST = (
+    "tests/test_house.py::test_linters[mypy --strict]",
+    "faults",
+)
+"""Groups, and tests of none, that take longest: they start first, so that no process is left with one at the end."""
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests for `-n`: LONGEST, then the other groups, then all that are in none. xdist keeps this order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+
+    def turn(item: pytest.Item) -> int:
+        group = group_of(item)
+        return places.get(group or item.nodeid, len(LONGEST) + (not group))
+
+    items.sort(key=turn)
+
+
 def by_name(kind: str, names: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
     """Parameters with a group for each; `slow` ones are with the slow tests, as DEEPER is."""
     late = {*DEEPER, *slow}

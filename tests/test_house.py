@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groups import group_of
+from groups import LONGEST, group_of, longest_first
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +47,24 @@ def test_groups_of_tests_reach_xdist(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         group = group_of(item)
         assert not group or item.nodeid.endswith(f"@{group}"), item.nodeid
+
+
+def test_the_longest_groups_are_there() -> None:
+    """Else they would start whenever their turn comes, and be the last to end."""
+    marks = "\n".join(path.read_text() for path in ROOT.glob("**/tests/**/*.py"))
+    for name in LONGEST:
+        path, _, test = name.partition("::")
+        assert f'xdist_group("{name}")' in marks or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
+
+
+def test_longest_first(request: pytest.FixtureRequest) -> None:
+    """Then other groups, then what is in none; tests of a kind keep their order."""
+    items = [item for item in request.session.items if item.path == request.node.path]
+    turned = items[::-1]
+    longest_first(turned)
+    assert turned[0].nodeid == LONGEST[0] or LONGEST[0] not in [item.nodeid for item in items]
+    alone = [item for item in turned if not group_of(item) and item.nodeid not in LONGEST]
+    assert turned[-len(alone) :] == alone == [item for item in items[::-1] if item in alone]
 
 
 def test_every_room_is_under_the_linter() -> None:
