@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from groups import group_of, longest_first, mark_slow_cases
+from groups import group_of, longest_first, mark_slow_cases, unit_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
@@ -42,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # by the number of tests in a group; see longest_first
     gc.disable()  # importing torch and thousands of tests makes much that stays; see pytest_collection_finish
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's scheduler for groups, but that tests in none stay together by file."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

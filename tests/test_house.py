@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groups import LONGEST, group_of, longest_first
+from groups import LONGEST, group_of, longest_first, unit_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
-        ["-m", "mypy"],
+        pytest.param(["-m", "mypy"], marks=pytest.mark.xdist_group("mypy")),
     ],
     ids=["ruff check", "ruff format", "mypy --strict"],
 )
@@ -53,8 +53,7 @@ def test_the_longest_groups_are_there() -> None:
     """Else they would start whenever their turn comes, and be the last to end."""
     marks = "\n".join(path.read_text() for path in ROOT.glob("**/tests/**/*.py"))
     for name in LONGEST:
-        path, _, test = name.partition("::")
-        assert f'xdist_group("{name}")' in marks or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), name
+        assert f'xdist_group("{name}")' in marks or (ROOT / name).is_file(), name
 
 
 def test_longest_first(request: pytest.FixtureRequest) -> None:
@@ -62,9 +61,18 @@ def test_longest_first(request: pytest.FixtureRequest) -> None:
     items = [item for item in request.session.items if item.path == request.node.path]
     turned = items[::-1]
     longest_first(turned)
-    assert turned[0].nodeid == LONGEST[0] or LONGEST[0] not in [item.nodeid for item in items]
-    alone = [item for item in turned if not group_of(item) and item.nodeid not in LONGEST]
-    assert turned[-len(alone) :] == alone == [item for item in items[::-1] if item in alone]
+    alone = [item for item in items[::-1] if not group_of(item)]
+    assert request.node in alone
+    assert turned[-len(alone) :] == alone
+    assert [group_of(item) for item in turned if group_of(item) in LONGEST[:1]] == list(
+        filter(LONGEST[:1].__contains__, map(group_of, turned[: len(turned) - len(alone)]))
+    )
+
+
+def test_tests_of_a_file_stay_together_and_so_do_those_of_a_group() -> None:
+    assert unit_of("tests/a/test_b.py::TestC::test_d[x@y]") == "tests/a/test_b.py"
+    assert unit_of("tests/a/test_b.py::test_d[x@y]@one machine") == "one machine"
+    assert unit_of("tests/a/test_b.py::test_d@faults") == "faults"
 
 
 def test_every_room_is_under_the_linter() -> None:
