@@ -64,9 +64,8 @@ def test_longest_first(request: pytest.FixtureRequest) -> None:
     alone = [item for item in items[::-1] if not group_of(item)]
     assert request.node in alone
     assert turned[-len(alone) :] == alone
-    assert [group_of(item) for item in turned if group_of(item) in LONGEST[:1]] == list(
-        filter(LONGEST[:1].__contains__, map(group_of, turned[: len(turned) - len(alone)]))
-    )
+    are_longest = [group_of(item) in LONGEST for item in turned]
+    assert are_longest == sorted(are_longest, reverse=True)
 
 
 def test_tests_of_a_file_stay_together_and_so_do_those_of_a_group() -> None:
