@@ -166,6 +166,7 @@ RESAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("what", RESAMPLED)
 def test_up_sampling(what: str) -> None:
     case = Case.of(lambda x: F.interpolate(x, **RESAMPLED[what]), (2, 7, 9))
@@ -265,6 +266,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("what", MOVES)
 def test_moves_and_drops(what: str) -> None:
     function, shapes = MOVES[what]
@@ -307,6 +309,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("adjoint", [True, False])
 @pytest.mark.parametrize("what", NORMS)
 def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:
