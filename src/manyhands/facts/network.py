@@ -212,6 +212,17 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             raise unknown("layer", name, self.layer_index)
         return self.layer_index[name]
 
+    def first_map(self, first: int) -> TensorSpec | None:
+        """Return the first map that operators from `first` on read and do not make: what a tiled stage cuts first.
+        Operators before it may compute weights from weights."""
+        for op in self.ops[first:]:
+            for name in op.inputs:
+                spec = self.tensors[name]
+                is_map = len(spec.shape) in (4, 5) and spec.batch_axis == 0 and prod(spec.shape[-2:]) > 1
+                if is_map and self.producer.get(name, -1) < first:
+                    return spec
+        return None
+
     def crossing(self, op: int) -> tuple[str, ...]:
         """Return the tensors made before operator `op` and read at or after it (or returned by the network)."""
         outputs = set(self.outputs)

@@ -160,11 +160,13 @@ def _writes(node: Node) -> tuple[str, ...]:
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
-    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes."""
+    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes, and for one
+    that standardises a weight: that is the same on every device."""
     if node.target != "aten.batch_norm.default" or not node.arguments[5]:
         return 0
-    assert isinstance(node.arguments[0], Value)
-    return specs[node.arguments[0].name].shape[1]
+    data = node.arguments[0]
+    is_batch = isinstance(data, Value) and specs[data.name].batch_axis is not None
+    return specs[data.name].shape[1] if is_batch else 0
 
 
 @dataclass

@@ -49,6 +49,8 @@ def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
         return ""
     if any(len(spec.shape) == 5 for spec in (output, source)):
         return "local" if _regroups(node, source, output) else ""
+    if node.target in ops.NORMALISATION and len(values_of(node)) > 1:
+        return ""
     if node.target == "aten.batch_norm.default":
         return "norm" if node.arguments[5] else "local"
     if node.target == "aten.group_norm.default":
@@ -60,6 +62,8 @@ def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
 
 def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -> bool:
     name, output = node.target.split(".")[1], node.outputs[0]
+    if node.target in ops.CONVOLUTION and node.target in _LOCAL:
+        return _convolves(node, specs)
     if node.target in _LOCAL:
         return len(values_of(node)) == 1
     if node.target in ops.POINTWISE:
@@ -78,6 +82,14 @@ def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs
         )
         return constant and len(node.arguments[1]) <= 4
     return name == "adaptive_avg_pool2d" and 1 not in output.shape[2:]
+
+
+def _convolves(node: Node, specs: Specs) -> bool:
+    """Return whether a convolution's kernel and bias are weights, or computed as one tensor for all samples: what is
+    no map every tile has whole."""
+    data, *operands = node.arguments[:3]
+    computed = [operand.name for operand in operands if isinstance(operand, Value)]
+    return isinstance(data, Value) and all(specs[name].batch_axis is None for name in computed)
 
 
 def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
@@ -120,6 +132,8 @@ def derives_from(node: Node, specs: Specs) -> tuple[str, ...]:
     """Return the activations whose values the gradients of the node's inputs read (Op.derives_from)."""
     inputs, output = values_of(node), tuple(spec.name for spec in node.outputs[:1])
     name = node.target.split(".")[1]
+    if node.target in ops.CONVOLUTION and isinstance(node.arguments[1], Value):
+        return _other_factors(node, specs)
     if name in _FROM_NOTHING or node.updates or not any(specs[value].differentiable for value in inputs):
         return ()
     if name in _FROM_OUTPUT:
