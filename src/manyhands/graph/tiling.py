@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
+from manyhands.graph.read_rules import SPLITS, edge_padding
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -33,15 +34,17 @@ _FROM_NOTHING = frozenset({
     "upsample_nearest2d", "upsample_bilinear2d", "pad", "constant_pad_nd", "slice", "pixel_shuffle",
     "pixel_unshuffle", "channel_shuffle", "mean", "sum", "neg", "clone", "contiguous", "alias", "detach", "to",
     "_to_copy", "type_as", "dropout", "feature_dropout", "alpha_dropout", "bernoulli", "bernoulli_", "new_empty",
-    "new_zeros", "new_ones", "new_full",
-}) | _REGROUPING  # fmt: skip
+    "new_zeros", "new_ones", "new_full", "expand_as", "reflection_pad2d", "replication_pad2d",
+}) | _REGROUPING | SPLITS  # fmt: skip
 _FROM_OUTPUT = frozenset({"relu", "sigmoid", "tanh", "hardtanh", "relu6"})
 
 
 def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
     """Return "local", "norm", "pool" or "" (Op.tiling)."""
-    if node.several or node.updates or not values_of(node):
+    if node.updates or not values_of(node):
         return ""
+    if node.several:
+        return "local" if _splits(node, specs) else ""
     output, source = node.outputs[0], specs[values_of(node)[0]]
     if _is_pool(node, source) or (node.target in _SHAPED and _is_map(source)):
         return "pool"
@@ -74,13 +77,18 @@ def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs
         distinct = len(values_of(node)) == len(parts)
         return distinct and (node.arguments[1] if len(node.arguments) > 1 else 0) % 4 == 1
     if name == "slice":
-        axis, step = ((*node.arguments[1:], None, None, None)[i] for i in (0, 3))
-        return step in (None, 1) and ((axis or 0) % 4 > 0 or source.shape == output.shape)
+        axis = node.arguments[1] if len(node.arguments) > 1 else 0
+        return (axis or 0) % 4 > 0 or source.shape == output.shape
+    if name == "expand_as":
+        expanded = specs[values_of(node)[0]]
+        return len(values_of(node)) == 2 and (_is_map(expanded) or _is_spread(expanded.shape))
     if name in ("pad", "constant_pad_nd"):
         constant = (
             name == "constant_pad_nd" or (node.arguments[2] if len(node.arguments) > 2 else "constant") == "constant"
         )
-        return constant and len(node.arguments[1]) <= 4
+        return (constant or edge_padding(node) is not None) and len(node.arguments[1]) <= 4
+    if edge_padding(node) is not None:
+        return True
     return name == "adaptive_avg_pool2d" and 1 not in output.shape[2:]
 
 
@@ -90,6 +98,15 @@ def _convolves(node: Node, specs: Specs) -> bool:
     data, *operands = node.arguments[:3]
     computed = [operand.name for operand in operands if isinstance(operand, Value)]
     return isinstance(data, Value) and all(specs[name].batch_axis is None for name in computed)
+
+
+def _splits(node: Node, specs: Specs) -> bool:
+    """Return whether a node with several outputs only takes its input apart along channels."""
+    source, rank = specs[values_of(node)[0]], len(specs[values_of(node)[0]].shape)
+    if node.target.split(".")[1] not in SPLITS or not _is_map(source):
+        return False
+    axis = (node.arguments[2] if len(node.arguments) > 2 else 0) % rank
+    return 0 < axis < rank - 2
 
 
 def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
