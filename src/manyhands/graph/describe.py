@@ -76,6 +76,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 tile_sums=tile_sums(node, tiling),
                 channels=channels,
                 channel_weights=channel_weights,
+                is_fixed=_is_fixed(node, specs),
             )
         )
     return Network(
@@ -149,6 +150,12 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
     if views:
         return 0
     return sum(specs[n].bytes_per_sample for n in values_of(node)) + sum(s.bytes_per_sample for s in node.outputs)
+
+
+def _is_fixed(node: Node, specs: dict[str, TensorSpec]) -> bool:
+    """Return whether neither what a node reads nor what it makes grows with the batch."""
+    tensors = [*(specs[name] for name in values_of(node)), *node.outputs]
+    return not node.updates and all(spec.batch_axis is None for spec in tensors)
 
 
 def _writes(node: Node) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Writes a few operators of a captured graph as others that compute the same, which tiles and statistics have rules for.
 
     view to six axes, permute, view    pixel_unshuffle or pixel_shuffle, and a channel_shuffle for other orders
-    norm(x, w, b), w or b computed     norm(x) · w + b: a norm's own weights are weights
+    norm(x, w, b), w or b computed     norm(x) · w + b: the weights of a norm over samples are weights
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def rewritten(nodes: Sequence[Node], inputs: Sequence[TensorSpec], weights: Sequ
 
 
 def _is_computed(node: Node, shapes: Mapping[str, TensorSpec | WeightSpec]) -> bool:
-    """Return whether a norm's weight or bias was computed, as one tensor for all samples."""
+    """Return whether a norm over samples has a weight or bias that was computed, as one tensor for all of them."""
+    data = shapes[node.arguments[0].name] if isinstance(node.arguments[0], Value) else None
+    if not isinstance(data, TensorSpec) or data.batch_axis is None:
+        return False
     affine = node.arguments[_AFFINE[node.target] :][:2]
     computed = [shapes[argument.name] for argument in affine if isinstance(argument, Value)]
     return bool(computed) and all(isinstance(spec, TensorSpec) and spec.batch_axis is None for spec in computed)

@@ -99,8 +99,7 @@ class TileIntervals:
         maps, count = self.geometry.maps, len(self.weights[axis])
         need: dict[str, list[Interval]] = {}
         made = set()
-        for _, op in reversed(list(self._ops(first, last))):
-            name = op.outputs[0]
+        for name, op in reversed([(name, op) for _, op in self._ops(first, last) for name in op.outputs]):
             made.add(name)
             readers = self.network.readers.get(name, ())
             if any(reader >= last for reader in readers) or name in self.network.outputs or self.geometry.adds_up(op):
@@ -121,8 +120,7 @@ class TileIntervals:
     def _backward_regions(self, axis: int, first: int, last: int) -> dict[str, list[Interval]]:
         """Return what a backward group computes on one axis, walking from its first operator."""
         grown: dict[str, list[Interval]] = {}
-        for _, op in self._ops(first, last):
-            name = op.outputs[0]
+        for name, op in ((name, op) for _, op in self._ops(first, last) for name in op.outputs):
             region = list(self.owned(axis, name))
             for read in op.reads:
                 if read.tensor in self.geometry.maps and self.network.tensors[read.tensor].differentiable:
