@@ -62,7 +62,9 @@ def test_what_computes_a_weight_stays_with_its_convolution() -> None:
 LEFT_ALONE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rows as parts": lambda x, kernel, factor: x.split((4, 5), 2)[1],
     "columns as parts": lambda x, kernel, factor: x.chunk(2, -1)[0],
-    "columns that follow each other in a circle": lambda x, kernel, factor: functional.pad(x, (1,) * 4, mode="circular"),
+    "columns that follow each other in a circle": lambda x, kernel, factor: functional.pad(
+        x, (1,) * 4, mode="circular"
+    ),
 }
 
 

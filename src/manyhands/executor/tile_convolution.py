@@ -97,7 +97,11 @@ class _TileConvolution(TileOperator):
 
     def _computed(self, place: int, inputs: Sequence[BoxTensor | None]) -> Tensor:
         given = inputs[place]
-        return blank(Box.whole(self.sources[place].shape), self.dtype, self.weights.device) if given is None else given.tensor
+        return (
+            blank(Box.whole(self.sources[place].shape), self.dtype, self.weights.device)
+            if given is None
+            else given.tensor
+        )
 
     def _convolved(self, data: Tensor, padding: list[int], operands: _Operands) -> Tensor:
         weight, bias = operands

@@ -196,6 +196,7 @@ class EdgePadding(TileOperator):
         places = places.clamp(0, last) if rule.repeats else last - (last - places.abs()).abs()
         return places - demand.intervals[axis][0]
 
+
 class PixelShuffle(TileOperator):
     """Channels to neighbours (pixel_shuffle) or neighbours to channels (pixel_unshuffle)."""
 

@@ -256,7 +256,8 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             return 1
         flowing = [self.tensors[name] for name in op.inputs if self.tensors[name].differentiable]
         weights = any(self.weights[name].trainable for name in op.weights) or any(
-            spec.batch_axis is None for spec in flowing  # a computed weight
+            spec.batch_axis is None
+            for spec in flowing  # a computed weight
         )
         return weights + any(spec.batch_axis is not None for spec in flowing)
 

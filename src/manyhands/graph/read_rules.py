@@ -83,7 +83,9 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return _slice(node, source)
     if name in SPLITS:
         divided = _argument(node, 2, 0) % rank
-        return tuple(Whole() if a == divided else Window(a) for a in range(rank)) if divided else _unknown(source, output)
+        return (
+            tuple(Whole() if a == divided else Window(a) for a in range(rank)) if divided else _unknown(source, output)
+        )
     if name == "expand_as":
         return _aligned(source, output)
     if name == "embedding":

@@ -1,7 +1,7 @@
 """Writes a few operators of a captured graph as others that compute the same, which tiles and statistics have rules for.
 
-    view to six axes, permute, view    pixel_unshuffle or pixel_shuffle, and a channel_shuffle for other orders
-    norm(x, w, b), w or b computed     norm(x) · w + b: the weights of a norm over samples are weights
+view to six axes, permute, view    pixel_unshuffle or pixel_shuffle, and a channel_shuffle for other orders
+norm(x, w, b), w or b computed     norm(x) · w + b: the weights of a norm over samples are weights
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _applied(node: Node, shapes: Mapping[str, TensorSpec | WeightSpec]) -> Itera
     for number, (target, argument) in enumerate(steps):
         operand: Argument = argument
         spec = shapes[("weight " if isinstance(argument, Weight) else "") + argument.name]
-        spread = TensorSpec(f"{output.name} factor {number}", (*spec.shape, *(1,) * (len(output.shape) - 2)), spec.dtype)
+        spread = TensorSpec(
+            f"{output.name} factor {number}", (*spec.shape, *(1,) * (len(output.shape) - 2)), spec.dtype
+        )
         yield _replaced(node, "aten.view.default", (operand, spread.shape), spread)
         if spec.dtype != output.dtype:
             cast = msgspec.structs.replace(spread, name=f"{spread.name} cast", dtype=output.dtype)
@@ -97,12 +99,10 @@ def _shuffled(node: Node, makers: Mapping[str, Node], specs: Mapping[str, Tensor
     return _to_depth(node, source, middle.shape, order) or _to_space(node, source, middle.shape, order) or [node]
 
 
-def _to_depth(
-    node: Node, source: TensorSpec | WeightSpec, middle: tuple[int, ...], order: list[int]
-) -> list[Node]:
+def _to_depth(node: Node, source: TensorSpec | WeightSpec, middle: tuple[int, ...], order: list[int]) -> list[Node]:
     """Return the nodes that move each block of places to channels; none where that is not what is done.
 
-        (C, H, W) ──▶ (C, h, i, w, j) ──▶ (any order of C, i and j; h, w)
+    (C, H, W) ──▶ (C, h, i, w, j) ──▶ (any order of C, i and j; h, w)
     """
     _, channels, *_ = source.shape
     _, kept, rows, factor, columns, other = middle
@@ -122,12 +122,10 @@ def _to_depth(
     ]
 
 
-def _to_space(
-    node: Node, source: TensorSpec | WeightSpec, middle: tuple[int, ...], order: list[int]
-) -> list[Node]:
+def _to_space(node: Node, source: TensorSpec | WeightSpec, middle: tuple[int, ...], order: list[int]) -> list[Node]:
     """Return the nodes that move channels to blocks of places; none where that is not what is done.
 
-        (any order of C, i and j; h, w) ──▶ (C, h, i, w, j) ──▶ (C, H, W)
+    (any order of C, i and j; h, w) ──▶ (C, h, i, w, j) ──▶ (C, H, W)
     """
     channel, row, column = order[1], order[3], order[5]
     if (order[0], order[2], order[4]) != (0, 4, 5) or sorted((channel, row, column)) != [1, 2, 3]:
