@@ -1,4 +1,4 @@
-"""Writes a few operators of a captured graph as others that compute the same, which tiles and statistics have rules for.
+"""Writes a few operators of a captured graph as others that compute the same: those for which tiles have rules.
 
 view to six axes, permute, view    pixel_unshuffle or pixel_shuffle, and a channel_shuffle for other orders
 norm(x, w, b), w or b computed     norm(x) · w + b: the weights of a norm over samples are weights
