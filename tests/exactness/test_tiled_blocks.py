@@ -125,6 +125,42 @@ class SpaceToDepth(nn.Module):
         return blocks.view(samples, channels * 4, rows // 2, columns // 2)
 
 
+class Selective(nn.Module):
+    """A selective kernel: two paths stacked, added up and pooled, and weighted by a softmax over the paths."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.narrow, self.wide = same(channels, channels), same(channels, channels, dilation=2)
+        self.choose = nn.Conv2d(channels, 2 * channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        paths = torch.stack([self.narrow(x), self.wide(x)], 1)
+        pooled = paths.sum(1).mean((2, 3), keepdim=True)
+        shares = torch.softmax(self.choose(pooled).view(x.shape[0], 2, x.shape[1], 1, 1), 1)
+        return (paths * shares).sum(1)
+
+
+class Shuffled(nn.Module):
+    """ShuffleNet's unit: half of the channels passed, then dealt out; and an attention of places by their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Sequential(same(3, 3), nn.BatchNorm2d(3)), nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, 1)
+        x = torch.cat([first, self.inner(second)], 1)
+        samples, channels, rows, columns = x.shape
+        x = (
+            x.view(samples, 2, channels // 2, rows, columns)
+            .transpose(1, 2)
+            .contiguous()
+            .view(samples, -1, rows, columns)
+        )
+        places = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+        return x * torch.sigmoid(self.gate(places))
+
+
 def standardised() -> nn.Module:
     return nn.Sequential(
         Standardised(3, 4, 3, 2), nn.ReLU(), Standardised(4, 6, 3, gain=False, groups=2), nn.BatchNorm2d(6), nn.SiLU(),
@@ -144,6 +180,10 @@ def in_parts() -> nn.Module:
     return nn.Sequential(same(3, 9), Hierarchical(), ChannelAttention(), Gated(), same(3, 9), Hierarchical())
 
 
+def in_groups() -> nn.Module:
+    return nn.Sequential(same(3, 6), Shuffled(), nn.BatchNorm2d(6), Selective(6), nn.Conv2d(6, 2, 3, 2))
+
+
 def at_edges() -> nn.Module:
     return nn.Sequential(
         same(3, 4), nn.ReLU(), Blurred(4), Padded(1, 2, 3, 1, mode="reflect"), nn.Conv2d(4, 3, 3, 2),
@@ -159,6 +199,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "standardised": (standardised, (3, 17, 23)),
     "parametrised": (parametrised, (3, 9, 11)),
     "in parts": (in_parts, (3, 11, 13)),
+    "in groups": (in_groups, (3, 11, 13)),
     "at edges": (at_edges, (3, 17, 22)),
     "places as channels": (places_as_channels, (3, 20, 24)),
 }
@@ -180,7 +221,7 @@ def case_named(name: str) -> Case:
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.quick("standardised-rows-1", "standardised-columns, groups each way-2", "parametrised-rows-2",
-                   "in parts-columns, groups each way-1", "at edges-grid-1",
+                   "in parts-columns, groups each way-1", "in groups-grid-1", "at edges-grid-1",
                    "places as channels-one group backward-2")  # fmt: skip
 def test_by_tiles(name: str, share: str, micro_batches: int) -> None:
     case = case_named(name)

@@ -223,6 +223,8 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "flip": (lambda x: x.flip(1), ((4, 2),)),
     "chunk": (lambda x: x.chunk(2, 1), ((4, 2),)),
     "stack": (lambda a, b: torch.stack((a, b), 1), ((2, 2), (2, 2))),
+    "stack at the end": (lambda a, b: torch.stack((a, b), -1), ((2, 3), (2, 3))),
+    "stack of one twice": (lambda a, b: torch.stack((a, b, a), 2), ((2, 2), (2, 2))),
     "expand": (lambda x: x.expand(-1, 4, -1), ((1, 3),)),
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), ((4, 2, 2),)),
     "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), ((2, 4, 6),)),

@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 
 
 class _Operands(NamedTuple):
-    """What a convolution multiplies by and adds."""
+    """The weight and the bias of a convolution."""
 
     weight: Tensor
     bias: Tensor | None
@@ -89,8 +89,8 @@ class _TileConvolution(TileOperator):
         """Return weight and bias, whether they are the operator's own or computed. For a gradient that does not read a
         computed one, only its shape matters."""
         weight, bias = (
-            self._computed(place, inputs) if place else own
-            for place, own in ((self._weight_place, self.weight), (self._bias_place, self.bias))
+            self._computed(place, inputs) if place else parameter
+            for place, parameter in ((self._weight_place, self.weight), (self._bias_place, self.bias))
         )
         assert weight is not None
         return _Operands(weight, bias)
@@ -164,12 +164,12 @@ class _TileConvolution(TileOperator):
         return gradients
 
     def weight_gradients(self, call: WeightGradientCall) -> None:
-        mask = [False, *(own is not None and own.requires_grad for own in (self.weight, self.bias))]
+        mask = [False, *(p is not None and p.requires_grad for p in (self.weight, self.bias))]
         if any(mask):
             parts = self._operand_gradients(call.inputs, call.gradient, call.out, mask)
-            for own, part in zip((self.weight, self.bias), parts):
-                if own is not None and part is not None:
-                    add_gradient(own, part)
+            for parameter, part in zip((self.weight, self.bias), parts):
+                if parameter is not None and part is not None:
+                    add_gradient(parameter, part)
 
     def _input_gradient(self, call: InputGradientCall) -> BoxTensor | None:
         """Return the gradient of the map."""

@@ -35,7 +35,7 @@ _BY_NAME: dict[str, type[TileOperator]] = {
     "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
     "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding, "expand_as": Expansion,
     "reflection_pad2d": EdgePadding, "replication_pad2d": EdgePadding,
-    **dict.fromkeys(SPLITS, Split),
+    **dict.fromkeys(SPLITS, Split), **dict.fromkeys(("stack", "mean", "sum", "amax", "amin"), TileOperator),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),
                     Regrouping),
 }  # fmt: skip

@@ -86,6 +86,9 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return (
             tuple(Whole() if a == divided else Window(a) for a in range(rank)) if divided else _unknown(source, output)
         )
+    if name == "stack" and len(values_of(node)) == len(node.arguments[0]):
+        added = _argument(node, 1, 0) % (rank + 1)
+        return tuple(Window(a + (a >= added)) for a in range(rank)) if added else _unknown(source, output)
     if name == "expand_as":
         return _aligned(source, output)
     if name == "embedding":

@@ -108,7 +108,7 @@ def _to_depth(node: Node, source: TensorSpec | WeightSpec, middle: tuple[int, ..
     _, kept, rows, factor, columns, other = middle
     is_split = (kept, rows * factor, columns * other) == source.shape[1:] and factor == other
     outer, (output,) = order[1:4], node.outputs
-    groups = {(1, 3, 5): 0, (3, 5, 1): channels, (5, 1, 3): channels * factor}.get(tuple(outer))
+    groups = {(1, 3, 5): 0, (3, 5, 1): channels, (5, 1, 3): channels * factor}.get((outer[0], outer[1], outer[2]))
     if not is_split or order[0] != 0 or order[4:] != [2, 4] or groups is None:
         return []
     if output.shape[1:] != (channels * factor**2, rows, columns):

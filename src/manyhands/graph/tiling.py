@@ -1,8 +1,8 @@
 """The way a tiled stage computes each operator, what its gradient reads, and which sums tiles exchange for it.
 
 These are facts of an operator as if its inputs were maps: (sample, channel, row, column), split by rows and columns.
-Maps of five axes, whose channels are in groups, are only put together and taken apart. On tensors that every tile has
-whole, any operator will do.
+Maps of five axes, whose channels are in groups, are put together, taken apart, added up and combined place by place. On
+tensors that every tile has whole, any operator will do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FROM_NOTHING = frozenset({
     "upsample_nearest2d", "upsample_bilinear2d", "pad", "constant_pad_nd", "slice", "pixel_shuffle",
     "pixel_unshuffle", "channel_shuffle", "mean", "sum", "neg", "clone", "contiguous", "alias", "detach", "to",
     "_to_copy", "type_as", "dropout", "feature_dropout", "alpha_dropout", "bernoulli", "bernoulli_", "new_empty",
-    "new_zeros", "new_ones", "new_full", "expand_as", "reflection_pad2d", "replication_pad2d",
+    "new_zeros", "new_ones", "new_full", "stack", "expand_as", "reflection_pad2d", "replication_pad2d",
 }) | _REGROUPING | SPLITS  # fmt: skip
 _FROM_OUTPUT = frozenset({"relu", "sigmoid", "tanh", "hardtanh", "relu6"})
 
@@ -50,8 +50,10 @@ def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
         return "pool"
     if not _is_map(output) or not any(_is_map(specs[name]) for name in values_of(node)):
         return ""
+    if _reduces_channels(node, source):
+        return "local"
     if any(len(spec.shape) == 5 for spec in (output, source)):
-        return "local" if _regroups(node, source, output) else ""
+        return "local" if _regroups(node, source, output, specs) else ""
     if node.target in ops.NORMALISATION and len(values_of(node)) > 1:
         return ""
     if node.target == "aten.batch_norm.default":
@@ -109,9 +111,25 @@ def _splits(node: Node, specs: Specs) -> bool:
     return 0 < axis < rank - 2
 
 
-def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
+def _reduces_channels(node: Node, source: TensorSpec) -> bool:
+    """Return whether a node combines channels, or groups of them, place by place."""
+    rank = len(source.shape)
+    if node.target.split(".")[1] not in ("mean", "sum", "amax", "amin") or node.options or len(node.arguments) < 2:
+        return False
+    axes = node.arguments[1]
+    return bool(axes) and all(0 < axis % rank < rank - 2 for axis in axes)
+
+
+def _regroups(node: Node, source: TensorSpec, output: TensorSpec, specs: Specs) -> bool:
     """Return whether an operator on channels in groups leaves samples, rows and columns in place."""
     name, rank = node.target.split(".")[1], len(source.shape)
+    if node.target in ops.POINTWISE:
+        shapes = [specs[value].shape for value in values_of(node)]
+        is_whole = all(shape == output.shape or (len(shape) == 5 and _is_spread(shape)) for shape in shapes)
+        return is_whole and not weights_of(node)
+    if name == "stack":
+        axis = node.arguments[1] if len(node.arguments) > 1 else 0
+        return len(values_of(node)) == len(node.arguments[0]) and axis % len(output.shape) in (1, 2)
     if name in ("cat", "concat"):
         axis = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
         return len(values_of(node)) == len(node.arguments[0]) and axis in (1, 2)
