@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from harness import relative, run
 from manyhands.facts.plan import BySamples, ByTiles, Single, Stage
+from manyhands.facts.profile import Kernel
+from manyhands.graph.piece import Context, Piece
+from manyhands.graph.tape import bind_inputs
+from manyhands.graph.weights import Weights
 from manyhands.schedule.tileable import maps_of
 from tiled_cases import Case, small_case, unwritten_memory_noticed
 from tiled_networks import Shape, same
@@ -239,6 +244,28 @@ def test_by_samples_and_in_pipelines(name: str) -> None:
     case.check(case.plan(Stage((0, case.count), ("a", "b"), BySamples((3, 1)))))
     first, second = Stage((0, half), ("a",), Single()), Stage((half, case.count), ("b",), Single())
     case.check(case.plan(first, second, micro_batches=2, order="1f1b"))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.quick("standardised")
+def test_at_rest(name: str) -> None:
+    case = case_named(name)
+    ran = run(case.graph, case.plan(case.tiled(SHARES["grid"]), order="stream"), case.batches, seed=7)
+    ran.assert_as_planned(len(case.batches))
+    piece = Piece(case.graph, Weights.copied(case.graph))
+    for outputs, (x, _) in zip(ran.outputs, case.batches, strict=True):
+        with torch.no_grad():
+            whole = piece(bind_inputs(case.graph, x), Context(training=False))
+        for output in case.graph.outputs:
+            assert relative(outputs[output], whole[output]) <= 1e-10
+
+
+@pytest.mark.parametrize("kernel", [Kernel(channels_last=True), Kernel(onednn=False)])
+def test_any_kernel_takes_a_computed_weight(kernel: Kernel) -> None:
+    case = case_named("standardised")
+    plan = case.plan(case.tiled(SHARES["rows"]))
+    kernels = {node.name: kernel for node in case.graph.nodes if "conv" in node.target}
+    case.check(plan, kernels=dict.fromkeys(plan.devices, kernels))
 
 
 def test_weights_are_computed_whole_on_every_tile() -> None:
