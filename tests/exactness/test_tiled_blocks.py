@@ -12,11 +12,13 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from harness import relative, run
+from manyhands.facts.cluster import Cluster
 from manyhands.facts.plan import BySamples, ByTiles, Single, Stage
 from manyhands.facts.profile import Kernel
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
+from manyhands.plans.planning import plan as make_plan
 from manyhands.schedule.tileable import maps_of
 from tiled_cases import Case, small_case, unwritten_memory_noticed
 from tiled_networks import Shape, same
@@ -266,6 +268,14 @@ def test_any_kernel_takes_a_computed_weight(kernel: Kernel) -> None:
     plan = case.plan(case.tiled(SHARES["rows"]))
     kernels = {node.name: kernel for node in case.graph.nodes if "conv" in node.target}
     case.check(plan, kernels=dict.fromkeys(plan.devices, kernels))
+
+
+def test_tiles_are_planned_where_weights_are_computed_first() -> None:
+    case = case_named("standardised")
+    assert not case.network.ops[0].inputs
+    made = make_plan(case.network, Cluster.local(2, memory_bytes=10**10), batch_size=SAMPLES, strategy="tiles").plan
+    assert isinstance(made.stages[0].share, ByTiles)
+    case.check(made)
 
 
 def test_weights_are_computed_whole_on_every_tile() -> None:
