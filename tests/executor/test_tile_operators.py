@@ -61,11 +61,11 @@ def test_groups_at_rest_are_dense_convolutions_where_onednn_has_no_grouped_ones(
     case = Case.of(nn.Conv2d(8, 8, 3, 2, groups=4, bias=bias), (8, 9, 7))
     operator: Any = case.operator(Kernel(channels_last=True))
     data = torch.randn(2, 8, 9, 7, dtype=operator.weight.dtype)
-    expected = operator._convolved(data, [1, 1])
+    expected = operator._convolved(data, [1, 1], operator._operands(()))
     operator.rest()
     assert operator.goes_by_groups
     monkeypatch.setattr(operator, "_called", None)  # a convolution in groups would be called by this
-    torch.testing.assert_close(operator._convolved(data, [1, 1]), expected)
+    torch.testing.assert_close(operator._convolved(data, [1, 1], operator._operands(())), expected)
     depthwise: Any = Case.of(nn.Conv2d(32, 32, 3, groups=32), (32, 9, 7)).operator(Kernel(channels_last=True))
     depthwise.rest()
     assert not depthwise.goes_by_groups
@@ -102,6 +102,35 @@ def test_transposed_convolution(
     rows_more, columns_more = (max(s, window["dilation"]) - 1 if extra else 0 for s in window["stride"])
     module = nn.ConvTranspose2d(4, 6, **window, groups=groups, output_padding=(rows_more, columns_more))
     check_local(Case.of(module, (4, rows, 6)), data, kernel=kernel)
+
+
+class Computed(nn.Module):
+    """A convolution whose weight, and bias if it has one, are computed."""
+
+    def __init__(self, convolution: nn.Conv2d | nn.ConvTranspose2d) -> None:
+        super().__init__()
+        self.inner = convolution
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.inner.weight * 0.5, self.inner.bias
+        options = (self.inner.stride, self.inner.padding, *(
+            (self.inner.output_padding, self.inner.groups, self.inner.dilation)
+            if isinstance(self.inner, nn.ConvTranspose2d) else (self.inner.dilation, self.inner.groups)
+        ))  # fmt: skip
+        function = F.conv_transpose2d if isinstance(self.inner, nn.ConvTranspose2d) else F.conv2d
+        return function(x, weight, None if bias is None else bias + 1.0, *options)
+
+
+@SETTINGS
+@given(window=windows(), groups=st.sampled_from([1, 2]), transposed=st.booleans(), rows=sizes, bias=st.booleans(),
+       data=st.data())  # fmt: skip
+def test_convolution_with_a_computed_weight(
+    window: dict[str, Any], groups: int, transposed: bool, rows: int, bias: bool, data: st.DataObject
+) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    case = Case.of(Computed(kind(4, 6, **window, groups=groups, bias=bias)), (4, rows, 9))
+    assert len(case.inputs) == 2 + bias
+    check_local(case, data)
 
 
 @SETTINGS
@@ -246,6 +275,23 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "concatenation": (lambda a, b, c: torch.cat((a, b, c), 1), ((2, 7, 9), (1, 7, 9), (4, 7, 9))),
     "channels": (lambda x: torch.ops.aten.slice.Tensor(x, 1, 1, 3), ((4, 7, 9),)),
     "rows": (lambda x: torch.ops.aten.slice.Tensor(x, 2, 1, -2), ((4, 9, 9),)),
+    "every third column": (lambda x: torch.ops.aten.slice.Tensor(x, 3, 1, 9, 3), ((4, 7, 11),)),
+    "every second row from the end": (lambda x: torch.ops.aten.slice.Tensor(x, -2, -6, 2**62, 2), ((4, 9, 5),)),
+    "every second channel": (lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 2**62, 2), ((5, 7, 9),)),
+    "mirrored": (lambda x: F.pad(x, (1, 2, 6, 0), mode="reflect"), ((2, 7, 9),)),
+    "mirrored and mirrored": (lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect"), ((2, 3, 3),)),
+    "edges repeated": (lambda x: F.pad(x, (3, 1, 0, 9), mode="replicate"), ((2, 7, 9),)),
+    "mirrored by its own operator": (lambda x: torch.ops.aten.reflection_pad2d(x, (1, 0, 2, 3)), ((2, 7, 9),)),
+    "stacked": (lambda a, b: torch.stack((a, b), 1), ((2, 7, 9), (2, 7, 9))),
+    "stacked inside": (lambda a, b: torch.stack((a, b), -3), ((2, 7, 9), (2, 7, 9))),
+    "sum of groups": (lambda x: x.sum(1), ((3, 2, 7, 9),)),
+    "mean of channels in groups": (lambda x: x.mean(2, keepdim=True), ((3, 2, 7, 9),)),
+    "sum of channels": (lambda x: x.sum(1, keepdim=True), ((3, 7, 9),)),
+    "largest channel": (lambda x: x.amax(-3, keepdim=True), ((3, 7, 9),)),
+    "product in groups": (lambda a, b: a * b, ((3, 2, 7, 9), (3, 2, 1, 1))),
+    "activation in groups": (F.silu, ((3, 2, 7, 9),)),
+    "copy in groups": (lambda x: x.transpose(1, 2).contiguous(), ((3, 2, 7, 9),)),
+    "spread over a map": (lambda a, b: a.expand_as(b), ((2, 1, 1), (2, 7, 9))),
     "padding": (lambda x: F.pad(x, (1, 2, 3, 0)), ((2, 7, 9),)),
     "padding with a number": (lambda x: F.pad(x, (1, 2, 3, 0), value=1.5), ((2, 7, 9),)),
     "padding by less than nothing": (lambda x: F.pad(x, (-1, 2, 1, -3)), ((2, 7, 9),)),

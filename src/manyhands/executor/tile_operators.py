@@ -7,10 +7,13 @@ from manyhands.executor.tile_convolution import Convolution, TransposedConvoluti
 from manyhands.executor.tile_moves import (
     Concatenation,
     Dropout,
+    EdgePadding,
+    Expansion,
     Padding,
     PixelShuffle,
     Regrouping,
     Slice,
+    Split,
     TileChannelShuffle,
 )
 from manyhands.executor.tile_normalization import BatchNorm, GroupNorm, InstanceNorm
@@ -21,6 +24,7 @@ from manyhands.executor.tile_statistics import FromShape, GlobalPool
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Graph
+from manyhands.graph.read_rules import SPLITS, edge_padding
 from manyhands.graph.weights import Weights
 
 _BY_NAME: dict[str, type[TileOperator]] = {
@@ -29,7 +33,9 @@ _BY_NAME: dict[str, type[TileOperator]] = {
     "upsample_bilinear2d": Resampling, "pixel_shuffle": PixelShuffle, "pixel_unshuffle": PixelShuffle,
     "channel_shuffle": TileChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
     "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
-    "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
+    "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding, "expand_as": Expansion,
+    "reflection_pad2d": EdgePadding, "replication_pad2d": EdgePadding,
+    **dict.fromkeys(SPLITS, Split), **dict.fromkeys(("stack", "mean", "sum", "amax", "amin"), TileOperator),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),
                     Regrouping),
 }  # fmt: skip
@@ -46,5 +52,5 @@ def tile_operator(graph: Graph, index: int, weights: Weights, kernel: Kernel | N
         tensors = graph.network.tensors
         kind = pointwise(node, {tensors[name].dtype for name in (*op.inputs, *op.outputs)})
     elif op.tiling:
-        kind = _BY_NAME[name]
+        kind = EdgePadding if edge_padding(node) is not None else _BY_NAME[name]
     return kind(graph, index, weights, kernel)

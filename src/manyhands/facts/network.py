@@ -131,6 +131,12 @@ class Op(msgspec.Struct, frozen=True):
     "grouped": by whole groups; "shuffle": on parts of every group; "dense": own outputs from all inputs, or partial
     sums from own inputs; "": on all of them only."""
     channel_weights: tuple[ChannelWeight, ...] = ()
+    is_fixed: bool = False
+    """Whether its work is the same for any number of samples: what is computed from weights alone."""
+
+    def work_samples(self, samples: float) -> float:
+        """Return the factor of its work for one sample when there are so many."""
+        return 1.0 if self.is_fixed else samples
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -212,6 +218,17 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             raise unknown("layer", name, self.layer_index)
         return self.layer_index[name]
 
+    def first_map(self, first: int) -> TensorSpec | None:
+        """Return the first map that operators from `first` on read and do not make: what a tiled stage cuts first.
+        Operators before it may compute weights from weights."""
+        for op in self.ops[first:]:
+            for name in op.inputs:
+                spec = self.tensors[name]
+                is_map = len(spec.shape) in (4, 5) and spec.batch_axis == 0 and prod(spec.shape[-2:]) > 1
+                if is_map and self.producer.get(name, -1) < first:
+                    return spec
+        return None
+
     def crossing(self, op: int) -> tuple[str, ...]:
         """Return the tensors made before operator `op` and read at or after it (or returned by the network)."""
         outputs = set(self.outputs)
@@ -237,8 +254,12 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             return 0
         if not op.macs:
             return 1
-        weights = any(self.weights[name].trainable for name in op.weights)
-        return weights + any(self.tensors[name].differentiable for name in op.inputs)
+        flowing = [self.tensors[name] for name in op.inputs if self.tensors[name].differentiable]
+        weights = any(self.weights[name].trainable for name in op.weights) or any(
+            spec.batch_axis is None
+            for spec in flowing  # a computed weight
+        )
+        return weights + any(spec.batch_axis is not None for spec in flowing)
 
     def weights_of(self, first: int, last: int) -> tuple[str, ...]:
         """Return the weights read by operators [first, last), each once."""

@@ -272,9 +272,10 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, nam
             raise BadPlan(
                 f"{field}.share.{name} is {named}; it must increase and stay below layer {last}, where the stage ends."
             )
-    image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
-    if image is not None and len(image.shape) == 4 and image.shape[2] * image.shape[3] > 1:
-        for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
+    image = network.first_map(start)
+    if image is not None:
+        *_, height, width = image.shape
+        for name, weights, extent in (("rows", share.rows, height), ("columns", share.columns, width)):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
                 raise BadPlan(
                     f"{field}.share.{name} is {list(weights)}: "

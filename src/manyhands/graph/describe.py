@@ -76,6 +76,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 tile_sums=tile_sums(node, tiling),
                 channels=channels,
                 channel_weights=channel_weights,
+                is_fixed=_is_fixed(node, specs),
             )
         )
     return Network(
@@ -151,6 +152,12 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
     return sum(specs[n].bytes_per_sample for n in values_of(node)) + sum(s.bytes_per_sample for s in node.outputs)
 
 
+def _is_fixed(node: Node, specs: dict[str, TensorSpec]) -> bool:
+    """Return whether neither what a node reads nor what it makes grows with the batch."""
+    tensors = [*(specs[name] for name in values_of(node)), *node.outputs]
+    return not node.updates and all(spec.batch_axis is None for spec in tensors)
+
+
 def _writes(node: Node) -> tuple[str, ...]:
     """Return the buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
     if node.updates:
@@ -160,11 +167,13 @@ def _writes(node: Node) -> tuple[str, ...]:
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
-    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes."""
+    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes, and for one
+    that standardises a weight: that is the same on every device."""
     if node.target != "aten.batch_norm.default" or not node.arguments[5]:
         return 0
-    assert isinstance(node.arguments[0], Value)
-    return specs[node.arguments[0].name].shape[1]
+    data = node.arguments[0]
+    is_batch = isinstance(data, Value) and specs[data.name].batch_axis is not None
+    return specs[data.name].shape[1] if is_batch else 0
 
 
 @dataclass

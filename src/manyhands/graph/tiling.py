@@ -1,8 +1,8 @@
 """The way a tiled stage computes each operator, what its gradient reads, and which sums tiles exchange for it.
 
 These are facts of an operator as if its inputs were maps: (sample, channel, row, column), split by rows and columns.
-Maps of five axes, whose channels are in groups, are only put together and taken apart. On tensors that every tile has
-whole, any operator will do.
+Maps of five axes, whose channels are in groups, are put together, taken apart, added up and combined place by place. On
+tensors that every tile has whole, any operator will do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
+from manyhands.graph.read_rules import SPLITS, edge_padding
 
 Specs = Mapping[str, TensorSpec]
 WeightSpecs = Mapping[str, WeightSpec]
@@ -33,22 +34,28 @@ _FROM_NOTHING = frozenset({
     "upsample_nearest2d", "upsample_bilinear2d", "pad", "constant_pad_nd", "slice", "pixel_shuffle",
     "pixel_unshuffle", "channel_shuffle", "mean", "sum", "neg", "clone", "contiguous", "alias", "detach", "to",
     "_to_copy", "type_as", "dropout", "feature_dropout", "alpha_dropout", "bernoulli", "bernoulli_", "new_empty",
-    "new_zeros", "new_ones", "new_full",
-}) | _REGROUPING  # fmt: skip
+    "new_zeros", "new_ones", "new_full", "stack", "expand_as", "reflection_pad2d", "replication_pad2d",
+}) | _REGROUPING | SPLITS  # fmt: skip
 _FROM_OUTPUT = frozenset({"relu", "sigmoid", "tanh", "hardtanh", "relu6"})
 
 
 def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
     """Return "local", "norm", "pool" or "" (Op.tiling)."""
-    if node.several or node.updates or not values_of(node):
+    if node.updates or not values_of(node):
         return ""
+    if node.several:
+        return "local" if _splits(node, specs) else ""
     output, source = node.outputs[0], specs[values_of(node)[0]]
     if _is_pool(node, source) or (node.target in _SHAPED and _is_map(source)):
         return "pool"
     if not _is_map(output) or not any(_is_map(specs[name]) for name in values_of(node)):
         return ""
+    if _reduces_channels(node, source):
+        return "local"
     if any(len(spec.shape) == 5 for spec in (output, source)):
-        return "local" if _regroups(node, source, output) else ""
+        return "local" if _regroups(node, source, output, specs) else ""
+    if node.target in ops.NORMALISATION and len(values_of(node)) > 1:
+        return ""
     if node.target == "aten.batch_norm.default":
         return "norm" if node.arguments[5] else "local"
     if node.target == "aten.group_norm.default":
@@ -60,6 +67,8 @@ def tiling_of(node: Node, specs: Specs, weights: WeightSpecs) -> str:
 
 def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -> bool:
     name, output = node.target.split(".")[1], node.outputs[0]
+    if node.target in ops.CONVOLUTION and node.target in _LOCAL:
+        return _convolves(node, specs)
     if node.target in _LOCAL:
         return len(values_of(node)) == 1
     if node.target in ops.POINTWISE:
@@ -70,19 +79,57 @@ def _is_local(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs
         distinct = len(values_of(node)) == len(parts)
         return distinct and (node.arguments[1] if len(node.arguments) > 1 else 0) % 4 == 1
     if name == "slice":
-        axis, step = ((*node.arguments[1:], None, None, None)[i] for i in (0, 3))
-        return step in (None, 1) and ((axis or 0) % 4 > 0 or source.shape == output.shape)
+        axis = node.arguments[1] if len(node.arguments) > 1 else 0
+        return (axis or 0) % 4 > 0 or source.shape == output.shape
+    if name == "expand_as":
+        expanded = specs[values_of(node)[0]]
+        return len(values_of(node)) == 2 and (_is_map(expanded) or _is_spread(expanded.shape))
     if name in ("pad", "constant_pad_nd"):
         constant = (
             name == "constant_pad_nd" or (node.arguments[2] if len(node.arguments) > 2 else "constant") == "constant"
         )
-        return constant and len(node.arguments[1]) <= 4
+        return (constant or edge_padding(node) is not None) and len(node.arguments[1]) <= 4
+    if edge_padding(node) is not None:
+        return True
     return name == "adaptive_avg_pool2d" and 1 not in output.shape[2:]
 
 
-def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
+def _convolves(node: Node, specs: Specs) -> bool:
+    """Return whether a convolution's kernel and bias are weights, or computed as one tensor for all samples: what is
+    no map every tile has whole."""
+    data, *operands = node.arguments[:3]
+    computed = [operand.name for operand in operands if isinstance(operand, Value)]
+    return isinstance(data, Value) and all(specs[name].batch_axis is None for name in computed)
+
+
+def _splits(node: Node, specs: Specs) -> bool:
+    """Return whether a node with several outputs only takes its input apart along channels."""
+    source, rank = specs[values_of(node)[0]], len(specs[values_of(node)[0]].shape)
+    if node.target.split(".")[1] not in SPLITS or not _is_map(source):
+        return False
+    axis = (node.arguments[2] if len(node.arguments) > 2 else 0) % rank
+    return 0 < axis < rank - 2
+
+
+def _reduces_channels(node: Node, source: TensorSpec) -> bool:
+    """Return whether a node combines channels, or groups of them, place by place."""
+    rank = len(source.shape)
+    if node.target.split(".")[1] not in ("mean", "sum", "amax", "amin") or node.options or len(node.arguments) < 2:
+        return False
+    axes = node.arguments[1]
+    return bool(axes) and all(0 < axis % rank < rank - 2 for axis in axes)
+
+
+def _regroups(node: Node, source: TensorSpec, output: TensorSpec, specs: Specs) -> bool:
     """Return whether an operator on channels in groups leaves samples, rows and columns in place."""
     name, rank = node.target.split(".")[1], len(source.shape)
+    if node.target in ops.POINTWISE:
+        shapes = [specs[value].shape for value in values_of(node)]
+        is_whole = all(shape == output.shape or (len(shape) == 5 and _is_spread(shape)) for shape in shapes)
+        return is_whole and not weights_of(node)
+    if name == "stack":
+        axis = node.arguments[1] if len(node.arguments) > 1 else 0
+        return len(values_of(node)) == len(node.arguments[0]) and axis % len(output.shape) in (1, 2)
     if name in ("cat", "concat"):
         axis = (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
         return len(values_of(node)) == len(node.arguments[0]) and axis in (1, 2)
@@ -120,6 +167,8 @@ def derives_from(node: Node, specs: Specs) -> tuple[str, ...]:
     """Return the activations whose values the gradients of the node's inputs read (Op.derives_from)."""
     inputs, output = values_of(node), tuple(spec.name for spec in node.outputs[:1])
     name = node.target.split(".")[1]
+    if node.target in ops.CONVOLUTION and isinstance(node.arguments[1], Value):
+        return _other_factors(node, specs)
     if name in _FROM_NOTHING or node.updates or not any(specs[value].differentiable for value in inputs):
         return ()
     if name in _FROM_OUTPUT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy
 
 from manyhands.facts.cluster import Cluster
@@ -81,6 +83,8 @@ class CostModel:
             layer = self.network.layers[number]
             end = min(last, layer.last)
             part = 1.0 if op == layer.first and end == layer.last else sum(shares[op:end])
+            if part < 1.0 and number in self._layers_with_fixed:
+                part = self._part(number, op, end, device, samples)
             if part:
                 ahead, back = profile.layer_seconds(number, samples)
                 forward += ahead * part
@@ -88,6 +92,24 @@ class CostModel:
             op = end
         self._range_seconds[key] = (forward, backward)
         return forward, backward
+
+    @cached_property
+    def _layers_with_fixed(self) -> frozenset[int]:
+        """The layers in which weights are computed: the more samples, the less of their time that takes."""
+        return frozenset(
+            number
+            for number, layer in enumerate(self.network.layers)
+            if any(op.is_fixed for op in self.network.ops[layer.first : layer.last])
+        )
+
+    def _part(self, number: int, first: int, last: int, device: str, samples: float) -> float:
+        """Return the fraction of a layer's time for so many samples that operators [first, last) take."""
+        layer, kind = self.network.layers[number], self.cluster.device(device)
+        seconds = [
+            op_seconds(op, kind, samples) if op.macs or op.moved_bytes else 0.0
+            for op in self.network.ops[layer.first : layer.last]
+        ]
+        return sum(seconds[first - layer.first : last - layer.first]) / (sum(seconds) or 1.0)
 
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
         """Return each operator's fraction of its layer's time. Layers are measured; the roofline estimate divides their

@@ -285,9 +285,8 @@ class IncrementalReplanner(Cutting):
 
     def _map_of(self, stage: Stage, count: int) -> tuple[int, int]:
         """Return rows and columns of the map that a stage begins with, or `count` of each where it begins with none."""
-        start = self.network.ops[self.network.layers[layer_range(stage)[0]].first]
-        shape = self.network.tensors[start.inputs[0]].shape if start.inputs else ()
-        return (shape[2], shape[3]) if len(shape) == 4 else (count, count)
+        image = self.network.first_map(self.network.layers[layer_range(stage)[0]].first)
+        return (count, count) if image is None else (image.shape[-2], image.shape[-1])
 
     def _gridded(self, plan: Plan, place: int, draft: StageDraft) -> list[Plan]:
         """Return the plan with a stage on every grid that its devices can make; grids with an empty tile are left

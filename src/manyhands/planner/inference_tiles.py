@@ -179,7 +179,9 @@ def _promising_grids(task: Task) -> list[tuple[float, Plan, TilePrices]]:
 
 def is_worth(network: Network, grid: Grid) -> bool:
     """Return whether a grid may be the best of its number of tiles: it cuts the longer side of the maps more often."""
-    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
+    image = network.first_map(0)
+    assert image is not None, f"{network.name} has tiles and no maps"
+    *_, height, width = image.shape
     return (grid[0] - grid[1]) * (height - width) > 0 or (height == width and grid[0] >= grid[1])
 
 

@@ -94,13 +94,18 @@ class TileIntervals:
             if op.outputs and op.outputs[0] in self.geometry.maps:
                 yield index, op
 
+    def _made(self, first: int, last: int) -> Iterator[tuple[str, Op]]:
+        """Yield the maps that a range makes, with the operators that make them: some make several."""
+        for _, op in self._ops(first, last):
+            for name in op.outputs:
+                yield name, op
+
     def _forward_needs(self, axis: int, first: int, last: int) -> _Needs:
         """Return what a forward group computes and reads on one axis, walking from its last operator."""
         maps, count = self.geometry.maps, len(self.weights[axis])
         need: dict[str, list[Interval]] = {}
         made = set()
-        for _, op in reversed(list(self._ops(first, last))):
-            name = op.outputs[0]
+        for name, op in reversed(list(self._made(first, last))):
             made.add(name)
             readers = self.network.readers.get(name, ())
             if any(reader >= last for reader in readers) or name in self.network.outputs or self.geometry.adds_up(op):
@@ -121,8 +126,7 @@ class TileIntervals:
     def _backward_regions(self, axis: int, first: int, last: int) -> dict[str, list[Interval]]:
         """Return what a backward group computes on one axis, walking from its first operator."""
         grown: dict[str, list[Interval]] = {}
-        for _, op in self._ops(first, last):
-            name = op.outputs[0]
+        for name, op in self._made(first, last):
             region = list(self.owned(axis, name))
             for read in op.reads:
                 if read.tensor in self.geometry.maps and self.network.tensors[read.tensor].differentiable:

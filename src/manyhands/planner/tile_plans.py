@@ -47,7 +47,9 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
     speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
     by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]
     by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
-    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
+    image = network.first_map(0)
+    assert image is not None, f"{network.name} has tiles and no maps"
+    *_, height, width = image.shape
     share = ByTiles(
         tile_shares(by_row, height) if rows is None else rows,
         tile_shares(by_column, width) if columns is None else columns,

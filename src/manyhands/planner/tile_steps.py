@@ -58,10 +58,10 @@ class Tiling:
         for index, layer in enumerate(network.layers):
             _, obstacle = maps_of(network, layer.first, len(network.ops))
             last = count if obstacle is None else network.layer_of_op[obstacle]
-            image = next((name for name in network.ops[layer.first].inputs if _is_map(network, name)), None)
-            if last > index and image is not None:
+            image = network.first_map(layer.first) if last > index else None
+            if image is not None:
                 end[index] = last
-                rows[index], columns[index] = network.tensors[image].shape[-2:]
+                rows[index], columns[index] = image.shape[-2:]
             for op in network.ops[layer.first : layer.last]:
                 high, wide = _beyond(network, op, -2), _beyond(network, op, -1)
                 above[index + 1] += high

@@ -144,7 +144,7 @@ class TilePrices(TileIntervals):
             part = self._areas({-2: high, -1: wide}) / (rows * columns)
             ahead, back = (seconds[index - self.geometry.first] for seconds in self._seconds)
             compute += part * (ahead + back if both_ways else ahead)
-            if index == first and self.network.backward_passes(op) == 2:
+            if index == first and self.geometry.splits_backward(index):
                 hidden = part * back / 2  # its weight gradients are computed while the rim travels
         fetched = numpy.zeros(len(self.devices))
         for tensor in needs[-2].read:
@@ -172,9 +172,11 @@ class TilePrices(TileIntervals):
             if self.network.backward_passes(op) == 2:
                 part = (part + self._parts(name)) / 2
             compute += part * self._seconds[1][index - self.geometry.first]
-            readers = self.network.readers.get(name, ())
-            if name in self.network.outputs or any(not first <= reader < last for reader in readers):
-                deltas += self._beyond(name, region, {a: self.owned(a, name) for a in AXES})
+            for made in op.outputs:
+                readers = self.network.readers.get(made, ())
+                if made in self.network.outputs or any(not first <= reader < last for reader in readers):
+                    grown = {axis: regions[axis][made] for axis in AXES}
+                    deltas += self._beyond(made, grown, {a: self.owned(a, made) for a in AXES})
         for tensor in needed[-2]:
             if tensor not in self.network.inputs:
                 intervals = {axis: needed[axis][tensor] for axis in AXES}
