@@ -1,4 +1,5 @@
-"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout."""
+"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, other orders of axes,
+dropout."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from manyhands.graph.random_ops import RANDOM_CALLS, dropped
 
 
 class Concatenation(TileOperator):
-    """Maps one after the other along their channels."""
+    """Maps one after the other, along channels or another axis that is not cut."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
@@ -38,7 +39,7 @@ class Concatenation(TileOperator):
 
 
 class Regrouping(TileOperator):
-    """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
+    """Axes in another order, joined or split, but for the spatial ones. The result is a copy: its memory is its own."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         out, into = call.out, call.into
@@ -72,7 +73,7 @@ class Regrouping(TileOperator):
 
 
 class Slice(TileOperator):
-    """A range of channels, rows or columns."""
+    """A range of any axis but that of samples."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
@@ -110,8 +111,8 @@ class Padding(TileOperator):
 
     def _shifted(self, demand: Box) -> Box:
         """Return where an input box lies in the output."""
-        amounts = self.node.arguments[1]
-        before = [amounts[2 * (3 - axis)] if 2 * (3 - axis) < len(amounts) else 0 for axis in range(4)]
+        amounts, last = self.node.arguments[1], demand.rank - 1
+        before = [amounts[2 * (last - axis)] if 2 * (last - axis) < len(amounts) else 0 for axis in range(last + 1)]
         return demand.shift(before)
 
 

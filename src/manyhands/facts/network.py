@@ -9,6 +9,7 @@ Sizes are affine in the number of samples: `fixed + per_sample * samples`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -17,6 +18,7 @@ import msgspec
 
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.reads import Read
+from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, spatial_axes
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -61,6 +63,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     @property
     def rows_per_sample(self) -> int:
         return 0 if self.batch_axis is None else self.shape[self.batch_axis]
+
+
+def batched_first(tensors: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """Return the tensors whose first axis is of samples."""
+    return frozenset(name for name, spec in tensors.items() if spec.batch_axis == 0)
 
 
 class WeightSpec(msgspec.Struct, frozen=True):
@@ -170,6 +177,17 @@ class Network(msgspec.Struct, frozen=True, dict=True):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    @cached_property
+    def spatial(self) -> dict[str, SpatialAxes]:
+        """Tensor -> the axes of its rows and columns, or of its depth, rows and columns; others are absent."""
+        steps = [AxisStep(op.target, op.outputs, op.reads) for op in self.ops]
+        return spatial_axes(steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors))
+
+    def extents(self, tensor: str) -> tuple[int, ...]:
+        """Return the extents of a tensor's spatial axes: rows and columns, or depth, rows and columns; () if none."""
+        shape = self.tensors[tensor].shape
+        return tuple(shape[axis] for axis in self.spatial.get(tensor, ()))
 
     @cached_property
     def carries(self) -> bool:

@@ -49,7 +49,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return tuple(Window(a) for a in range(rank))
     if name in ("group_norm", "instance_norm") and is_main:
         return _group_normalisation(name, rank)
-    if name == "layer_norm" and is_main:
+    if name in ("layer_norm", "rms_norm") and is_main:
         normalised = len(node.arguments[1])
         return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
     if name in ("cat", "concat"):
@@ -197,9 +197,9 @@ def _adaptive_pooling(name: str, source: TensorSpec, output: TensorSpec) -> tupl
 
 
 def _group_normalisation(name: str, rank: int) -> tuple[Rule, ...]:
-    """Return the rules of a group norm. On maps, rows and columns are read element by element: what is summed over them
+    """Return the rules of a group norm. On maps, spatial axes are read element by element: what is summed over them
     travels apart (Op.tiling, "norm")."""
-    inner = [Window(a) if rank == 4 else Whole() for a in range(2, rank)]
+    inner = [Window(a) if rank in (4, 5) else Whole() for a in range(2, rank)]
     return (Window(0), Window(1) if name == "instance_norm" else Whole(), *inner)
 
 
