@@ -43,7 +43,11 @@ class ConvNextBlock(nn.Module):
     def __init__(self, channels: int, *, early: bool, drop: float = 0.0) -> None:
         super().__init__()
         self.depthwise = nn.Conv2d(channels, channels, 5, padding=2, groups=channels)
-        self.norm, self.up, self.down = nn.LayerNorm(channels), nn.Linear(channels, 6), nn.Linear(6, channels, not early)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(channels),
+            nn.Linear(channels, 6),
+            nn.Linear(6, channels, not early),
+        )
         self.gain = nn.Parameter(torch.rand(channels if early else (channels, 1, 1)))
         self.early, self.drop = early, drop
 
@@ -110,7 +114,8 @@ def metaformer() -> nn.Module:
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "convnext": lambda: ConvNextBlock(4, early=False), "convnext, early": lambda: ConvNextBlock(4, early=True, drop=0.3),
+    "convnext": lambda: ConvNextBlock(4, early=False),
+    "convnext, early": lambda: ConvNextBlock(4, early=True, drop=0.3),
     "norm": lambda: ChannelsLast(nn.LayerNorm(4)), "plain norm": lambda: ChannelsLast(nn.LayerNorm(4, bias=False)),
     "pool": lambda: PoolMixer(4), "gate": ChannelGate, "transposed": lambda: Transposed(4), "heads": Heads,
     "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1), "batch norm": lambda: nn.BatchNorm2d(4),

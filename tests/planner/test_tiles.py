@@ -48,10 +48,10 @@ def test_the_walk_along_the_axes_finds_the_boxes(
     priced, plan = prices(network, ByTiles(rows, columns, starts))
     geometry = TileGeometry(plan, 0, network)
     for group in geometry.groups:
-        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (-2, -1)}
+        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (0, 1)}
         for index in range(group.first, group.last):
             name = network.ops[index].outputs[0]
-            areas = priced._areas({axis: needs[axis].made[name] for axis in (-2, -1)})
+            areas = priced._areas({axis: needs[axis].made[name] for axis in (0, 1)})
             volumes = [geometry.computed[device][name].volume for device in geometry.devices]
             assert list(areas) == [volume // geometry.shape(name)[1] for volume in volumes]
 

@@ -1,5 +1,5 @@
-"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, other orders of axes,
-dropout."""
+"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout, and
+other orders of axes."""
 
 from __future__ import annotations
 

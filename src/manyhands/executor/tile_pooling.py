@@ -138,9 +138,7 @@ class AveragePool(_WindowPool):
         raw = self._raw(out)
         shares = gradient / self._divisors(out, gradient)
         like = gradient.new_empty(()).expand(raw.shape)
-        input_gradient = self.backward.default(
-            shares, like, self.windows, self.stride, self.unpadded, False, True, 1
-        )
+        input_gradient = self.backward.default(shares, like, self.windows, self.stride, self.unpadded, False, True, 1)
         return [BoxTensor(raw, input_gradient)]
 
     def _divisors(self, out: Box, like: Tensor) -> Tensor | float:

@@ -182,7 +182,9 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     def spatial(self) -> dict[str, SpatialAxes]:
         """Tensor -> the axes of its rows and columns, or of its depth, rows and columns; others are absent."""
         steps = [AxisStep(op.target, op.outputs, op.reads) for op in self.ops]
-        return spatial_axes(steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors))
+        return spatial_axes(
+            steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors)
+        )
 
     def extents(self, tensor: str) -> tuple[int, ...]:
         """Return the extents of a tensor's spatial axes: rows and columns, or depth, rows and columns; () if none."""

@@ -105,7 +105,7 @@ class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", f
     """Forward groups whose first operator is computed inside the tile while the boundary data travels, and at the rim
     after that: worth it where a link is slow."""
     depths: tuple[float, ...] = ()
-    """Relative depths, for maps of (sample, channel, depth, row, column), as of volumes and video; none: the depth is not
+    """Relative depths, for maps of (sample, channel, depth, row, column), as of volumes and video; none: no depth is
     cut."""
 
     @property

@@ -277,7 +277,8 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, nam
     image = network.ops[start].inputs[0] if network.ops[start].inputs else ""
     extents = network.extents(image)
     if prod(extents) > 1:
-        for name, weights, extent in zip(("columns", "rows", "depths"), share.cuts[::-1], extents[::-1]):
+        cuts = [*zip(("columns", "rows", "depths"), share.cuts[::-1], extents[::-1])]
+        for name, weights, extent in reversed(cuts):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
                 raise BadPlan(
                     f"{field}.share.{name} is {list(weights)}: a tile would have 0 of the {extent} {name} of {image}."

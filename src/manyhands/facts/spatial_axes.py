@@ -62,6 +62,22 @@ def follows(rule: Rule) -> bool:
     return not isinstance(rule, (Whole, Dealt))
 
 
+def keeps_axes(read: Read, shape: tuple[int, ...], spatial: SpatialAxes, made: SpatialAxes) -> bool:
+    """Return whether an operator's output follows an input of this shape along all spatial axes, in their order, and
+    along no other; where the input has one element, that may serve all. `made`: the output's axes."""
+    if len(spatial) != len(made):
+        return False
+    follow_own = dict(zip(spatial, made))
+    for axis, (rule, extent) in enumerate(zip(read.rules, shape, strict=True)):
+        if axis in follow_own:
+            is_followed = follows(rule) and rule.axis == follow_own[axis]
+            if not is_followed and not (isinstance(rule, Whole) and extent == 1):
+                return False
+        elif rule.axis in made and extent != 1:
+            return False
+    return True
+
+
 def _own_axes(target: str) -> int:
     """Return how many spatial axes an operator gives to what it reads and makes; 0: it takes any."""
     return 3 if "3d" in target else 2 if "2d" in target else 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.facts.reads import Read, Whole, Window
-from manyhands.facts.spatial_axes import SpatialAxes, follows
+from manyhands.facts.reads import Read, Window
+from manyhands.facts.spatial_axes import SpatialAxes, keeps_axes
 from manyhands.graph import ops
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 
@@ -54,28 +54,24 @@ def tiling_of(node: Node, reads: tuple[Read, ...], axes: Axes, specs: Specs, wei
         return "pool"
     if not _is_map(output, axes) or not any(_is_map(specs[name], axes) for name in values_of(node)):
         return ""
-    if not all(_keeps_axes(read, specs[read.tensor], output, axes) for read in reads):
+    made = axes[output.name]
+    kept = [
+        _is_map(specs[r.tensor], axes) and keeps_axes(r, specs[r.tensor].shape, axes[r.tensor], made) for r in reads
+    ]
+    if not any(kept) or not all(is_kept or _serves_all(r, specs[r.tensor], made) for r, is_kept in zip(reads, kept)):
         return ""
     name = node.target.split(".")[1]
     if name in ("batch_norm", "group_norm", "instance_norm"):
-        return _norm_tiling(node, name, axes[output.name])
-    return "local" if _is_local(node, name, reads[0], axes[output.name], specs, weights) else ""
+        return _norm_tiling(node, name, made)
+    return "local" if _is_local(node, name, reads[0], made, specs, weights) else ""
 
 
-def _keeps_axes(read: Read, source: TensorSpec, output: TensorSpec, axes: Axes) -> bool:
-    """Return whether an operator's output follows an input along all spatial axes, in their order, and along no other:
-    where the input has one element, it may serve all."""
-    spatial, made = axes.get(source.name, ()), axes[output.name]
-    if spatial and (not _is_map(source, axes) or len(spatial) != len(made)):
-        return False
-    for axis, (rule, extent) in enumerate(zip(read.rules, source.shape, strict=True)):
-        if axis in spatial:
-            follows_its_own = follows(rule) and rule.axis == made[spatial.index(axis)]
-            if not follows_its_own and not (isinstance(rule, Whole) and extent == 1):
-                return False
-        elif rule.axis in made and extent != 1:
-            return False
-    return True
+def _serves_all(read: Read, source: TensorSpec, made: SpatialAxes) -> bool:
+    """Return whether an input is the same for all places of the map that is made."""
+    return all(
+        extent == 1 or (rule.axis is not None and rule.axis not in made)
+        for rule, extent in zip(read.rules, source.shape, strict=True)
+    )
 
 
 def _norm_tiling(node: Node, name: str, spatial: SpatialAxes) -> str:
@@ -92,7 +88,7 @@ def _is_local(node: Node, name: str, read: Read, spatial: SpatialAxes, specs: Sp
     if node.target in _LOCAL:
         return is_only and (name != "channel_shuffle" or 1 not in spatial)
     if node.target in ops.POINTWISE:
-        return all(_serves_all(name, weights[w].shape, rank, spatial) for w in weights_of(node))
+        return all(_has_no_places(name, weights[w].shape, rank, spatial) for w in weights_of(node))
     if name in ("cat", "concat"):
         parts, axis = node.arguments[0], (node.arguments[1] if len(node.arguments) > 1 else 0) % rank
         return len(values_of(node)) == len(parts) and axis > 0 and axis not in spatial
@@ -110,7 +106,7 @@ def _is_local(node: Node, name: str, read: Read, spatial: SpatialAxes, specs: Sp
     return name in _BESIDE and is_only
 
 
-def _serves_all(name: str, shape: tuple[int, ...], rank: int, spatial: SpatialAxes) -> bool:
+def _has_no_places(name: str, shape: tuple[int, ...], rank: int, spatial: SpatialAxes) -> bool:
     """Return whether a weight is the same for all places of the map it is combined with."""
     if name == "prelu":
         return 1 not in spatial or shape in ((), (1,))

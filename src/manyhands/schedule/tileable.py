@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from manyhands.facts.network import Network, Op
+from manyhands.facts.spatial_axes import keeps_axes
 
 
 def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], int | None]:
@@ -24,11 +25,22 @@ def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], in
             return frozenset(maps), index
         if not op.outputs or not any(name in maps for name in op.inputs):
             continue
-        if op.tiling in ("local", "norm") and all(is_map(network, name, least=1) for name in op.outputs):
+        if op.tiling in ("local", "norm") and _makes_maps(network, op, maps):
             maps.update(op.outputs)
         elif op.tiling != "pool":
             return frozenset(maps), index
     return frozenset(maps), None if maps else first
+
+
+def _makes_maps(network: Network, op: Op, maps: set[str]) -> bool:
+    """Return whether what an operator makes are maps that follow those it reads: what serves all places of a map must
+    not be a map of its own."""
+    made = network.spatial.get(op.outputs[0], ())
+    return all(is_map(network, name, least=1) for name in op.outputs) and all(
+        keeps_axes(read, network.tensors[read.tensor].shape, network.spatial[read.tensor], made)
+        for read in op.reads
+        if read.tensor in maps
+    )
 
 
 def is_map(network: Network, tensor: str, least: int = 2) -> bool:
