@@ -11,6 +11,7 @@ convolution's are the last two, or three), and else the last two of a tensor wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from manyhands.facts.reads import Dealt, Read, Rule, Whole
@@ -36,7 +37,8 @@ def spatial_axes(
 
     def root(name: str) -> SpatialAxes:
         rank = len(shapes[name])
-        return expected.get(name) or ((rank - 2, rank - 1) if rank in _ROOT_RANKS else ())
+        last = (rank - 2, rank - 1) if rank in _ROOT_RANKS else ()
+        return expected[name] if max(expected.get(name, (rank,))) < rank else last
 
     made = {name for step in steps for name in step.outputs}
     axes = {name: root(name) for name in batched if name not in made}
@@ -52,7 +54,7 @@ def spatial_axes(
             followed = followed if sorted(followed or ()) == [*last] else last
         for name in step.outputs:
             if name in batched:
-                fits = followed is not None and len(shapes[name]) == rank
+                fits = len(shapes[name]) == rank > max(followed or (rank,))
                 axes[name] = followed if followed is not None and fits else root(name)
     return {name: found for name, found in axes.items() if found}
 
@@ -97,10 +99,7 @@ def _followed(
 
 
 def _places(axes: SpatialAxes, shape: tuple[int, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= shape[axis]
-    return count
+    return prod(shape[axis] for axis in axes)
 
 
 def _expected(steps: Sequence[AxisStep], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, SpatialAxes]:
