@@ -38,7 +38,7 @@ def spatial_axes(
     def root(name: str) -> SpatialAxes:
         rank = len(shapes[name])
         last = (rank - 2, rank - 1) if rank in _ROOT_RANKS else ()
-        return expected[name] if max(expected.get(name, (rank,))) < rank else last
+        return tuple(sorted(expected[name])) if max(expected.get(name, (rank,))) < rank else last
 
     made = {name for step in steps for name in step.outputs}
     axes = {name: root(name) for name in batched if name not in made}
