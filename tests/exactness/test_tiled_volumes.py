@@ -105,6 +105,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm3d(4), "layer norm": lambda: ChannelsLast(4), "relu": nn.ReLU,
     "gelu": nn.GELU, "dropout": lambda: nn.Dropout3d(0.3), "slopes": lambda: nn.PReLU(4),
     "largest": lambda: nn.MaxPool3d((1, 3, 3), (1, 2, 2), (0, 1, 1)), "mean": lambda: nn.AvgPool3d(3, 1, 1),
+    "larger": lambda: nn.Upsample(scale_factor=(1, 2, 1), mode="trilinear"),
+    "by fractions": lambda: nn.Upsample(scale_factor=(1.5, 1, 1.3)),
     "adapted": lambda: nn.AdaptiveAvgPool3d((4, 5, 3)), "padded": lambda: nn.ConstantPad3d((1, 0, 0, 1, 2, 0), 0.5),
 }  # fmt: skip
 

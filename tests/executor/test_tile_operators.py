@@ -166,6 +166,27 @@ RESAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
+DEEP_RESAMPLED: dict[str, dict[str, Any]] = {
+    "nearest": {"scale_factor": (2, 1, 3)}, "nearest by a fraction": {"scale_factor": 1.7},
+    "trilinear": {"scale_factor": (2, 3, 2), "mode": "trilinear"},
+    "trilinear to a size": {"size": (7, 4, 9), "mode": "trilinear"},
+    "trilinear with corners": {"scale_factor": 2, "mode": "trilinear", "align_corners": True},
+}  # fmt: skip
+
+
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("what", DEEP_RESAMPLED)
+def test_up_sampling_of_volumes(what: str) -> None:
+    case = Case.of(lambda x: F.interpolate(x, **DEEP_RESAMPLED[what]), (2, 4, 5, 3))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
 @pytest.mark.parametrize("what", RESAMPLED)
 def test_up_sampling(what: str) -> None:
     case = Case.of(lambda x: F.interpolate(x, **RESAMPLED[what]), (2, 7, 9))

@@ -26,7 +26,8 @@ _LOCAL = frozenset({
     "aten.pixel_unshuffle.default", "aten.channel_shuffle.default", "aten.dropout.default",
     "aten.feature_dropout.default", "aten.alpha_dropout.default", "aten.adaptive_avg_pool2d.default",
     "aten.conv3d.default", "aten.conv3d.padding", "aten.conv_transpose3d.input", "aten.max_pool3d.default",
-    "aten.avg_pool3d.default", "aten.adaptive_avg_pool3d.default",
+    "aten.avg_pool3d.default", "aten.adaptive_avg_pool3d.default", "aten.upsample_nearest3d.vec",
+    "aten.upsample_nearest3d.default", "aten.upsample_trilinear3d.vec", "aten.upsample_trilinear3d.default",
 })  # fmt: skip
 # They work along axes that are not spatial, place by place.
 _BESIDE = frozenset({"linear", "layer_norm", "rms_norm", "softmax", "log_softmax", "mean", "sum", "amax", "amin"})
@@ -37,7 +38,8 @@ _SHAPED = frozenset(f"aten.new_{kind}.default" for kind in ("empty", "zeros", "o
 
 _FROM_NOTHING = frozenset({
     "conv2d", "conv_transpose2d", "conv3d", "conv_transpose3d", "add", "sub", "rsub", "cat", "concat", "avg_pool2d",
-    "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "upsample_nearest2d", "upsample_bilinear2d", "pad",
+    "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "upsample_nearest2d", "upsample_bilinear2d",
+    "upsample_nearest3d", "upsample_trilinear3d", "pad",
     "constant_pad_nd", "slice", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "mean", "sum", "neg", "clone",
     "contiguous", "alias", "detach", "to", "_to_copy", "type_as", "dropout", "feature_dropout", "alpha_dropout",
     "bernoulli", "bernoulli_", "new_empty", "new_zeros", "new_ones", "new_full",

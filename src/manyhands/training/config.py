@@ -45,9 +45,7 @@ class SharingConfig(LearningConfig):
         "", "Relative heights of the tiles' rows, like 2,1.", "--rows", is_keyword=False, default_text="by speed"
     )
     columns: str = option("", "Relative widths of their columns.", "--columns", is_keyword=False)
-    depths: str = option(
-        "", "Relative depths of the tiles of volumes and video, like 1,1.", "--depths", is_keyword=False
-    )
+    depths: str = option("", "Relative depths of the tiles of volumes and video.", "--depths", is_keyword=False)
     tiles: TileOptions | None = option(None, 'Grid, rows and columns of plan="tiles".', stored=None)
     reduce: str = option(
         "allreduce", "How the devices of a stage add up gradients.", "--reduce",
