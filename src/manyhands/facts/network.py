@@ -18,7 +18,7 @@ import msgspec
 
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.reads import Read
-from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, spatial_axes
+from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, keeps_axes, spatial_axes
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -185,6 +185,21 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return spatial_axes(
             steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors)
         )
+
+    @cached_property
+    def followed(self) -> tuple[frozenset[str], ...]:
+        """For each operator the inputs whose spatial axes its first output has, each followed from one of theirs."""
+        none: SpatialAxes = ()
+        return tuple(
+            frozenset(
+                read.tensor for read in op.reads
+                if op.outputs and keeps_axes(
+                    read, self.tensors[read.tensor].shape, self.spatial.get(read.tensor, none),
+                    self.spatial.get(op.outputs[0], none),
+                )
+            )
+            for op in self.ops
+        )  # fmt: skip
 
     def extents(self, tensor: str) -> tuple[int, ...]:
         """Return the extents of a tensor's spatial axes: rows and columns, or depth, rows and columns; () if none."""

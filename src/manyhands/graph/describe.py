@@ -51,7 +51,8 @@ def describe(graph: Graph, granularity: str = "") -> Network:
     numbers = numbers_of_samples(graph.nodes, specs, frozenset(graph.outputs))
     reads_of_node = [reads_of(node, specs, weights) for node in graph.nodes]
     outputs = [tuple(spec.name for spec in node.outputs) if not node.updates else () for node in graph.nodes]
-    steps = [AxisStep(node.target, *facts) for node, *facts in zip(graph.nodes, outputs, reads_of_node, strict=True)]
+    made_and_read = zip(graph.nodes, outputs, reads_of_node, strict=True)
+    steps = [AxisStep(node.target, made, reads) for node, made, reads in made_and_read]
     axes = spatial_axes(steps, {name: spec.shape for name, spec in specs.items()}, batched_first(specs))
     described = []
     for node, reads, (fixed, per_sample) in zip(graph.nodes, reads_of_node, saved, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 from manyhands.facts.network import Network, Op
-from manyhands.facts.spatial_axes import keeps_axes
 
 
 def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], int | None]:
@@ -25,21 +24,19 @@ def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], in
             return frozenset(maps), index
         if not op.outputs or not any(name in maps for name in op.inputs):
             continue
-        if op.tiling in ("local", "norm") and _makes_maps(network, op, maps):
+        if op.tiling in ("local", "norm") and _makes_maps(network, index, maps):
             maps.update(op.outputs)
         elif op.tiling != "pool":
             return frozenset(maps), index
     return frozenset(maps), None if maps else first
 
 
-def _makes_maps(network: Network, op: Op, maps: set[str]) -> bool:
+def _makes_maps(network: Network, index: int, maps: set[str]) -> bool:
     """Return whether what an operator makes are maps that follow those it reads: what serves all places of a map must
     not be a map of its own."""
-    made = network.spatial.get(op.outputs[0], ())
+    op, followed = network.ops[index], network.followed[index]
     return all(is_map(network, name, least=1) for name in op.outputs) and all(
-        keeps_axes(read, network.tensors[read.tensor].shape, network.spatial[read.tensor], made)
-        for read in op.reads
-        if read.tensor in maps
+        name in followed for name in op.inputs if name in maps
     )
 
 
