@@ -275,7 +275,7 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, nam
                 f"{field}.share.{name} is {named}; it must increase and stay below layer {last}, where the stage ends."
             )
     image = network.ops[start].inputs[0] if network.ops[start].inputs else ""
-    extents = network.extents(image)
+    extents = network.extents(image) if image else ()
     if prod(extents) > 1:
         cuts = [*zip(("columns", "rows", "depths"), share.cuts[::-1], extents[::-1])]
         for name, weights, extent in reversed(cuts):
