@@ -81,6 +81,19 @@ class ChannelGate(nn.Module):
         return x * torch.sigmoid(mean + most) + x.softmax(1)
 
 
+class LateGate(nn.Module):
+    """Squeeze and excitation of (sample, row, column, channel): the gate has channels where other maps have columns."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.permute(0, 2, 3, 1)
+        gate = torch.sigmoid(self.linear(y.mean((1, 2), keepdim=True)))
+        return (y * gate).permute(0, 3, 1, 2)
+
+
 class Transposed(nn.Module):
     """Rows and columns change places, and back; the convolution between them reads columns as rows."""
 
@@ -110,7 +123,7 @@ def convnext(early: bool) -> nn.Module:
 
 
 def metaformer() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), PoolMixer(4), ChannelGate(), PoolMixer(4))
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), PoolMixer(4), ChannelGate(), LateGate(4), PoolMixer(4))
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
@@ -118,8 +131,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "convnext, early": lambda: ConvNextBlock(4, early=True, drop=0.3),
     "norm": lambda: ChannelsLast(nn.LayerNorm(4)), "plain norm": lambda: ChannelsLast(nn.LayerNorm(4, bias=False)),
     "pool": lambda: PoolMixer(4), "gate": ChannelGate, "transposed": lambda: Transposed(4), "heads": Heads,
-    "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1), "batch norm": lambda: nn.BatchNorm2d(4),
-    "relu": nn.ReLU, "dropout": lambda: ChannelsLast(nn.Dropout(0.3)), "half": lambda: nn.MaxPool2d(2, ceil_mode=True),
+    "late gate": lambda: LateGate(4), "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1),
+    "batch norm": lambda: nn.BatchNorm2d(4), "relu": nn.ReLU, "dropout": lambda: ChannelsLast(nn.Dropout(0.3)), "half": lambda: nn.MaxPool2d(2, ceil_mode=True),
 }  # fmt: skip
 
 
