@@ -132,7 +132,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: ChannelsLast(nn.LayerNorm(4)), "plain norm": lambda: ChannelsLast(nn.LayerNorm(4, bias=False)),
     "pool": lambda: PoolMixer(4), "gate": ChannelGate, "transposed": lambda: Transposed(4), "heads": Heads,
     "late gate": lambda: LateGate(4), "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1),
-    "batch norm": lambda: nn.BatchNorm2d(4), "relu": nn.ReLU, "dropout": lambda: ChannelsLast(nn.Dropout(0.3)), "half": lambda: nn.MaxPool2d(2, ceil_mode=True),
+    "batch norm": lambda: nn.BatchNorm2d(4), "relu": nn.ReLU,
+    "dropout": lambda: ChannelsLast(nn.Dropout(0.3)), "half": lambda: nn.MaxPool2d(2, ceil_mode=True),
 }  # fmt: skip
 
 
