@@ -257,6 +257,8 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "upsample bilinear by three": (lambda x: F.interpolate(x, scale_factor=3, mode="bilinear"), ((1, 4, 2),)),
     "upsample bilinear, corners aligned": (
         lambda x: F.interpolate(x, scale_factor=3, mode="bilinear", align_corners=True), ((1, 5, 2),)),
+    "upsample volumes": (lambda x: F.interpolate(x, scale_factor=(2, 1, 3)), ((1, 3, 2, 2),)),
+    "upsample volumes trilinear": (lambda x: F.interpolate(x, size=(5, 4, 3), mode="trilinear"), ((1, 3, 2, 2),)),
     "upsample nearest by a fraction": (lambda x: F.interpolate(x, scale_factor=1.7), ((1, 7, 4),)),
     "downsample nearest": (lambda x: F.interpolate(x, size=(5, 3)), ((1, 9, 4),)),
     "upsample bilinear by a fraction": (

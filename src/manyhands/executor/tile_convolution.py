@@ -25,6 +25,7 @@ from manyhands.facts.reads import Spread, Window
 from manyhands.graph.convolution_kernels import by_groups, goes_by_groups, product
 from manyhands.graph.kernel_flags import Flags
 from manyhands.graph.kernels import kernel_calls, takes_product
+from manyhands.graph.memory_formats import memory_format_of
 from manyhands.graph.nodes import Value, Weight
 from manyhands.graph.packed_convolution import PackedConvolution
 
@@ -46,7 +47,9 @@ class _TileConvolution(TileOperator):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.axes = [rule for rule in self.op.reads[0].rules[2:] if isinstance(rule, (Window, Spread))]
-        assert len(self.axes) == 2, f"{self.node.name} is not a convolution over rows and columns"
+        self.rank = len(self.op.reads[0].rules)
+        assert len(self.axes) == self.rank - 2, f"{self.node.name} is not a convolution over spatial axes"
+        self.no_padding = [0 for _ in self.axes]
         node_arguments = (*self.node.arguments, *(None for _ in range(7)))
         self.weight, self.bias = (
             self.weights.tensors[argument.name] if isinstance(argument, Weight) else None
@@ -61,14 +64,14 @@ class _TileConvolution(TileOperator):
         self.stride = [rule.stride for rule in self.axes]
         self.dilation = [rule.dilation for rule in self.axes]
         kernel = self.kernel
-        self.format = torch.channels_last if kernel is not None and kernel.channels_last else torch.contiguous_format
+        self.format = memory_format_of(self.rank, kernel is not None and kernel.channels_last)
         self.has_flags = kernel is not None and not kernel.is_plain
         self.is_product = kernel is not None and kernel.product and takes_product(self.graph, self.node)
         self.packed: PackedConvolution | None = None
         self.goes_by_groups = False
 
     def rest(self) -> None:
-        is_plain = self.kernel is not None and self.kernel.channels_last and self.kernel.is_plain
+        is_plain = self.kernel is not None and self.kernel.channels_last and self.kernel.is_plain and self.rank == 4
         self.goes_by_groups = is_plain and not self.transposed and goes_by_groups(self.groups)
         if self.kernel is not None and self.kernel.packed:
             call = kernel_calls(self.graph, {self.node.name: self.kernel}).get(self.node.name)
@@ -117,7 +120,7 @@ class _TileConvolution(TileOperator):
             return by_groups(data, weight, bias, self.stride, padding, self.dilation, self.groups)
         made: Tensor = self._called(
             torch.convolution, self._formatted(data), self._formatted(weight), bias, self.stride, padding,
-            self.dilation, self.transposed, [0, 0], self.groups,
+            self.dilation, self.transposed, self.no_padding, self.groups,
         )  # fmt: skip
         return made
 
@@ -130,7 +133,7 @@ class _TileConvolution(TileOperator):
         bias_shape = None if bias is None else list(bias.shape)
         gradients: list[Tensor] = self._called(
             _aten.convolution_backward.default, self._formatted(gradient), data, self._formatted(weight), bias_shape,
-            self.stride, padding, self.dilation, self.transposed, [0, 0], self.groups, mask,
+            self.stride, padding, self.dilation, self.transposed, self.no_padding, self.groups, mask,
         )  # fmt: skip
         return gradients
 
@@ -144,7 +147,7 @@ class _TileConvolution(TileOperator):
 
     def _like_input(self, shape: tuple[int, ...], gradient: Tensor) -> Tensor:
         """Return a tensor with the input's shape and format: its values do not matter, its memory is not used."""
-        if self.format is torch.channels_last:
+        if self.format is not torch.contiguous_format:
             return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=self.format)
         return gradient.new_empty(()).expand(shape)
 
@@ -178,9 +181,12 @@ class _TileConvolution(TileOperator):
         """Return the gradients of weight and bias, where the mask says so."""
         raise AssertionError("a convolution must say how its weights are derived")
 
-    def _input_box(self, rows: Interval, columns: Interval, out: Box) -> Box:
-        samples, channels = self.extents(0, out)[:2]
-        return Box.of((0, samples), (0, channels), rows, columns)
+    def _covered(self, spatial: Sequence[Interval]) -> list[Interval]:
+        """Return what the windows at some places cover, also beyond the border."""
+        return [
+            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
+            for w, (a, b) in zip(self.axes, spatial, strict=True)
+        ]
 
 
 class Convolution(_TileConvolution):
@@ -197,18 +203,15 @@ class Convolution(_TileConvolution):
         if number:
             return self.demand(number, out)  # a computed weight
         box, raw = self.demand(0, out), self._raw(out)
-        for axis in (2, 3) if not box.is_empty else ():
+        for axis in range(2, self.rank) if not box.is_empty else ():
             if not _is_even(box.intervals[axis], raw.intervals[axis]):
                 box = box.replace(axis, raw.intervals[axis])
         return box
 
     def _raw(self, out: Box) -> Box:
         """Return the box that the windows cover, also beyond the border."""
-        rows, columns = (
-            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
-            for w, (a, b) in zip(self.axes, out.intervals[2:], strict=True)
-        )
-        return self._input_box(rows, columns, out)
+        samples, channels = self.extents(0, out)[:2]
+        return Box.of((0, samples), (0, channels), *self._covered(out.intervals[2:]))
 
     def _data(self, source: BoxTensor, out: Box) -> tuple[Tensor, list[int]]:
         """Return the input with zeros wherever windows reach over the border, but for those that the convolution adds
@@ -221,8 +224,8 @@ class Convolution(_TileConvolution):
             return source.view(box), padding
         raw = self._raw(out)
         if box.is_empty:  # nothing but padding
-            return source.tensor.new_zeros(raw.shape), [0, 0]
-        return widened(source.view(box), box, raw), [0, 0]
+            return source.tensor.new_zeros(raw.shape), self.no_padding
+        return widened(source.view(box), box, raw), self.no_padding
 
     def _to_read(self, source: Box, out: Box) -> tuple[Box, list[int] | None]:
         raw, demand = self._raw(out), self.demand(0, out)
@@ -230,7 +233,7 @@ class Convolution(_TileConvolution):
             return demand, None
         box = raw.intersect(source)
         assert box.contains(demand), f"{self.node.name} needs {demand}, and only {source} is here"
-        for axis in (2, 3):  # another reader may have wanted zeros on one side
+        for axis in range(2, self.rank):  # another reader may have wanted zeros on one side
             if not _is_even(box.intervals[axis], raw.intervals[axis]):
                 box = box.replace(axis, demand.intervals[axis])
         return box, _even_padding(box, raw)
@@ -252,12 +255,12 @@ class Convolution(_TileConvolution):
 
     def _to_derive(self, out: Box) -> tuple[Box, list[int]]:
         box = self.raw_demand(0, out)
-        return box, _even_padding(box, self._raw(out)) or [0, 0]
+        return box, _even_padding(box, self._raw(out)) or self.no_padding
 
     def _operand_gradients(
         self, inputs: Sequence[BoxTensor | None], gradient: Tensor, out: Box, mask: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        source, of_bias = inputs[0], gradient.sum((0, 2, 3)) if mask[2] and not mask[1] else None
+        source, of_bias = inputs[0], _of_bias(gradient) if mask[2] and not mask[1] else None
         if of_bias is not None:
             return None, of_bias
         assert source is not None, f"{self.node.name} needs its input"
@@ -274,25 +277,21 @@ class TransposedConvolution(_TileConvolution):
     def _full(self, demand: Box, out: Box) -> Box:
         """Return the box that the demanded inputs make in all: mostly a little more than `out`, by output padding
         less."""
-        rows, columns = (
-            (a * w.stride - w.padding, (b - 1) * w.stride - w.padding + w.dilation * (w.kernel - 1) + 1)
-            for w, (a, b) in zip(self.axes, demand.intervals[2:], strict=True)
-        )
-        return Box((*out.intervals[:2], rows, columns))
+        return Box((*out.intervals[:2], *self._covered(demand.intervals[2:])))
 
     def forward(self, call: ForwardCall) -> Tensor:
         inputs, out, into, operands = call.inputs, call.out, call.into, self._operands(call.inputs)
         demand = self.demand(0, out)
         full = Box(tuple((0, 0) for _ in out.intervals)) if demand.is_empty else self._full(demand, out)
         if full.contains(out) and not full.is_empty:
-            made = self._convolved(inputs[0].view(demand), [0, 0], operands)
+            made = self._convolved(inputs[0].view(demand), self.no_padding, operands)
             return placed(widened(made, full, out), into)
         made = torch.zeros(out.shape, dtype=self.dtype, device=self.weights.device) if into is None else into.zero_()
         if operands.bias is not None:
-            made += operands.bias.view(1, -1, 1, 1)
+            made += operands.bias.view(1, -1, *(1 for _ in self.axes))
         common = full.intersect(out)
         if not common.is_empty:
-            convolved = self._convolved(inputs[0].view(demand), [0, 0], operands)
+            convolved = self._convolved(inputs[0].view(demand), self.no_padding, operands)
             BoxTensor(out, made).view(common).copy_(BoxTensor(full, convolved).view(common))
         return made
 
@@ -303,19 +302,24 @@ class TransposedConvolution(_TileConvolution):
             return None
         spread = widened(gradient, out, self._full(demand, out))
         like, operands = self._like_input(demand.shape, gradient), self._operands(call.inputs)
-        return BoxTensor(demand, self._derived(spread, like, [0, 0], [True, False, False], operands)[0])
+        return BoxTensor(demand, self._derived(spread, like, self.no_padding, [True, False, False], operands)[0])
 
     def _operand_gradients(
         self, inputs: Sequence[BoxTensor | None], gradient: Tensor, out: Box, mask: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         demand = self.demand(0, out)
-        of_bias = gradient.sum((0, 2, 3)) if mask[2] else None  # also of output that no input made
+        of_bias = _of_bias(gradient) if mask[2] else None  # also of output that no input made
         if not mask[1] or demand.is_empty:
             return None, of_bias
         source = inputs[0]
         assert source is not None, f"{self.node.name} needs its input"
         spread, data = widened(gradient, out, self._full(demand, out)), self._formatted(source.view(demand))
-        return self._derived(spread, data, [0, 0], [False, True, False], self._operands(inputs))[1], of_bias
+        return self._derived(spread, data, self.no_padding, [False, True, False], self._operands(inputs))[1], of_bias
+
+
+def _of_bias(gradient: Tensor) -> Tensor:
+    """Return the gradient of the bias: it is added in every place."""
+    return gradient.sum((0, *range(2, gradient.dim())))
 
 
 def _is_even(inner: Interval, outer: Interval) -> bool:

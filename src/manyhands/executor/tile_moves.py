@@ -1,4 +1,5 @@
-"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout."""
+"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout, and
+other orders of axes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from manyhands.graph.random_ops import RANDOM_CALLS, dropped
 
 
 class Concatenation(TileOperator):
-    """Maps one after the other along their channels."""
+    """Maps one after the other, along channels or another axis that is not cut."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
@@ -39,7 +40,7 @@ class Concatenation(TileOperator):
 
 
 class Regrouping(TileOperator):
-    """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
+    """Axes in another order, joined or split, but for the spatial ones. The result is a copy: its memory is its own."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         out, into = call.out, call.into
@@ -73,7 +74,7 @@ class Regrouping(TileOperator):
 
 
 class Slice(TileOperator):
-    """A range of channels, rows or columns, or every second of them, say."""
+    """A range of any axis but that of samples, or every second element of one, say."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
@@ -152,8 +153,8 @@ class Padding(TileOperator):
 
     def _shifted(self, demand: Box) -> Box:
         """Return where an input box lies in the output."""
-        amounts = self.node.arguments[1]
-        before = [amounts[2 * (3 - axis)] if 2 * (3 - axis) < len(amounts) else 0 for axis in range(4)]
+        amounts, last = self.node.arguments[1], demand.rank - 1
+        before = [amounts[2 * (last - axis)] if 2 * (last - axis) < len(amounts) else 0 for axis in range(last + 1)]
         return demand.shift(before)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.executor.tile_base import TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
+from manyhands.executor.tile_linear import Linear
 from manyhands.executor.tile_moves import (
     Concatenation,
     Dropout,
@@ -32,12 +33,16 @@ _BY_NAME: dict[str, type[TileOperator]] = {
     "avg_pool2d": AveragePool, "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling,
     "upsample_bilinear2d": Resampling, "pixel_shuffle": PixelShuffle, "pixel_unshuffle": PixelShuffle,
     "channel_shuffle": TileChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
+    "conv3d": Convolution, "conv_transpose3d": TransposedConvolution, "max_pool3d": MaxPool, "avg_pool3d": AveragePool,
+    "adaptive_avg_pool3d": AdaptiveAveragePool, "upsample_nearest3d": Resampling, "upsample_trilinear3d": Resampling,
+    "linear": Linear,
     "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
     "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding, "expand_as": Expansion,
     "reflection_pad2d": EdgePadding, "replication_pad2d": EdgePadding,
     **dict.fromkeys(SPLITS, Split), **dict.fromkeys(("stack", "mean", "sum", "amax", "amin"), TileOperator),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),
                     Regrouping),
+    **dict.fromkeys(("layer_norm", "rms_norm", "softmax", "log_softmax", "mean", "sum", "amax", "amin"), TileOperator),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from math import prod
 from typing import Any
 
 import msgspec
@@ -176,8 +177,8 @@ class TileWays:
     def _shares(self, index: int) -> list[int]:
         """Return how many places of the map that an operator reads each device owns."""
         name = self.network.ops[index].inputs[0]
-        boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
-        return [box.shape[2] * box.shape[3] for box in boxes]
+        shapes = [self.geometry.own(device, name).shape for device in self.geometry.devices]
+        return [prod(shape[axis] for axis in self.network.spatial[name]) for shape in shapes]
 
     def _collected_box(self, tensor: str) -> Box:
         """Return the box of a tensor's gradient that this device collects."""

@@ -9,6 +9,7 @@ Sizes are affine in the number of samples: `fixed + per_sample * samples`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -17,6 +18,7 @@ import msgspec
 
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.reads import Read
+from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, keeps_axes, spatial_axes
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -61,6 +63,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     @property
     def rows_per_sample(self) -> int:
         return 0 if self.batch_axis is None else self.shape[self.batch_axis]
+
+
+def batched_first(tensors: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """Return the tensors whose first axis is of samples."""
+    return frozenset(name for name, spec in tensors.items() if spec.batch_axis == 0)
 
 
 class WeightSpec(msgspec.Struct, frozen=True):
@@ -178,6 +185,34 @@ class Network(msgspec.Struct, frozen=True, dict=True):
         return hash(self.fingerprint)
 
     @cached_property
+    def spatial(self) -> dict[str, SpatialAxes]:
+        """Tensor -> the axes of its rows and columns, or of its depth, rows and columns; others are absent."""
+        steps = [AxisStep(op.target, op.outputs, op.reads) for op in self.ops]
+        return spatial_axes(
+            steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors)
+        )
+
+    @cached_property
+    def followed(self) -> tuple[frozenset[str], ...]:
+        """For each operator the inputs whose spatial axes its first output has, each followed from one of theirs."""
+        none: SpatialAxes = ()
+        return tuple(
+            frozenset(
+                read.tensor for read in op.reads
+                if op.outputs and keeps_axes(
+                    read, self.tensors[read.tensor].shape, self.spatial.get(read.tensor, none),
+                    self.spatial.get(op.outputs[0], none),
+                )
+            )
+            for op in self.ops
+        )  # fmt: skip
+
+    def extents(self, tensor: str) -> tuple[int, ...]:
+        """Return the extents of a tensor's spatial axes: rows and columns, or depth, rows and columns; () if none."""
+        shape = self.tensors[tensor].shape
+        return tuple(shape[axis] for axis in self.spatial.get(tensor, ()))
+
+    @cached_property
     def carries(self) -> bool:
         """Whether buffers are carried from one pass to the next, at rest too."""
         return any(op.carries for op in self.ops)
@@ -221,13 +256,17 @@ class Network(msgspec.Struct, frozen=True, dict=True):
     def first_map(self, first: int) -> TensorSpec | None:
         """Return the first map that operators from `first` on read and do not make: what a tiled stage cuts first.
         Operators before it may compute weights from weights."""
-        for op in self.ops[first:]:
-            for name in op.inputs:
-                spec = self.tensors[name]
-                is_map = len(spec.shape) in (4, 5) and spec.batch_axis == 0 and prod(spec.shape[-2:]) > 1
-                if is_map and self.producer.get(name, -1) < first:
-                    return spec
-        return None
+        return next(
+            (
+                self.tensors[name] for op in self.ops[first:] for name in op.inputs
+                if self.is_map(name) and self.producer.get(name, -1) < first
+            ),
+            None,
+        )  # fmt: skip
+
+    def is_map(self, tensor: str, least: int = 2) -> bool:
+        """Return whether a tensor has spatial axes, and as many places along them as `least`."""
+        return tensor in self.spatial and self.tensors[tensor].batch_axis == 0 and prod(self.extents(tensor)) >= least
 
     def crossing(self, op: int) -> tuple[str, ...]:
         """Return the tensors made before operator `op` and read at or after it (or returned by the network)."""

@@ -12,7 +12,8 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from manyhands.facts.network import Network, Op, TensorSpec
+from manyhands.facts.network import Network, Op, TensorSpec, batched_first
+from manyhands.facts.spatial_axes import AxisStep, spatial_axes
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
@@ -48,9 +49,14 @@ def describe(graph: Graph, granularity: str = "") -> Network:
             if outer != 1:  # an output is read by rows: those of a sample lie together, or no share has some of them
                 outers[spec.name] = None if spec.name in graph.outputs else outer
     numbers = numbers_of_samples(graph.nodes, specs, frozenset(graph.outputs))
+    reads_of_node = [reads_of(node, specs, weights) for node in graph.nodes]
+    outputs = [tuple(spec.name for spec in node.outputs) if not node.updates else () for node in graph.nodes]
+    made_and_read = zip(graph.nodes, outputs, reads_of_node, strict=True)
+    steps = [AxisStep(node.target, made, reads) for node, made, reads in made_and_read]
+    axes = spatial_axes(steps, {name: spec.shape for name, spec in specs.items()}, batched_first(specs))
     described = []
-    for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
-        reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)
+    for node, reads, (fixed, per_sample) in zip(graph.nodes, reads_of_node, saved, strict=True):
+        tiling = tiling_of(node, reads, axes, specs, weights)
         channels, channel_weights = channels_of(node, specs, weights)
         described.append(
             Op(

@@ -61,7 +61,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return tuple(Window(a) for a in range(rank))
     if name in ("group_norm", "instance_norm") and is_main:
         return _group_normalisation(name, rank)
-    if name == "layer_norm" and is_main:
+    if name in ("layer_norm", "rms_norm") and is_main:
         normalised = len(node.arguments[1])
         return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
     if name in ("cat", "concat"):
@@ -238,9 +238,9 @@ def _adaptive_pooling(name: str, source: TensorSpec, output: TensorSpec) -> tupl
 
 
 def _group_normalisation(name: str, rank: int) -> tuple[Rule, ...]:
-    """Return the rules of a group norm. On maps, rows and columns are read element by element: what is summed over them
+    """Return the rules of a group norm. On maps, spatial axes are read element by element: what is summed over them
     travels apart (Op.tiling, "norm")."""
-    inner = [Window(a) if rank == 4 else Whole() for a in range(2, rank)]
+    inner = [Window(a) if rank in (4, 5) else Whole() for a in range(2, rank)]
     return (Window(0), Window(1) if name == "instance_norm" else Whole(), *inner)
 
 
@@ -257,7 +257,7 @@ def _shuffle(node: Node, rank: int) -> tuple[Rule, ...]:
 def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
     spatial = len(source.shape) - 2
     scales = resampling_scales(node, source.shape[2:], output.shape[2:])
-    is_linear = "bilinear" in node.target
+    is_linear = "linear" in node.target
     aligned = is_linear and bool(node.arguments[2])
     rules: list[Rule] = [Window(0), Window(1)]
     for axis, scale in zip(range(2, 2 + spatial), scales, strict=True):
@@ -273,7 +273,7 @@ def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rul
 
 def resampling_factors(node: Node, axes: int) -> list[float | None]:
     """Return the factors that a node has for the axes, if any."""
-    factors = node.arguments[3 if "bilinear" in node.target else 2 :]
+    factors = node.arguments[3 if "linear" in node.target else 2 :]
     if node.target.endswith(".vec"):
         factors = (factors[0] if factors else None) or ()
     return [factors[axis] if axis < len(factors) else None for axis in range(axes)]
@@ -281,7 +281,7 @@ def resampling_factors(node: Node, axes: int) -> list[float | None]:
 
 def resampling_scales(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> list[float]:
     """Return the input elements per output element on each axis, as torch computes them."""
-    if "bilinear" in node.target and node.arguments[2]:
+    if "linear" in node.target and node.arguments[2]:
         return [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in zip(before, after, strict=True)]
     factors = resampling_factors(node, len(before))
     return [1 / f if f else a / b for a, b, f in zip(before, after, factors, strict=True)]
