@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
-from groups import group_of, mark_slow_cases
+from groups import group_of, longest_first, mark_slow_cases, unit_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
+if sys.dont_write_bytecode:  # hundreds of processes that tests start would each compile the package, for 1.5 s
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
+
+
+BYTES_EACH = 3e9
+"""Of memory, for a process of `-n` and those that it starts."""
 
 
 class _Slow:
@@ -30,7 +39,33 @@ class _Slow:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Slow(), "slow cases")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of tests in a group; see longest_first
     gc.disable()  # importing torch and thousands of tests makes much that stays; see pytest_collection_finish
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's scheduler for groups, but that tests in none stay together by file."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Scheduling(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process more than there are cores for `-n auto`, where memory allows: a third of the time tests wait, for
+    worker processes above all."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    return cores + (psutil.virtual_memory().available > (cores + 1) * BYTES_EACH)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -43,6 +78,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Since pytest 9.2 xdist writes a test's group where nobody reads it (pytest-xdist#1386): write it once more."""
     if getattr(config.option, "loadgroup", False):  # in a process of `-n`
+        longest_first(items)
         for item in items:
             group = group_of(item)
             if group and not item.nodeid.endswith(f"@{group}"):
@@ -56,6 +92,25 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     root: Path = tmp_path_factory.getbasetemp() / "home"
     os.environ["MANYHANDS_HOME"] = str(root)
     os.environ["MANYHANDS_DISCOVERY"] = "off"  # no test tells the network of its coordinators
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_fork_server() -> None:
+    """That of a test process lasts to its end: another one would load PyTorch again, for 5 s."""
+    from manyhands.runtime import fork_server
+
+    fork_server.IDLE_SECONDS = 3600.0
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers that start now are not children of a fork server that has another test's environment."""
+    from manyhands.runtime import fork_server
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "_fork_servers", {})
+        yield
+        fork_server.close_fork_servers()
 
 
 @pytest.fixture

@@ -16,6 +16,33 @@ DEEPER = ("resnet34", "vgg19", "yolov2-16", "efficientnet-b1")
 """More layers of the kinds that another network of the zoo has: with the slow tests."""
 
 
+LONGEST = (
+    "mypy", "faults", "tests/graph/test_loss.py", "tests/executor/test_tile_operators.py",
+    "tests/exactness/test_tiled_training.py", "tests/exactness/test_tiles_beside_sums.py", "one machine", "commands",
+    "tests/split/test_silos.py", "tests/exactness/test_hybrid_pipelines.py", "tests/exactness/test_replay.py",
+    "tests/exactness/test_exact_training.py", "tests/executor/test_codec.py", "tests/graph/test_kernels.py",
+    "tests/transport/test_shaping.py", "tests/graph/test_exactness.py", "tests/exactness/test_tied_weights.py",
+)  # fmt: skip
+"""The groups that take longest, and files of tests in none: they start first, so that no process is left with one at
+the end."""
+
+
+def unit_of(nodeid: str) -> str:
+    """What one process of `-n` runs as a whole: a test's group, else its file, whose tests share what it captures."""
+    return nodeid.rpartition("@")[2] if nodeid.rfind("@") > nodeid.rfind("]") else nodeid.partition("::")[0]
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests for `-n`: LONGEST, then the other groups, then the other files. xdist keeps this order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+
+    def turn(item: pytest.Item) -> int:
+        group = group_of(item)
+        return places.get(group or unit_of(item.nodeid), len(LONGEST) + (not group))
+
+    items.sort(key=turn)
+
+
 def by_name(kind: str, names: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
     """Parameters with a group for each; `slow` ones are with the slow tests, as DEEPER is."""
     late = {*DEEPER, *slow}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groups import group_of
+from groups import LONGEST, group_of, longest_first, unit_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     [
         ["-m", "ruff", "check", "."],
         ["-m", "ruff", "format", "--check", "."],
-        ["-m", "mypy"],
+        pytest.param(["-m", "mypy"], marks=pytest.mark.xdist_group("mypy")),
     ],
     ids=["ruff check", "ruff format", "mypy --strict"],
 )
@@ -47,6 +47,31 @@ def test_groups_of_tests_reach_xdist(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         group = group_of(item)
         assert not group or item.nodeid.endswith(f"@{group}"), item.nodeid
+
+
+def test_the_longest_groups_are_there() -> None:
+    """Else they would start whenever their turn comes, and be the last to end."""
+    marks = "\n".join(path.read_text() for path in ROOT.glob("**/tests/**/*.py"))
+    for name in LONGEST:
+        assert f'xdist_group("{name}")' in marks or (ROOT / name).is_file(), name
+
+
+def test_longest_first(request: pytest.FixtureRequest) -> None:
+    """Then other groups, then what is in none; tests of a kind keep their order."""
+    items = [item for item in request.session.items if item.path == request.node.path]
+    turned = items[::-1]
+    longest_first(turned)
+    alone = [item for item in items[::-1] if not group_of(item)]
+    assert request.node in alone
+    assert turned[-len(alone) :] == alone
+    are_longest = [group_of(item) in LONGEST for item in turned]
+    assert are_longest == sorted(are_longest, reverse=True)
+
+
+def test_tests_of_a_file_stay_together_and_so_do_those_of_a_group() -> None:
+    assert unit_of("tests/a/test_b.py::TestC::test_d[x@y]") == "tests/a/test_b.py"
+    assert unit_of("tests/a/test_b.py::test_d[x@y]@one machine") == "one machine"
+    assert unit_of("tests/a/test_b.py::test_d@faults") == "faults"
 
 
 def test_every_room_is_under_the_linter() -> None:

@@ -127,6 +127,7 @@ def test_the_format() -> None:
     assert bytes(pack(data * 21845, 16).tolist())[16:] == struct.pack("<5H", 0, 21845, 43690, 65535, 65535)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_chunks_make_no_difference(dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:

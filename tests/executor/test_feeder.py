@@ -140,6 +140,7 @@ def assert_streams(name: str, plan: Plan, count: int = 4) -> None:
         assert not micro_batches_kept(executor)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["small", "pair", "named", "early", "words", "gives-input", "evaluating", "skips"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_shares_give_what_the_module_gives(name: str, micro_batches: int) -> None:

@@ -187,6 +187,7 @@ def test_up_sampling_of_volumes(what: str) -> None:
     run()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("what", RESAMPLED)
 def test_up_sampling(what: str) -> None:
     case = Case.of(lambda x: F.interpolate(x, **RESAMPLED[what]), (2, 7, 9))
@@ -386,6 +387,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("what", MOVES)
 def test_moves_and_drops(what: str) -> None:
     function, shapes = MOVES[what]
@@ -432,6 +434,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("adjoint", [True, False])
 @pytest.mark.parametrize("what", NORMS)
 def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from interleaved import NAME, ByInterleavedSamples, install
 
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.plan import Plan, Stage
-from manyhands.runtime.fork_server import close_fork_servers
 from real_runs import BATCH, CLASSES, LAYERS, assert_close, names, shared, train, workers
 
 pytestmark = [pytest.mark.xdist_group("extended_processes"), pytest.mark.usefixtures("registered")]
@@ -34,14 +32,11 @@ def interleaved(devices: tuple[str, ...]) -> Plan:
 
 
 @pytest.fixture
-def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_fork_servers: None) -> None:
     """Workers that start now have the package, as after `pip install` on their devices."""
     install(tmp_path)
     folders = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    close_fork_servers()  # else workers are children of one that was started without it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
-    yield
-    close_fork_servers()
 
 
 @pytest.mark.slow

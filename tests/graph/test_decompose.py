@@ -53,6 +53,7 @@ def captured(function: Callable[[Tensor], Tensor]) -> Graph:
     return capture(module, x, loss=F.mse_loss, target=target, verify=True)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_computes_what_the_module_does_for_each_sample_alone(name: str) -> None:
     torch.set_default_dtype(torch.float64)

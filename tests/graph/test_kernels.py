@@ -94,6 +94,7 @@ def captured() -> dict[str, tuple[Graph, torch.Tensor]]:
             for name, (module, shape) in CONVOLUTIONS.items()}  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kernel", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_is_the_same_by_every_kernel(captured: dict[str, Any], name: str, kernel: Kernel) -> None:

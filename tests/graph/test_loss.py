@@ -214,6 +214,8 @@ WHOLES: dict[str, tuple[Any, ...]] = {
     "not rows of samples": (lambda o, t: F.mse_loss(o[0], t) + o[1], FLOATS, Moved()),
     "a target for all": (lambda o, t: F.mse_loss(o, t["boxes"]) * t["scale"], {**BOTH, "scale": torch.tensor(2.0)}),
 }  # fmt: skip
+SHOWN_BY_NOTHING = {"random", "not rows of samples", "a target for all"}
+"""Only the walk tells: no example here does, or there is nothing to split."""
 
 
 @pytest.mark.quick(every=3)
@@ -236,9 +238,15 @@ def test_weighted(name: str) -> None:
 @pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", WHOLES)
 def test_neither(name: str) -> None:
+    """By the walk; and by the run alone, where an example shows it."""
     graph = captured(*WHOLES[name])
     assert graph.loss_combination == "whole"
     assert graph.network.loss_combination == "whole"
+    assert graph.loss is not None
+    if name not in SHOWN_BY_NOTHING:
+        given = bind_inputs(graph.loss, (numbers(5, CLASSES), WHOLES[name][1]))
+        assert not agrees(graph.loss, "mean", given)
+        assert not agrees(graph.loss, "sum", given)
 
 
 def part(value: Any, rows: slice) -> Any:
@@ -278,6 +286,7 @@ def test_zoo_losses_are_means(name: str) -> None:
     assert ignored_class(graph) == (-100 if registry.ZOO[name].loss == "cross_entropy" else None)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("samples", [1, 2, 3, 8])
 def test_any_number_of_examples_will_do(samples: int) -> None:
     labels = torch.zeros(samples, dtype=torch.long)
@@ -301,6 +310,7 @@ def test_examples_are_left_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.quick("cross entropy", "dict")
 @pytest.mark.parametrize("name", ["cross entropy", "squares", "pixels", "written out", "dict"])
 def test_the_run_finds_a_false_proof(name: str) -> None:
     """The second opinion is one: it refuses what the walk would never claim."""
@@ -310,22 +320,6 @@ def test_the_run_finds_a_false_proof(name: str) -> None:
     output = numbers(5, CLASSES)
     given = bind_inputs(graph.loss, (head[0](output) if head else output, target))
     assert agrees(graph.loss, "mean", given)
-    assert not agrees(graph.loss, "sum", given)
-
-
-SHOWN_BY_NOTHING = {
-    "random", "not rows of samples", "a target for all",
-}  # fmt: skip
-"""Only the walk tells: no example here does, or there is nothing to split."""
-
-
-@pytest.mark.parametrize("name", [name for name in WHOLES if name not in SHOWN_BY_NOTHING])
-def test_the_run_alone_finds_the_others(name: str) -> None:
-    loss, target, *head = WHOLES[name]
-    graph = captured(loss, target, *head)
-    assert graph.loss is not None
-    given = bind_inputs(graph.loss, (numbers(5, CLASSES), target))
-    assert not agrees(graph.loss, "mean", given)
     assert not agrees(graph.loss, "sum", given)
 
 

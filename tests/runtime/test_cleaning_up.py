@@ -19,7 +19,6 @@ import manyhands as mh
 from manyhands.facts.errors import BadData
 from manyhands.job import base as job
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.fork_server import close_fork_servers
 from manyhands.session import measuring
 from manyhands.transport import transport
 from real_runs import Pictures, kill, marked, shared, train
@@ -40,9 +39,8 @@ def workers_of(mark: str) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+def mark(monkeypatch: pytest.MonkeyPatch, own_fork_servers: None) -> str:
     """In the environment of every process started here."""
-    close_fork_servers()  # those of earlier tests have no mark, nor have the workers they would fork
     text = f"{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("MANYHANDS_MARK", text)
     monkeypatch.setattr(measuring, "MEASURE_SECONDS", 0.1)

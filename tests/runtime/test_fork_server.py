@@ -143,6 +143,7 @@ def test_a_child_is_as_if_it_had_been_started_by_itself(
     assert child.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("own_fork_servers")
 def test_children_end_with_the_fork_server_and_there_is_another_one(tmp_path: Path) -> None:
     first = fork_server_for(1, 2)
     child = waiting(first, tmp_path / "words")
@@ -192,8 +193,7 @@ def test_workers_are_children_of_one_unless_they_are_to_be_apart() -> None:
 _IDLE = """
 import socket, sys
 from manyhands.runtime import fork_server
-fork_server.IDLE_SECONDS = 0.2
-print(fork_server.tend(socket.socket(fileno=int(sys.argv[1]))))
+print(fork_server.tend(socket.socket(fileno=int(sys.argv[1])), idle_seconds=0.2))
 """
 
 

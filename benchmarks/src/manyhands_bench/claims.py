@@ -308,6 +308,8 @@ CLAIMS: tuple[Claim, ...] = (
           form="part"),
     Claim("generate", "2_workers_4_prompts_over_plain", "the same for four prompts at a time", form="part"),
     Claim("generate", "tokens_equal", "whether all tokens are those of one process", form="number", aim=least(1)),
+    Claim("generate", "small_2_devices_over_1",
+          "tokens a second of a network that one device cannot hold: by two over one that reads weights from its disk"),
     Claim("larger", "loss_difference", "worst difference of a step's loss from one process that holds the network",
           form="number", aim=most(1e-5)),
     Claim("larger", "refused_alone", "whether the planner refuses one such device", form="number", aim=least(1)),

@@ -21,16 +21,18 @@ def fork_server_command(main: Callable[[], None]) -> Callable[..., None]:
     """Return the command; `main` runs a child's command line. It is passed in because main.py imports this file."""
 
     def fork_server(
-        door: Annotated[int, typer.Option("--door")], room: Annotated[str, typer.Option("--room")] = ""
+        door: Annotated[int, typer.Option("--door")],
+        room: Annotated[str, typer.Option("--room")] = "",
+        idle: Annotated[float | None, typer.Option("--idle")] = None,
     ) -> None:
         """Load what workers need, then fork a child for each worker that is requested."""
-        _serve(door, main)
+        _serve(door, idle, main)
 
     return fork_server
 
 
-def _serve(door: int, main: Callable[[], None]) -> None:
-    from manyhands.runtime.fork_server import tend
+def _serve(door: int, idle_seconds: float | None, main: Callable[[], None]) -> None:
+    from manyhands.runtime.fork_server import IDLE_SECONDS, tend
     from manyhands.runtime.serving import load_everything
 
     try:
@@ -44,7 +46,7 @@ def _serve(door: int, main: Callable[[], None]) -> None:
     load_everything()
     gc.collect()
     gc.freeze()  # the collector does not touch these objects again, so their memory stays shared
-    words = tend(asking)
+    words = tend(asking, IDLE_SECONDS if idle_seconds is None else idle_seconds)
     if words is not None:
         os._exit(_run(words, main))  # a normal exit would touch all of that memory
 

@@ -1,5 +1,4 @@
-"""Folds batch norms that follow a convolution into its weights, in a graph at rest (DECNN Eq. 1 has constants only). 1
-has constants only).
+"""Folds batch norms that follow a convolution into its weights, in a graph at rest (DECNN Eq. 1 has constants only).
 
     conv ── batch norm ── relu          w·x          ·γ/√(var+ε) + β − mean·γ/√(var+ε)
     conv ──────────────── relu          (γw/√…)·x + (β + (b − mean)·γ/√…)

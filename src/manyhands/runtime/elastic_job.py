@@ -111,7 +111,7 @@ class ElasticJob:
         self._safe = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
         self._membership = JobMembership(coordinator, retry_policy, self.log_event)
-        self._constants = state.constant_weights(order.graph.network)
+        self._constants = state.constant_weights(order.graph.network, is_training=order.plan.is_training)
         self._failures = 0
         self._suspicions = Suspicions()
         self._since = coordinator.new_generation()

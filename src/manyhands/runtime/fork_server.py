@@ -102,7 +102,10 @@ class ForkServer:
 
     def __init__(self, threads: int) -> None:
         near, far = socket.socketpair()
-        words = [sys.executable, "-P", "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM]
+        words = [
+            sys.executable, "-P", "-m", "manyhands", "nursery", "--door", str(far.fileno()), "--room", _ROOM,
+            "--idle", f"{IDLE_SECONDS:g}",
+        ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         try:
             self.process = subprocess.Popen(
@@ -211,8 +214,8 @@ class _Children:
             os.close(descriptor)
 
 
-def tend(requests: socket.socket) -> list[str] | None:
-    """Fork the processes that are requested.
+def tend(requests: socket.socket, idle_seconds: float = IDLE_SECONDS) -> list[str] | None:
+    """Fork the processes that are requested, until none was for `idle_seconds` and no child is left.
 
     Returns in every child, with the arguments of the command it is to run, and at the end in the fork server itself,
     with None.
@@ -222,7 +225,7 @@ def tend(requests: socket.socket) -> list[str] | None:
     requests.setblocking(True)
     idle_since = time.monotonic()
     while True:
-        ready, _, _ = select.select([requests.fileno(), children.waking], [], [], IDLE_SECONDS)
+        ready, _, _ = select.select([requests.fileno(), children.waking], [], [], idle_seconds)
         if children.waking in ready:
             children.reap()
         if requests.fileno() in ready:
@@ -243,7 +246,7 @@ def tend(requests: socket.socket) -> list[str] | None:
                 requests.sendall(_NUMBER.pack(child))
         if ready or children.notify:
             idle_since = time.monotonic()
-        elif time.monotonic() - idle_since >= IDLE_SECONDS:
+        elif time.monotonic() - idle_since >= idle_seconds:
             return None
 
 

@@ -44,7 +44,7 @@ class Gathering:
         """Steps of snapshots of which every part has arrived; they may not be saved yet."""
         self._ended = run.first - 1
         self._saved = 0
-        self._constants = state.constant_weights(run.order.graph.network)
+        self._constants = state.constant_weights(run.order.graph.network, is_training=run.order.plan.is_training)
         self._is_closed = False
         self._error: BaseException | None = None
         self._verdict: Verdict | None = None

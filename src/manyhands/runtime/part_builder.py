@@ -91,7 +91,8 @@ class PartBuilder:
         """Return memory for the weights and buffers of this device's part; their values come with the start. Those that
         never change and are here already are taken as they are."""
         specs = {spec.name: spec for spec in graph.weights}
-        constants, here = state.constant_weights(graph.network), job.sources.get(self.endpoint.name, ())
+        constants = state.constant_weights(graph.network, is_training=schedule.plan.is_training)
+        here = job.sources.get(self.endpoint.name, ())
         tensors = {
             entry.name: kept[entry.name]
             for entry in job.state

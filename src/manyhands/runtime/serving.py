@@ -289,8 +289,8 @@ class _Reception:
     def close(self) -> None:
         """Close the port and all connections; no thread and no descriptor is left."""
         self._closing.set()
-        self._thread.join(2.0)
         self.listener.close()
+        self._thread.join(2.0)
         self._failed_proofs.report(is_last=True)
         self.leave()
         if self._next is not None:

@@ -67,11 +67,15 @@ def weight_of(name: str) -> str:
     return name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
 
 
-def constant_weights(network: Network) -> frozenset[str]:
-    """Return the weights that no step changes: frozen parameters, and buffers that are not written. The coordinator
-    has them from the beginning, so no copy of a state needs them."""
+def constant_weights(network: Network, *, is_training: bool = True) -> frozenset[str]:
+    """Return the weights that no step changes: frozen parameters, in inference all of them, and buffers that are not
+    written. The coordinator has them from the beginning, so no copy of a state needs them."""
     written = {name for op in network.ops for name in op.writes}
-    return frozenset(name for name, weight in network.weights.items() if not weight.trainable and name not in written)
+    return frozenset(
+        name
+        for name, weight in network.weights.items()
+        if not (weight.trainable and is_training) and name not in written
+    )
 
 
 @dataclass

@@ -169,7 +169,8 @@ class StateExchange:
 
 def constants_of(executor: Executor) -> frozenset[str]:
     """Return the weights on this device that no step changes."""
-    return state.constant_weights(executor.graph.network) & executor.weights.tensors.keys()
+    network, is_training = executor.graph.network, executor.plan.is_training
+    return state.constant_weights(network, is_training=is_training) & executor.weights.tensors.keys()
 
 
 def is_receivable(weight: torch.Tensor, entry: TensorEntry) -> bool:

@@ -148,7 +148,8 @@ class Listener:
 
     def __init__(self, host: str, port: int, security: Security, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._largest_bytes = largest_bytes
-        self._ready: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        """None: the listener was closed, and whoever waits in `accept` need not wait any longer."""
         self.peer_listener = PeerListener(host, port, security, Purpose.CONTROL, self._admit)
         """Peers with another purpose may be received at it too."""
         self.address = self.peer_listener.address
@@ -171,7 +172,7 @@ class Listener:
         return list(self.peer_listener.reasons)
 
     def accept(self, limit_seconds: float) -> Channel | None:
-        """Return the channel of the next peer that passed; None where none came within the limit."""
+        """Return the channel of the next peer that passed; None where none came within the limit, or before `close`."""
         try:
             return self._ready.get(timeout=max(0.0, limit_seconds))
         except queue.Empty:
@@ -181,6 +182,7 @@ class Listener:
         self.peer_listener.close()
         while (channel := self.accept(0.0)) is not None:
             channel.close()
+        self._ready.put(None)
 
 
 def connect(

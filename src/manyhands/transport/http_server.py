@@ -7,6 +7,7 @@ a client has sent a complete request that it may make, its connection is pending
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import select
@@ -209,6 +210,8 @@ class HttpServer(ThreadingHTTPServer):
         """Stop accepting; requests under way are answered, within their limit."""
         with self._changed:
             self.is_closing = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # on Linux this wakes the thread; elsewhere it looks soon
         self.shutdown()
         self.server_close()
         self._admission.shut_down_pending()

@@ -94,7 +94,8 @@ class InProcessListener:
 
     def __init__(self, transport: InProcessTransport, name: str, address: tuple[str, int], security: Security) -> None:
         self.transport, self.name, self.address, self.security = transport, name, address, security
-        self.ready: deque[InProcessChannel] = deque()
+        self.ready: deque[InProcessChannel | None] = deque()
+        """None: the listener was closed, and whoever waits in `accept` need not wait any longer."""
         self.dropped = 0
         """Always 0: a peer that does not fit is refused before it connects."""
         self.reasons: list[str] = []
@@ -111,4 +112,8 @@ class InProcessListener:
         with self.transport.change:
             self.transport.listeners.pop(self.address[1], None)
             while self.ready:
-                self.ready.popleft().close()
+                channel = self.ready.popleft()
+                if channel is not None:
+                    channel.close()
+            self.ready.append(None)
+            self.transport.change.notify_all()

@@ -13,10 +13,12 @@ import torch
 import manyhands as mh
 from manyhands.inference.config import InferConfig
 from manyhands.inference.generate import Generated, TokenNetwork, generate_on, token_network
+from manyhands.lab.removal import missing
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.generate.decoder import Decoder, DecoderSize, plain_texts
+from manyhands_bench.generate.small_devices import QUICK, SmallDevices, bench_small_devices
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,12 @@ class GenerateOptions:
     prompts: int = 4
     """Prompts at a time, in the second half of the figures."""
     repetitions: int = 5
+    small: SmallDevices = field(default_factory=SmallDevices)
 
     @classmethod
     def quick(cls) -> GenerateOptions:
         size = DecoderSize(layers=4, width=128, heads=4, vocabulary=1000, positions=64)
-        return cls(size, prompt_tokens=16, new_tokens=16, repetitions=2)
+        return cls(size, prompt_tokens=16, new_tokens=16, repetitions=2, small=QUICK)
 
 
 def bench_generate(options: GenerateOptions, on_progress: Progress | None = None) -> Figures:
@@ -74,7 +77,10 @@ def bench_generate(options: GenerateOptions, on_progress: Progress | None = None
         f"{options.size}, float32, {options.prompt_tokens} prompt tokens, {options.new_tokens} new ones, "
         f"{options.repetitions} interleaved repetitions, one thread a process"
     )
-    return figures
+    if reason := missing():
+        figures["small_skipped"] = f"devices that cannot hold the network need the lab: {reason}"
+        return figures
+    return figures | bench_small_devices(options.small, say)
 
 
 def _plain(decoder: Decoder, prompts: Sequence[Sequence[int]], count: int) -> tuple[list[list[int]], float]:

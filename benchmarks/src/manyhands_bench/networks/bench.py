@@ -66,6 +66,9 @@ class NetworkTask:
     preferred: str
     """The way of sharing that it is trained with, if it can be; empty: it is not trained."""
     folder: str
+    cores: tuple[int, ...] = ()
+    """The cores that it keeps to; empty: any. Its two workers have one thread each then: many networks are trained at
+    once, and each would start as many threads as there are cores."""
 
 
 def bench_networks(options: NetworksOptions, on_progress: Progress | None = None) -> Figures:
@@ -108,10 +111,13 @@ def walk(options: NetworksOptions, on_progress: Progress | None = None) -> list[
         if outcome.is_drawn == (name in preferred)
     }
     with tempfile.TemporaryDirectory(prefix="mh-networks-") as folder:
+        left_names = sorted((name for name in names if name not in outcomes), key=lambda name: name not in preferred)
+        pairs = _pairs_of_cores()  # the longest, those that are trained, come first
         tasks = [
-            NetworkTask(name, preferred.get(name, ""), f"{folder}/run-{place}")
-            for place, name in enumerate(names)
-            if name not in outcomes
+            NetworkTask(name, preferred[name], f"{folder}/run-{place}", pairs[place % len(pairs)])
+            if name in preferred
+            else NetworkTask(name, "", f"{folder}/run-{place}")
+            for place, name in enumerate(left_names)
         ]
         begin = time.monotonic()
         ends = run_tasks(tasks, examine_task, _limits(options), options.out / "logs")
@@ -132,6 +138,8 @@ def examine_task(task: NetworkTask, report: Any) -> None:
     from manyhands_bench.networks.examine import examine
 
     torch.set_num_threads(1)
+    if task.cores:
+        os.sched_setaffinity(0, task.cores)
     os.environ["MANYHANDS_HOME"] = str(Path(task.folder).parent / "home")  # measured beside others: of no use later
     report(examine(task.name, task.preferred or "samples", Path(task.folder), report, bool(task.preferred)))
 
@@ -148,6 +156,12 @@ def _limits(options: NetworksOptions) -> ProcessLimits:
     processes = options.processes or identify(1).cores
     part = psutil.virtual_memory().total // processes
     return ProcessLimits(processes, LIMIT_SECONDS, max(part, LEAST_MEMORY_BYTES))
+
+
+def _pairs_of_cores() -> list[tuple[int, ...]]:
+    """Return the cores that this process may use, two by two."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [tuple(cores[place : place + 2]) for place in range(0, len(cores), 2)]
 
 
 def _line(outcome: NetworkOutcome) -> str:

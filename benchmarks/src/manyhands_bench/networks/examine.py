@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,40 +52,65 @@ def examine(name: str, preferred: str, folder: Path, report: Report, is_drawn: b
     entering("build")
     torch.manual_seed(0)
     try:
-        subject, batch, output = _built(name)
-        outcome.is_detector = subject.is_detector
+        built = _built(name)
+        outcome.is_detector = built.subject.is_detector
     except Exception as error:
         outcome.not_run = f"{type(error).__name__}: {error}"[:500]
         return _finished(outcome, begin)
-    _capture_and_plan(outcome, subject, batch, output, entering)
-    if is_drawn:
-        entering("train")
-        with _noted(outcome, "train"):
-            possible = [share for share in (preferred, *SHARES) if outcome.shares.get(share)]
-            share = possible[0] if possible else "samples"
-            outcome.trained_by = share
-            outcome.trained_difference = trained_difference(name, share, folder)
+    with default_dtype(built.default_dtype):
+        _capture_and_plan(outcome, built, entering)
+        if is_drawn:
+            entering("train")
+            with _noted(outcome, "train"):
+                possible = [share for share in (preferred, *SHARES) if outcome.shares.get(share)]
+                share = possible[0] if possible else "samples"
+                outcome.trained_by = share
+                outcome.trained_difference = trained_difference(name, share, folder)
     return _finished(outcome, begin)
 
 
-def _built(name: str) -> tuple[Subject, Any, Any]:
-    """Return a network in training mode, a batch for it and what it returns: in float64, or in its own type where the
-    plain module does not run in float64."""
-    subject = subject_named(name)
-    double = replace(subject, batch=lambda samples: in_float64(subject.batch(samples)))
-    try:
-        subject.module.double().train()
-        return _run_plain(double)
-    except RuntimeError:
-        own_type = subject_named(name)
-        own_type.module.train()
-        return _run_plain(own_type)
+@dataclass(frozen=True)
+class _Built:
+    """A network in training mode, a batch for it, and what it returns."""
+
+    subject: Subject
+    batch: Any
+    output: Any
+    default_dtype: torch.dtype
+    """The type of the tensors that the module makes without naming one."""
 
 
-def _run_plain(subject: Subject) -> tuple[Subject, Any, Any]:
+def _built(name: str) -> _Built:
+    """Return a network in float64, where it makes tensors of the default type as it runs with that default; where it
+    does not run so either, in its own type."""
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype), contextlib.suppress(RuntimeError):
+            subject = subject_named(name)
+            subject.module.double()
+            return _run_plain(replace(subject, batch=_doubled(subject)))
+    return _run_plain(subject_named(name))
+
+
+def _doubled(subject: Subject) -> Callable[[int], Any]:
+    return lambda samples: in_float64(subject.batch(samples))
+
+
+def _run_plain(subject: Subject) -> _Built:
+    subject.module.train()
     batch = subject.batch(CAPTURED_SAMPLES)
     with torch.no_grad():
-        return subject, batch, call(subject.module, batch)
+        return _Built(subject, batch, call(subject.module, batch), torch.get_default_dtype())
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make this the type of new tensors for which none is named."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _finished(outcome: NetworkOutcome, begin: float) -> NetworkOutcome:
@@ -102,9 +127,8 @@ def _noted(outcome: NetworkOutcome, step: Step) -> Iterator[None]:
         outcome.add_problem(step, error)
 
 
-def _capture_and_plan(
-    outcome: NetworkOutcome, subject: Subject, batch: Any, output: Any, entering: Callable[[Step], None]
-) -> None:
+def _capture_and_plan(outcome: NetworkOutcome, built: _Built, entering: Callable[[Step], None]) -> None:
+    subject, batch, output = built.subject, built.batch, built.output
     outcome.is_convolutional = looks_convolutional(subject.module)
     entering("capture")
     graph: Graph | None = None
