@@ -64,7 +64,7 @@ def plan(
         str | None,
         typer.Option(
             "--grid",
-            help="Rows x columns of tiles, like 2x3, or depths x rows x columns of volumes. For --share tiles.",
+            help="Rows x columns of tiles, like 2x3. Volumes have depths x rows x columns. For --share tiles.",
         ),
     ] = None,
     rows: Annotated[str | None, typer.Option("--rows", help="Relative heights of the tiles' rows, like 2,1,1.")] = None,

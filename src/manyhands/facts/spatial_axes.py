@@ -56,7 +56,7 @@ def spatial_axes(
             if name in batched:
                 fits = len(shapes[name]) == rank > max(followed or (rank,))
                 axes[name] = followed if followed is not None and fits else root(name)
-    return {name: found for name, found in axes.items() if found}
+    return {name: spatial for name, spatial in axes.items() if spatial}
 
 
 def follows(rule: Rule) -> bool:

@@ -38,7 +38,7 @@ class SharingConfig(LearningConfig):
         },
     )  # fmt: skip
     grid: str = option(
-        "", "Of --share tiles: rows x columns, like 2x2, or depths x rows x columns for volumes and video.", "--grid",
+        "", "Of --share tiles: rows x columns, like 2x2. Volumes have depths x rows x columns.", "--grid",
         is_keyword=False, default_text="the fastest",
     )  # fmt: skip
     rows: str = option(
