@@ -18,6 +18,7 @@ from manyhands.graph import custom_functions
 from manyhands.graph.conversion import Exported
 from manyhands.graph.convert import convert
 from manyhands.graph.cumulative_norms import marked_norms
+from manyhands.graph.drawn_numbers import decided_draws
 from manyhands.graph.export_errors import explain
 from manyhands.graph.graph import Graph
 from manyhands.graph.misfits import last_entered, shape_text
@@ -155,7 +156,7 @@ def export_module(
     dimension = torch.export.Dim("batch")
     shapes = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
     try:
-        with custom_functions.with_gradients(functions), marked_norms(module):
+        with custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
             program = quiet_export(flat, tuple(examples), shapes)
     except CaptureFailed:
         raise
