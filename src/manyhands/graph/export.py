@@ -7,7 +7,7 @@ and outputs all come out as named leaves in a known order.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -135,10 +135,12 @@ def export_module(
     granularity: str,
     is_loss: bool = False,
     has_own_loss: bool = False,
+    second_axes: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Graph, Any]:
     """Return the graph, and an example of what the module returns (for the loss). Custom autograd functions that it
     calls are added to `functions`, by name. With `has_own_loss` outputs that are no tensors are left out, since nothing
-    but the loss is used."""
+    but the loss is used. `second_axes`: the place of an input among the leaves -> the second of its axes that grow with
+    the batch, and its rows for a sample."""
     leaves: list[torch.Tensor] = []
     trees = [flattened(positional, leaves, "the input"), flattened(keywords, leaves, "the input")]
     batch = batch_of(leaves)
@@ -154,7 +156,9 @@ def export_module(
     outputs = tensors_alone if has_own_loss else without_none
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs)
     dimension = torch.export.Dim("batch")
-    shapes = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    for place, (axis, rows) in (second_axes or {}).items():
+        shapes[place][axis] = dimension if rows == 1 else rows * dimension
     try:
         with custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
             program = quiet_export(flat, tuple(examples), shapes)
