@@ -44,8 +44,8 @@ def capture(
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
     example `target`, `loss(output, target)` is captured too, and how it combines over samples is determined (loss.py).
     With a target alone, or loss="own", the module's forward is given it as its labels and returns the loss itself
-    (own_loss.py): as one number, as the entry or field `loss` of a dict or dataclass, or in a tuple. With loss="own" and
-    no target, or no argument for it, forward computes its loss without labels, as an autoencoder does.
+    (own_loss.py): as one number, as the entry or field `loss` of a dict or dataclass, or in a tuple. With loss="own"
+    and no target, or no argument for it, forward computes its loss without labels, as an autoencoder does.
     `granularity` is "blocks" or "operators". With `verify`, loss and gradients on the example batch are compared with
     the module's own (verify.py); a graph with custom autograd functions is always verified if it has a loss.
 
