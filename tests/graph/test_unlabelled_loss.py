@@ -1,4 +1,4 @@
-"""Modules that compute their own loss without labels: autoencoders, plain, variational and masked, and pairs of views."""
+"""Modules that compute their own loss without labels: autoencoders (plain, variational, masked), and pairs of views."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ class SelfLabelled(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
-    "autoencoder": (Autoencoder, X, "mean"), "penalised": (Penalised, X, "mean"), "variational": (Variational, X, "mean"),
-    "masked": (Masked, X, "whole"), "views": (Views, X, "whole"), "keyword": (Autoencoder, {"x": X}, "mean"),
+    "autoencoder": (Autoencoder, X, "mean"), "penalised": (Penalised, X, "mean"),
+    "variational": (Variational, X, "mean"), "masked": (Masked, X, "whole"), "views": (Views, X, "whole"),
+    "keyword": (Autoencoder, {"x": X}, "mean"),
     "labels among the inputs": (SelfLabelled, {"x": X, "classes": torch.tensor([0, 2, 1, 0])}, "whole"),
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Losses that a module computes itself: `forward` is given labels, or needs none as an autoencoder does, and returns its
-loss alone or beside its outputs.
+"""Losses that a module computes itself: `forward` is given labels, if it takes any, and returns its loss alone or
+beside its outputs.
 
 The module is captured with its labels as inputs. Then its graph is divided:
 
@@ -8,10 +8,11 @@ The module is captured with its labels as inputs. Then its graph is divided:
                ······································································
     becomes    network  x ──▶ logits            loss of (logits, labels)
 
-All that follows from the labels is the loss, and so is what is left of the samples after the last sum over them (an
-auxiliary loss of a router, say; without labels all of it). Between the two go outputs of the module where the loss follows from them without
-weights, else the tensors that the loss reads. Constants are made on both sides; parameters that the loss reads become
-penalties (penalties.py). Outputs that the loss does not read are left out: training does not need them.
+All that follows from the labels is the loss, and so is what is left of the samples after the last sum over them: an
+auxiliary loss of a router, say, or all of the loss of an autoencoder, which has no labels. Between the two go outputs
+of the module where the loss follows from them without weights, else the tensors that the loss reads. Constants are made
+on both sides; parameters that the loss reads become penalties (penalties.py). Outputs that the loss does not read are
+left out: training does not need them.
 """
 
 from __future__ import annotations
