@@ -69,7 +69,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def form(self) -> tuple[tuple[int, ...], int | None, int | None]:
-        """Its shape, with the axes that grow with the batch."""
+        """Shape, batch axis and second batch axis."""
         return self.shape, self.batch_axis, self.second_batch_axis
 
     @property
