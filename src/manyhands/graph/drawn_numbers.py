@@ -64,7 +64,7 @@ class _TorchDraws(TorchFunctionMode):
     """A mode that notes single uniform numbers, `torch.rand([])`, and decides what they are compared with."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._drawn: list[torch.Tensor] = []
         self._undecided: list[tuple[torch.Tensor, str]] = []
         """Results of comparisons that depend on the number, with the comparisons."""
@@ -128,7 +128,7 @@ class DrawnNumber:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __floordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __round__ = _refuse
-    __float__ = __int__ = __index__ = __bool__ = __array__ = __eq__ = __ne__ = __hash__ = _refuse  # type: ignore[assignment]
+    __float__ = __int__ = __index__ = __bool__ = __array__ = __eq__ = __ne__ = __hash__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse()
@@ -162,7 +162,7 @@ _DRAWS_NOTHING = ("seed", "get", "set")
 def _replacements(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
     """Yield the names by which the module's code may know functions of the two global generators, and what these are
     replaced by: (where the name is, the name, the replacement)."""
-    generators = {id(random._inst): "random", id(numpy.random.mtrand._rand): "numpy.random"}  # type: ignore[attr-defined]
+    generators = {id(random._inst): "random", id(numpy.random.mtrand._rand): "numpy.random"}
     forwards = [inspect.unwrap(type(part).forward) for part in module.modules()]
     places = [vars(random), vars(numpy.random), *(getattr(forward, "__globals__", {}) for forward in forwards)]
     for names in {id(names): names for names in places}.values():
