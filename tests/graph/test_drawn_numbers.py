@@ -42,7 +42,9 @@ class LayerDrop(nn.Module):
 
 
 DRAWS: dict[str, Callable[[], Any]] = {
-    "torch.rand": lambda: torch.rand([]), "numpy.random.random": lambda: numpy.random.random(),
+    "torch.rand": lambda: torch.rand([]), "torch.rand of one": lambda: torch.rand(1),
+    "torch.rand, item": lambda: torch.rand(1).item(),
+    "numpy.random.random": lambda: numpy.random.random(),
     "numpy.random.uniform": lambda: numpy.random.uniform(0, 1), "random.uniform": lambda: random.uniform(0, 1),
     "random.random": lambda: drawn_by_name(),
 }  # fmt: skip
@@ -73,15 +75,16 @@ def test_a_layer_that_may_be_skipped_is_refused_by_its_line(source: str) -> None
         lambda x: x * numpy.random.rand(), lambda x: x + random.random(), lambda x: x * random.gauss(0, 1),
         lambda x: x[:, numpy.random.permutation(4).tolist()], lambda x: x if random.choice([True, False]) else -x,
         lambda x: x.where(torch.from_numpy(numpy.random.rand(4) < 0.5), 0.0), lambda x: x * float(random.random()),
+        lambda x: x[:, int(torch.empty(1).uniform_(0.0, 3.0).item())],
     ],
-    ids=["multiplied", "added", "normal", "permutation", "choice", "mask", "float"],
+    ids=["multiplied", "added", "normal", "permutation", "choice", "mask", "float", "item"],
 )  # fmt: skip
 def test_numbers_drawn_outside_of_torch_never_become_constants(use: Callable[[Tensor], Tensor]) -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return use(x)
 
-    with pytest.raises(CaptureFailed, match=r"draws random numbers with (numpy.)?random.*no device[\s\S]*\.py:\d+"):
+    with pytest.raises(CaptureFailed, match=r"random numbers with ((numpy.)?random|torch).*no device[\s\S]*\.py:\d+"):
         capture(Noisy(), X)
 
 

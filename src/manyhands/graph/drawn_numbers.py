@@ -38,6 +38,7 @@ _COMPARISONS = {
     "__lt__": "<", "lt": "<", "less": "<", "__le__": "<=", "le": "<=", "less_equal": "<=",
     "__gt__": ">", "gt": ">", "greater": ">", "__ge__": ">=", "ge": ">=", "greater_equal": ">=",
 }  # fmt: skip
+_READINGS = frozenset({*_COMPARISONS, "item"})
 
 
 @contextmanager
@@ -65,7 +66,8 @@ class _TorchDraws(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn: list[torch.Tensor] = []
+        self._drawn: list[tuple[torch.Tensor, float, float]] = []
+        """Tensors of one number, with its bounds."""
         self._undecided: list[tuple[torch.Tensor, str]] = []
         """Results of comparisons that depend on the number, with the comparisons."""
 
@@ -73,17 +75,20 @@ class _TorchDraws(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "__bool__":
             self._check_decided(arguments[0])
-        is_compared = name in _COMPARISONS and len(arguments) == 2 and _is_among(arguments[0], self._drawn)
-        number = arguments[1] if is_compared else None
-        if isinstance(number, (int, float)):
-            answer = decided(_COMPARISONS[name], number)
+        first = arguments[0] if arguments else None
+        drawn = next((noted for noted in self._drawn if noted[0] is first), None) if name in _READINGS else None
+        if drawn is not None and name == "item":
+            return DrawnNumber("torch, taken as Python numbers,", *drawn[1:], _user_line(sys._getframe(1)))
+        comparison, number = _COMPARISONS.get(name), arguments[1] if len(arguments) == 2 else None
+        if drawn is not None and comparison is not None and isinstance(number, (int, float)):
+            answer = decided(comparison, number, *drawn[1:])
             if answer is not None:
-                return torch.tensor(answer)
+                return torch.tensor([answer] if drawn[0].dim() else answer)
         made = function(*arguments, **(options or {}))
-        if is_compared:
-            self._undecided.append((made, f"{_COMPARISONS[name]} {number if number is not None else 'a tensor'}"))
-        if function is torch.rand and isinstance(made, torch.Tensor) and not made.dim():
-            self._drawn.append(made)
+        if drawn is not None:
+            self._undecided.append((made, f"{comparison} {number if number is not None else 'a tensor'}"))
+        if (bounds := _bounds_of(function, name, arguments[1:], options or {})) is not None and _is_one_number(made):
+            self._drawn.append((made, *bounds))
         return made
 
     def _check_decided(self, tensor: Any) -> None:
@@ -96,8 +101,21 @@ class _TorchDraws(TorchFunctionMode):
             )
 
 
-def _is_among(value: Any, tensors: list[torch.Tensor]) -> bool:
-    return any(value is tensor for tensor in tensors)
+def _bounds_of(
+    function: Any, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[float, float] | None:
+    """Return the bounds of the uniform numbers that a call draws, of its arguments after the first; None: it draws
+    something else."""
+    if function is torch.rand:
+        return 0.0, 1.0
+    if name != "uniform_" or "generator" in options:
+        return None
+    low, high = [*arguments, *(0.0, 1.0)[len(arguments) :]][:2]
+    return _between(options.get("from", low), options.get("to", high))
+
+
+def _is_one_number(made: Any) -> bool:
+    return isinstance(made, torch.Tensor) and tuple(made.shape) in ((), (1,))
 
 
 class DrawnNumber:
