@@ -92,7 +92,10 @@ def _shuffled(node: Node, makers: Mapping[str, Node], specs: Mapping[str, Tensor
         return [node]
     source, (middle,), (output,) = specs[data.name], viewed.outputs, node.outputs
     ranks = len(source.shape), len(middle.shape), len(output.shape)
-    is_alike = isinstance(source, TensorSpec) and source.batch_axis == middle.batch_axis == output.batch_axis == 0
+    is_alike = all(
+        isinstance(spec, TensorSpec) and spec.batch_axis == 0 and not spec.pairs_samples
+        for spec in (source, middle, output)
+    )
     if ranks != (4, 6, 4) or not is_alike or {source.shape[0], middle.shape[0], output.shape[0]} != {1}:
         return [node]
     order = [axis % 6 for axis in permuted.arguments[1]]

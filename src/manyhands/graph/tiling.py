@@ -139,7 +139,7 @@ def _has_no_places(name: str, shape: tuple[int, ...], rank: int, spatial: Spatia
 
 
 def _is_map(spec: TensorSpec, axes: Axes) -> bool:
-    return bool(axes.get(spec.name)) and spec.batch_axis == 0 and spec.shape[0] == 1
+    return bool(axes.get(spec.name)) and spec.shape[0] == 1
 
 
 def _is_pool(node: Node, source: TensorSpec, axes: Axes) -> bool:
