@@ -15,7 +15,7 @@ from graph_checks import zoo
 from torch import Tensor, nn
 
 from groups import by_name
-from manyhands.facts.errors import BadGraph, BadPlan, CaptureFailed
+from manyhands.facts.errors import BadGraph, BadPlan
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.graph import store
@@ -270,9 +270,9 @@ def test_the_users_own_function_adds_up(kind: str, name: str) -> None:
     torch.testing.assert_close(total, loss(output, target), rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_of_samples_by_samples_is_not_even_captured() -> None:
-    with pytest.raises(CaptureFailed, match="two axes that grow with the batch"):
-        captured(lambda o, t: F.cross_entropy(o @ t.T, torch.arange(o.shape[0])), FLOATS)
+def test_a_matrix_of_samples_by_samples_is_whole() -> None:
+    graph = captured(lambda o, t: F.cross_entropy(o @ t.T, torch.arange(o.shape[0])), FLOATS)
+    assert graph.loss_combination == "whole"
 
 
 @pytest.mark.quick("din", "tiny")

@@ -10,7 +10,7 @@ A run resumes exactly as long as the same samples come in the same order when it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +170,36 @@ class Pairs(Dataset[Any]):
         except (KeyError, IndexError, TypeError) as error:
             parts = ", ".join(map(repr, sample)) if isinstance(sample, dict) else f"a {type(sample).__name__}"
             raise BadData(f"there is no {name!r} in it: it has {parts}.") from error
+
+
+def with_labels(data: Any, names: Collection[str]) -> Any:
+    """Return a data set as pairs, for a network that computes its own loss: samples that are inputs alone get a target
+    that is empty, and dicts are parted at the first of these names that they have."""
+    try:
+        sample = data[0]
+    except Exception:  # whoever reads the first sample says what is wrong with it
+        return data
+    if isinstance(sample, dict):
+        label = next((name for name in names if name in sample), None)
+        rest = [name for name in sample if name != label]
+        return Unlabelled(data) if label is None or not rest else Pairs(data, rest, label)
+    if isinstance(sample, (tuple, list)):
+        return Unlabelled(data) if len(sample) == 1 else data
+    return Unlabelled(data)
+
+
+class Unlabelled(Dataset[Any]):
+    """A data set of inputs alone, as pairs with an empty target."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Any, tuple[()]]:
+        sample = self.data[index]
+        return (sample[0] if isinstance(sample, (tuple, list)) else sample), ()
 
 
 def _bytes(value: Any) -> int:

@@ -41,6 +41,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
     batch_axis: int | None = None
     differentiable: bool = False
     """Whether a gradient flows back to the tensor."""
+    second_batch_axis: int | None = None
+    """A further axis that grows with the batch, as of the similarities of every two samples. Such a tensor is whole on
+    one device: no share of the samples has a part of it, and no cut carries it."""
 
     @property
     def elements(self) -> int:
@@ -53,10 +56,31 @@ class TensorSpec(msgspec.Struct, frozen=True):
     def shape_for(self, samples: int) -> tuple[int, ...]:
         if self.batch_axis is None:
             return self.shape
-        return tuple(e * samples if axis == self.batch_axis else e for axis, e in enumerate(self.shape))
+        growing = (self.batch_axis, self.second_batch_axis)
+        return tuple(e * samples if axis in growing else e for axis, e in enumerate(self.shape))
 
     def bytes_for(self, samples: int) -> int:
-        return self.bytes_per_sample * (1 if self.batch_axis is None else samples)
+        return prod(self.shape_for(samples)) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def pairs_samples(self) -> bool:
+        """Whether it holds something for every two samples."""
+        return self.second_batch_axis is not None
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], int | None, int | None]:
+        """Shape, batch axis and second batch axis."""
+        return self.shape, self.batch_axis, self.second_batch_axis
+
+    @property
+    def shape_text(self) -> str:
+        """'batch x 10', or 'batch x 2 batch': the sizes with their multiples of the batch."""
+        growing = (self.batch_axis, self.second_batch_axis)
+        sizes = [
+            ("batch" if extent == 1 else f"{extent} batch") if axis in growing else str(extent)
+            for axis, extent in enumerate(self.shape)
+        ]
+        return " x ".join(sizes) or "one number"
 
     @property
     def rows_per_sample(self) -> int:

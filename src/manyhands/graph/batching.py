@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from manyhands.facts.errors import BadData
+from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.network import TensorSpec
 from manyhands.graph.graph import Graph
+from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields
 
@@ -77,6 +78,21 @@ def _beside(spec: TensorSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if spec.rows_per_sample > 1:
         return torch.cat(list(parts), spec.batch_axis)
     return torch.stack(list(parts), spec.batch_axis)
+
+
+def refuse_pairs(graph: Graph) -> None:
+    """Refuse a network of which an output holds something for every two samples: what is answered to one sample would
+    depend on the others in its batch."""
+    node, spec = next(
+        ((n, s) for n in graph.nodes for s in n.outputs if s.name in graph.outputs and s.pairs_samples), (None, None)
+    )
+    if node is None or spec is None:
+        return
+    raise BadValue(
+        f"{graph.name} returns something for every two samples ({spec.name}, {spec.shape_text}), which depends on how "
+        f"samples are put into batches.{at(node.where)}",
+        hint="Let forward return what belongs to each sample, such as its embedding, and compare samples afterwards.",
+    )
 
 
 def answers_of(graph: Graph, outputs: Mapping[str, torch.Tensor], count: int) -> list[Any]:

@@ -23,7 +23,7 @@ from manyhands.graph.misfits import target_misfit
 from manyhands.graph.own_loss import OWN_LOSS, divided, labelled_arguments
 from manyhands.graph.penalties import with_penalties
 from manyhands.graph.tensor_trees import as_many, batch_of, exported_samples, flattened
-from manyhands.graph.trees import tree_map
+from manyhands.graph.trees import tree_leaves, tree_map
 from manyhands.graph.verify import verify as check
 from manyhands.weights.mapped import stand_ins
 
@@ -44,7 +44,8 @@ def capture(
     the module's forward does not take its keys). The first axis of every tensor in it is the batch. With `loss` and an
     example `target`, `loss(output, target)` is captured too, and how it combines over samples is determined (loss.py).
     With a target alone, or loss="own", the module's forward is given it as its labels and returns the loss itself
-    (own_loss.py): as one number, as the entry or field `loss` of a dict or dataclass, or in a tuple.
+    (own_loss.py): as one number, as the entry or field `loss` of a dict or dataclass, or in a tuple. With loss="own"
+    and no target, or no argument for it, forward computes its loss without labels, as an autoencoder does.
     `granularity` is "blocks" or "operators". With `verify`, loss and gradients on the example batch are compared with
     the module's own (verify.py); a graph with custom autograd functions is always verified if it has a loss.
 
@@ -61,7 +62,7 @@ def capture(
         loss = OWN_LOSS
     if verify and loss is None:
         raise BadValue("verify=True compares gradients, and there is no loss.", hint="Pass loss= and target= too.")
-    if loss is not None and target is None:
+    if callable(loss) and target is None:
         raise CaptureFailed("A loss was given without an example target.", hint="Pass target=example_target.")
     functions: list[str] = []
     with _buffers_kept(module), stand_ins(module) as meant, in_training_mode(module):
@@ -87,13 +88,13 @@ def _with_loss(
     """Return the graph with its loss and how that combines over samples. `examples` are an output and a target."""
     met: list[str] = []
     try:
-        loss_graph, value = _export_loss(loss, examples, met)
+        loss_graph, value = _export_loss(graph, loss, examples, met)
         if met:  # a custom function checks whether its inputs need gradients; ordinary operators do not
             leaves: list[torch.Tensor] = []
             flattened(examples[0], leaves, "the output")
             for leaf in leaves:
                 leaf.requires_grad_(leaf.is_floating_point())
-            loss_graph, value = _export_loss(loss, examples, met)
+            loss_graph, value = _export_loss(graph, loss, examples, met)
     except CaptureFailed as error:
         raise target_misfit(loss, *examples) or error from error
     functions += met
@@ -122,11 +123,24 @@ def _with_own_loss(
         graph.output_tree,
     )
     graph = with_penalties(graph, loss, module)
-    return msgspec.structs.replace(graph, loss_combination=combination(graph, outputs, as_many(target, batch)))
+    return msgspec.structs.replace(
+        graph, loss_combination=combination(graph, outputs, as_many(() if target is None else target, batch))
+    )
 
 
-def _export_loss(loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]) -> tuple[Graph, Any]:
-    return export_module(LossModule(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True)
+def _export_loss(
+    graph: Graph, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
+) -> tuple[Graph, Any]:
+    specs = {spec.name: spec for specs in (graph.inputs, *(node.outputs for node in graph.nodes)) for spec in specs}
+    second_axes = {
+        place: (axis, specs[name].shape[axis])
+        for place, name in enumerate(tree_leaves(graph.output_tree))
+        if (axis := specs[name].second_batch_axis) is not None
+    }
+    return export_module(
+        LossModule(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True,
+        second_axes=second_axes,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def layers_of(
     )  # fmt: skip
     possible = [
         i for i in range(1, len(described))
-        if all(tensors[n].rows_per_sample <= 1 and n not in uncut for n in crossing[i])
+        if all(tensors[n].rows_per_sample <= 1 and not tensors[n].pairs_samples and n not in uncut for n in crossing[i])
         and i - 1 not in glue and i not in attached
     ]  # fmt: skip
     starts = [i for i in possible if _computes_from(described, i, glue)]

@@ -31,7 +31,8 @@ def channels_of(node: Node, specs: Specs, weights: WeightSpecs) -> tuple[str, tu
     name = node.target.split(".")[1]
     if node.several or node.updates or not values_of(node) or len(node.outputs[0].shape) < 2:
         return "", ()
-    if node.outputs[0].batch_axis != 0 or any(specs[name].batch_axis != 0 for name in values_of(node)):
+    tensors = [node.outputs[0], *(specs[name] for name in values_of(node))]
+    if any(spec.batch_axis != 0 or spec.pairs_samples for spec in tensors):
         return "", ()
     if node.target in ops.CONVOLUTION:
         return _convolution(node)

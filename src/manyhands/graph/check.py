@@ -83,14 +83,13 @@ def check_loss(graph: Graph, loss: Graph) -> None:
     loss_inputs = {spec.name: spec for spec in loss.inputs}
     for loss_input, output in zip(tree_leaves(positional[0]), tree_leaves(graph.loss_tree), strict=True):
         taken_spec, made_spec = loss_inputs[loss_input], made[output]
-        if (taken_spec.shape, taken_spec.dtype, taken_spec.batch_axis) != (
-            made_spec.shape,
-            made_spec.dtype,
-            made_spec.batch_axis,
-        ):
+        if (taken_spec.form, taken_spec.dtype) != (made_spec.form, made_spec.dtype):
             raise BadGraph(
                 f"The loss takes {_text(taken_spec)} as {loss_input!r:.80}; the network returns {_text(made_spec)}."
             )
+    for name in tree_leaves(positional[1]):
+        if loss_inputs[name].pairs_samples:
+            raise BadGraph(f"The loss takes a target {name!r:.80} with two axes of samples; what is fed has one.")
     results = {spec.name: spec for node in loss.nodes for spec in node.outputs}
     spec = results.get(loss.output_tree) if isinstance(loss.output_tree, str) else None
     if spec is None or spec.shape or not spec.dtype.startswith(("float", "bfloat")):
@@ -105,7 +104,8 @@ def _form(tree: Any) -> Any:
 
 
 def _text(spec: TensorSpec) -> str:
-    return f"{spec.dtype}{list(spec.shape)} (batch axis {spec.batch_axis})"
+    second = f" and {spec.second_batch_axis}" if spec.pairs_samples else ""
+    return f"{spec.dtype}{list(spec.shape)} (batch axis {spec.batch_axis}{second})"
 
 
 def check_shapes(graph: Graph) -> None:

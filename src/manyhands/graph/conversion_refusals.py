@@ -33,6 +33,11 @@ def refuse_unfit_randomness(node: Node, state: Conversion) -> None:
     if random is None or not random.draws(node, training=True):
         return
     spec = node.outputs[0]
+    if spec.pairs_samples or any(state.specs[name].pairs_samples for name in values_of(node)):
+        raise CaptureFailed(
+            f"{node.target} draws for every two samples, which no counter of samples numbers.{at(node.where)}",
+            hint="Draw for each sample by itself, before samples meet.",
+        )
     if any(name in state.outers for name in (spec.name, *values_of(node))):
         raise CaptureFailed(
             f"{node.target} draws for an axis that holds the samples interleaved, not batch first.{at(node.where)}",

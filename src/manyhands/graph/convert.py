@@ -262,7 +262,7 @@ def _is_as_before(arguments: tuple[Argument, ...], state: Conversion) -> bool:
     if not all(isinstance(argument, Value) for argument in arguments):
         return False
     source, target = (state.specs[argument.name] for argument in arguments)
-    return (source.shape, source.batch_axis) == (target.shape, target.batch_axis)
+    return source.form == target.form
 
 
 def _inline(node: Any, state: Conversion) -> None:

@@ -120,7 +120,7 @@ def _graph(document: object, *, is_loss: bool) -> Graph:
         check_name(alias, f"alias {alias!r:.80}")
         if alias in weights or name not in weights:
             refuse(f"alias {alias!r:.80}", f"stands for {name!r:.80}; it must be a new name for a known weight")
-    tensors = _inputs(raw, weights)
+    tensors = _inputs(raw, weights, is_loss)
     nodes = _nodes(raw.nodes, tensors, weights)
     for place, leaves in (("output_tree", _leaves(raw.output_tree, "output_tree")), ("penalties", raw.penalties)):
         for leaf in leaves:
@@ -179,7 +179,7 @@ def _weights(specs: list[WeightSpec]) -> dict[str, WeightSpec]:
     return by_name
 
 
-def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, TensorSpec]:
+def _inputs(raw: _Document, weights: Mapping[str, WeightSpec], is_loss: bool) -> dict[str, TensorSpec]:
     """Return the graph's inputs by name; they must be the leaves of the input tree."""
     tensors: dict[str, TensorSpec] = {}
     check_count(len(raw.inputs), LARGEST_LIST, "inputs")
@@ -188,6 +188,8 @@ def _inputs(raw: _Document, weights: Mapping[str, WeightSpec]) -> dict[str, Tens
         _check_output(spec, tensors, place)
         if spec.batch_axis is not None and spec.rows_per_sample != 1:
             refuse(place, f"has {spec.rows_per_sample} rows per sample; an input has 1")
+        if spec.pairs_samples and not is_loss:
+            refuse(place, f"has a second_batch_axis, {spec.second_batch_axis}; what is fed has one axis of samples")
     if not any(spec.batch_axis is not None for spec in raw.inputs):
         refuse("inputs", "none has a batch axis")
     tree = raw.input_tree
@@ -326,6 +328,10 @@ def _check_output(spec: TensorSpec, tensors: dict[str, TensorSpec], place: str) 
     check_tensor(spec, place)
     if spec.batch_axis is not None and not 0 <= spec.batch_axis < len(spec.shape):
         refuse(place, f"batch_axis {spec.batch_axis} of a tensor with {len(spec.shape)} axes")
+    second = spec.second_batch_axis
+    if second is not None and (spec.batch_axis is None or not spec.batch_axis < second < len(spec.shape)):
+        axes = f"batch_axis {spec.batch_axis}, of a tensor with {len(spec.shape)} axes"
+        refuse(place, f"second_batch_axis {second} beside {axes}")
     tensors[spec.name] = spec
 
 

@@ -7,7 +7,7 @@ and outputs all come out as named leaves in a known order.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from manyhands.graph import custom_functions
 from manyhands.graph.conversion import Exported
 from manyhands.graph.convert import convert
 from manyhands.graph.cumulative_norms import marked_norms
+from manyhands.graph.drawn_numbers import decided_draws
 from manyhands.graph.export_errors import explain
 from manyhands.graph.graph import Graph
 from manyhands.graph.misfits import last_entered, shape_text
@@ -134,10 +135,12 @@ def export_module(
     granularity: str,
     is_loss: bool = False,
     has_own_loss: bool = False,
+    second_axes: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[Graph, Any]:
     """Return the graph, and an example of what the module returns (for the loss). Custom autograd functions that it
     calls are added to `functions`, by name. With `has_own_loss` outputs that are no tensors are left out, since nothing
-    but the loss is used."""
+    but the loss is used. `second_axes`: the place of an input among the leaves -> the second of its axes that grow with
+    the batch, and its rows for a sample."""
     leaves: list[torch.Tensor] = []
     trees = [flattened(positional, leaves, "the input"), flattened(keywords, leaves, "the input")]
     batch = batch_of(leaves)
@@ -153,9 +156,11 @@ def export_module(
     outputs = tensors_alone if has_own_loss else without_none
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs)
     dimension = torch.export.Dim("batch")
-    shapes = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    for place, (axis, rows) in (second_axes or {}).items():
+        shapes[place][axis] = dimension if rows == 1 else rows * dimension
     try:
-        with custom_functions.with_gradients(functions), marked_norms(module):
+        with custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
             program = quiet_export(flat, tuple(examples), shapes)
     except CaptureFailed:
         raise

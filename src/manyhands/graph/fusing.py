@@ -178,8 +178,7 @@ def _added(node: Node, made: TensorSpec, specs: Mapping[str, TensorSpec]) -> str
     if len(names) != 2 or len(others) != 1:
         return ""
     other = specs[others[0]]
-    same = (other.shape, other.dtype, other.batch_axis) == (made.shape, made.dtype, made.batch_axis)
-    return other.name if same else ""
+    return other.name if (other.form, other.dtype) == (made.form, made.dtype) else ""
 
 
 def _is_line(node: Node) -> bool:

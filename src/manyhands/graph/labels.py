@@ -63,7 +63,7 @@ def labels_of(loss: Graph) -> tuple[ClassLabels, ...]:
         if not isinstance(output, Value) or not isinstance(target, Value) or not isinstance(ignored, int):
             continue
         shape, name = specs[output.name].shape, target.name
-        if len(shape) < 2 or specs[output.name].batch_axis != 0:
+        if len(shape) < 2 or specs[output.name].batch_axis != 0 or specs[output.name].pairs_samples:
             continue
         if specs[name].dtype.startswith(("float", "bfloat")):
             continue  # probabilities of classes

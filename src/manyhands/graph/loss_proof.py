@@ -82,6 +82,8 @@ class LossProof:
         """Parts of the target, each with the class that a mean leaves out."""
 
     def combination(self) -> LossCombination:
+        if any(spec.pairs_samples for spec in self.specs.values()):
+            return "whole"
         outers: dict[str, int | None] = {}
         for node in self.loss.nodes:
             if has_effects(node):

@@ -1,4 +1,5 @@
-"""Losses that a module computes itself: `forward` is given labels, and returns its loss alone or beside its outputs.
+"""Losses that a module computes itself: `forward` is given labels, if it takes any, and returns its loss alone or
+beside its outputs.
 
 The module is captured with its labels as inputs. Then its graph is divided:
 
@@ -7,10 +8,11 @@ The module is captured with its labels as inputs. Then its graph is divided:
                ······································································
     becomes    network  x ──▶ logits            loss of (logits, labels)
 
-All that follows from the labels is the loss, and so is what is left of the samples after the last sum over them (an
-auxiliary loss of a router, say). Between the two go outputs of the module where the loss follows from them without
-weights, else the tensors that the loss reads. Constants are made on both sides; parameters that the loss reads become
-penalties (penalties.py). Outputs that the loss does not read are left out: training does not need them.
+All that follows from the labels is the loss, and so is what is left of the samples after the last sum over them: an
+auxiliary loss of a router, say, or all of the loss of an autoencoder, which has no labels. Between the two go outputs
+of the module where the loss follows from them without weights, else the tensors that the loss reads. Constants are made
+on both sides; parameters that the loss reads become penalties (penalties.py). Outputs that the loss does not read are
+left out: training does not need them.
 """
 
 from __future__ import annotations
@@ -53,8 +55,11 @@ def labelled_arguments(
     module: nn.Module, batch: Any, target: Any
 ) -> tuple[list[Any], dict[str, Any], str | tuple[str, ...]]:
     """Return the arguments of `module` for a batch and its labels, and the name of the labels' argument. A target that
-    is a dict of forward's arguments gives several, and their names."""
+    is a dict of forward's arguments gives several, and their names. Without a target there are none, and a target that
+    forward has no argument for is not used."""
     positional, keywords = bound_arguments(module, batch)
+    if not _holds_anything(target):
+        return positional, keywords, ()
     parameters = inspect.signature(module.forward).parameters
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     ordered = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -68,13 +73,12 @@ def labelled_arguments(
             return positional, {**keywords, **target}, tuple(target)
         candidates = [LABELS[0]] if LABELS[0] not in keywords else []
     if not candidates:
-        taken = ", ".join(parameters) or "nothing"
-        raise CaptureFailed(
-            f"{type(module).__name__}.forward takes no labels beside the input, and no loss is given: it takes "
-            f"{taken}.{at(definition_of(module.forward))}",
-            hint="Pass loss=, or call the argument labels; a dict of forward's arguments as target also works.",
-        )
+        return positional, keywords, ()
     return positional, {**keywords, candidates[0]: target}, candidates[0]
+
+
+def _holds_anything(target: Any) -> bool:
+    return target is not None and not (isinstance(target, (tuple, list, dict)) and not target)
 
 
 def module_loss(
@@ -114,7 +118,8 @@ def _loss_in(output: Any, is_loss: Callable[[Any], bool]) -> Any:
 
 
 def divided(graph: Graph, labels: str | tuple[str, ...], module: nn.Module) -> tuple[Graph, Graph]:
-    """Return the network without its labels and its loss, of a graph that was captured with labels as inputs."""
+    """Return the network without its labels and its loss, of a graph that was captured with labels as inputs. The loss
+    of a module that was given none takes any target, and uses nothing of it."""
     specs = {spec.name: spec for node in graph.nodes for spec in node.outputs}
 
     def is_loss(leaf: Any) -> bool:
@@ -122,6 +127,14 @@ def divided(graph: Graph, labels: str | tuple[str, ...], module: nn.Module) -> t
         return spec is not None and _is_loss(len(spec.shape), getattr(torch, spec.dtype))
 
     value = _loss_in(graph.output_tree, is_loss)
+    if value is None and not labels:
+        taken = ", ".join(inspect.signature(module.forward).parameters) or "nothing"
+        raise CaptureFailed(
+            f"No loss is given, and {graph.name}.forward, without labels, returns none: it takes {taken}, and returns "
+            f"{_described(graph.output_tree, specs)}.{at(definition_of(module.forward))}",
+            hint="Pass loss=; or let forward take labels, or return the loss itself. A dict of forward's arguments as "
+            "target also works.",
+        )
     if value is None:
         raise CaptureFailed(
             f"{graph.name}.forward returns no loss: given labels, it returns {_described(graph.output_tree, specs)}."
@@ -145,12 +158,7 @@ def _described(tree: Any, specs: dict[str, TensorSpec]) -> str:
     if isinstance(tree, (list, tuple)):
         return "several tensors, of which none is one number" if tree else "nothing"
     spec = specs.get(tree)
-    return f"a tensor of shape {_shape(spec)}" if spec is not None else "its input"
-
-
-def _shape(spec: TensorSpec) -> str:
-    sizes = ["batch" if axis == spec.batch_axis and size == 1 else str(size) for axis, size in enumerate(spec.shape)]
-    return f"({', '.join(sizes)})"
+    return f"a tensor of shape {spec.shape_text}" if spec is not None else "its input"
 
 
 class _Division:

@@ -317,9 +317,9 @@ def _operator(
     return ops.resolve(written)  # type: ignore[no-any-return]
 
 
-def _memory_of(spec: TensorSpec) -> tuple[tuple[int, ...], str, int | None]:
+def _memory_of(spec: TensorSpec) -> tuple[Any, ...]:
     """Return a description of a tensor's memory."""
-    return spec.shape, spec.dtype, spec.batch_axis
+    return spec.form, spec.dtype
 
 
 _CONSTANTS: dict[str, Any] = {

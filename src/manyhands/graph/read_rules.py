@@ -29,6 +29,8 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
     output = node.outputs[0]
     name = node.target.split(".")[1]
     rank = len(source.shape)
+    if source.pairs_samples or output.pairs_samples:
+        return tuple(Whole() for _ in range(rank))
     first = node.arguments[0] if node.arguments else None
     is_main = isinstance(first, Value) and first.name == source.name
     if node.target in ops.POINTWISE or (node.target in ops.RANDOM and is_main):

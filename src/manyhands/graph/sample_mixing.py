@@ -25,6 +25,8 @@ def mixes_samples(
     share of the samples could compute its part. `numbers`: tensors that number samples (sample_numbers.py).
     """
     outers = outers or {}
+    if any(specs[name].pairs_samples for name in values_of(node)) or any(spec.pairs_samples for spec in node.outputs):
+        return True
     if node.outputs[0].name in numbers:
         return False
     if numbers & set(values_of(node)):

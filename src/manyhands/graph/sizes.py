@@ -42,16 +42,20 @@ def spec_of(name: str, value: Any, where: str) -> TensorSpec:
     if not isinstance(value, torch.Tensor):
         raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.{at(where)}")
     shape: list[int] = []
-    batch_axis: int | None = None
+    growing: list[int] = []
     for axis, size in enumerate(value.shape):
         extent = size if isinstance(size, int) else sized(size, where)
         if isinstance(extent, SampleCount):
-            if batch_axis is not None:
-                sizes = tuple(value.shape)
-                raise CaptureFailed(f"A tensor has two axes that grow with the batch: {sizes}.{at(where)}")
-            batch_axis, extent = axis, extent.factor
+            growing.append(axis)
+            extent = extent.factor
         shape.append(extent)
-    return TensorSpec(name, tuple(shape), dtype_name(value.dtype, where), batch_axis)
+    if len(growing) > 2:
+        raise CaptureFailed(
+            f"A tensor has {len(growing)} axes that grow with the batch: {tuple(value.shape)}.{at(where)}",
+            hint="Two are taken, for what is between every two samples; make no more of them at once.",
+        )
+    first, second = (*growing, None, None)[:2]
+    return TensorSpec(name, tuple(shape), dtype_name(value.dtype, where), first, second_batch_axis=second)
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:

@@ -96,7 +96,7 @@ def _regroups(node: Node, source: TensorSpec, output: TensorSpec) -> bool:
 
 
 def _is_map(spec: TensorSpec) -> bool:
-    return len(spec.shape) in (4, 5) and spec.batch_axis == 0 and spec.shape[0] == 1
+    return len(spec.shape) in (4, 5) and spec.batch_axis == 0 and spec.shape[0] == 1 and not spec.pairs_samples
 
 
 def _is_spread(shape: tuple[int, ...]) -> bool:

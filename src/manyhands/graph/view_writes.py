@@ -122,7 +122,8 @@ def _scattered(write_node: Node, state: Conversion, view: Node, name: str, paren
         return _added(write_node, state, "aten.select_scatter.default", (before, value, *view.arguments[1:]), source)
     if operator in _SAME_ELEMENTS:
         shape = tuple(
-            SampleCount(size) if axis == source.batch_axis else size for axis, size in enumerate(source.shape)
+            SampleCount(size) if axis in (source.batch_axis, source.second_batch_axis) else size
+            for axis, size in enumerate(source.shape)
         )
         return _added(write_node, state, "aten.reshape.default", (value, shape), source)
     if operator in ("transpose", "swapaxes"):

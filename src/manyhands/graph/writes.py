@@ -36,7 +36,7 @@ def masked_fill(target: str, arguments: tuple[Argument, ...], state: Conversion)
     specs = [state.specs[argument.name] for argument in (written, *indices) if isinstance(argument, Value)]
     if len(specs) == 2 and len(indices) == 1 and _is_scalar(value, state) and not any(others):
         whole, mask = specs
-        if mask.dtype == "bool" and (mask.shape, mask.batch_axis) == (whole.shape, whole.batch_axis):
+        if mask.dtype == "bool" and mask.form == whole.form:
             return MASKED_WRITES[target], (written, indices[0], value)
     return target, arguments
 

@@ -23,7 +23,7 @@ from manyhands.facts.errors import BadData, CaptureFailed, ManyhandsError, unkno
 from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.graph.batching import joined, named_sample
+from manyhands.graph.batching import joined, named_sample, refuse_pairs
 from manyhands.graph.capture import capture
 from manyhands.graph.folding import at_rest
 from manyhands.graph.graph import Graph
@@ -277,6 +277,7 @@ def open_with(config: InferConfig, model: nn.Module | Graph, example: Any = None
     else:
         expect_session(config.cluster)
         graph = captured_at_rest(model, example, granularity=config.granularity, name=config.name)
+    refuse_pairs(graph)
     strategy = str(plan) if not isinstance(plan, Plan) and plan in INFERENCE_STRATEGIES else ""
     if strategy:  # a plan from the caller is for the network as it was captured
         graph = at_rest(graph)

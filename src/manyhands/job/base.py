@@ -28,6 +28,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
+from manyhands.graph.batching import refuse_pairs
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
@@ -121,6 +122,7 @@ class Job:
         runs_here(plan, network)
         if self.test is not None:  # find errors of the evaluation before training, not after
             runs_here(resolve(inference_plan(plan), network), network)
+            refuse_pairs(self.graph)
             if not length(self.test):
                 raise BadData("The held-out data set is empty.", hint="Leave test out.")
         if cuts_statistics(plan, network):

@@ -14,18 +14,19 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.data.given import given
+from manyhands.data.given import given, with_labels
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.graph.batching import bound_inputs
+from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import ignored_class
+from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields, branched, rebuilt
@@ -119,6 +120,7 @@ def evaluate_in(
     profile: Profile,
 ) -> EvaluateResult:
     """Evaluate on the session's workers, by a plan's stages and shares."""
+    refuse_pairs(graph)
     stream = resolve(inference_plan(plan), graph.network)
     samples, size = length(data), stream.batch_size
     padded = _Padded(data, samples, size)
@@ -267,6 +269,8 @@ def evaluate(
     """Return loss and accuracy of `model` on `data`, in evaluation mode, computed by the cluster. The model is
     unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns."""
     data = given(data).data
+    if loss == OWN_LOSS:
+        data = with_labels(data, LABELS)
     expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)
     network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers

@@ -48,7 +48,7 @@ def signature(graph: Graph, node: Node) -> tuple[Any, ...]:
     def plain(argument: Argument) -> Any:
         if isinstance(argument, Value):
             spec = graph.network.tensors[argument.name]
-            return ("value", spec.shape, spec.dtype, spec.batch_axis, spec.differentiable)
+            return ("value", spec.shape, spec.dtype, spec.batch_axis, spec.second_batch_axis, spec.differentiable)
         if isinstance(argument, Weight):
             weight = graph.network.weights[argument.name]
             return ("weight", weight.shape, weight.dtype, weight.trainable)

@@ -87,7 +87,7 @@ class ChannelGeometry(StageGeometry):
     def _may_split(self, tensor: str) -> bool:
         """Return whether a tensor has channels for every device."""
         spec = self.network.tensors[tensor]
-        if spec.batch_axis != 0 or len(spec.shape) < 2:
+        if spec.batch_axis != 0 or len(spec.shape) < 2 or spec.pairs_samples:
             return False
         return all(a < b for a, b in pairwise(cut_points(spec.shape[CHANNELS], self.share.groups)))
 

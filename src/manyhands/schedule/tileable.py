@@ -27,7 +27,8 @@ def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], in
 
 def _is_map(network: Network, tensor: str, least: int) -> bool:
     spec = network.tensors[tensor]
-    return len(spec.shape) in MAP_AXES and spec.batch_axis == 0 and prod(spec.shape[-2:]) >= least
+    is_map = len(spec.shape) in MAP_AXES and spec.batch_axis == 0 and not spec.pairs_samples
+    return is_map and prod(spec.shape[-2:]) >= least
 
 
 def tileable_layers(network: Network) -> tuple[int, Op | None]:

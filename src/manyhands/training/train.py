@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.data.given import batch_size_of, given
+from manyhands.data.given import batch_size_of, given, with_labels
 from manyhands.data.loader import Prefetcher
 from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
@@ -24,7 +24,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.graph.own_loss import OWN_LOSS
+from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
 from manyhands.job.config import takes
 from manyhands.job.opening import open_run
@@ -53,7 +53,8 @@ def train(
     optimizer: Optimizer,
     **options: Unpack[TrainOptions],
 ) -> TrainResult:
-    """Train `model` on `data`, a data set of pairs (input, target), over a cluster, exactly as one device would.
+    """Train `model` on `data`, a data set of pairs (input, target), or of inputs if the model needs no target for its
+    loss, over a cluster, exactly as one device would.
 
     The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
     `TrainConfig` describes the options.
@@ -61,7 +62,7 @@ def train(
     data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
                     IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
     loss            any callable (output, target) that torch.export can capture; left out: the loss that the model's
-                    forward returns, given the target as its labels
+                    forward returns, given the target as its labels if it takes any
     optimizer       mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
     """
     return train_with(TrainConfig.from_keywords("mh.train", options), model, data, loss, optimizer)
@@ -121,12 +122,14 @@ def workload_of(
 ) -> Workload:
     """Return the workload, with the batch size and the order of a DataLoader where the configuration has none."""
     samples = given(data)
+    data, test = samples.data, given(config.test).data if config.test is not None else None
+    if loss is None or loss == OWN_LOSS:
+        loss, data, test = OWN_LOSS, with_labels(data, LABELS), with_labels(test, LABELS) if test is not None else None
     config = replace(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
-        test=given(config.test).data if config.test is not None else None,
+        test=test,
     )  # fmt: skip
-    own_or_given = OWN_LOSS if loss is None else loss
-    return Workload(model, samples.data, own_or_given, optimizer, config, config.batch_norm, config.feed)
+    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed)
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:

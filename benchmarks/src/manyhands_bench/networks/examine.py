@@ -23,7 +23,7 @@ from manyhands.plans.planning import plan as make_plan
 from manyhands_bench.networks.catalogue import subject_named
 from manyhands_bench.networks.forward import forward_difference
 from manyhands_bench.networks.outcome import NetworkOutcome, Step
-from manyhands_bench.networks.subject import Subject, call, in_float64, main_output, squared_error
+from manyhands_bench.networks.subject import Subject, call, in_float64, squared_error, target_for
 from manyhands_bench.networks.trained import trained_difference
 
 CAPTURED_SAMPLES, COMPARED_SAMPLES, PLANNED_SAMPLES = 3, 2, 4
@@ -136,7 +136,7 @@ def _capture_and_plan(outcome: NetworkOutcome, built: _Built, entering: Callable
         if subject.is_detector:
             graph = capture(subject.module, batch, name=outcome.name)
         else:
-            target = torch.randn_like(main_output(output))
+            target = target_for(output)
             graph = capture(subject.module, batch, loss=squared_error, target=target, name=outcome.name)
         outcome.operators = len(graph.network.ops)
     if graph is None:

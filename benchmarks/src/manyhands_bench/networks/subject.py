@@ -14,6 +14,8 @@ from manyhands.facts.errors import BadValue
 
 MAIN_OUTPUTS = ("logits", "out", "last_hidden_state", "logits_per_image", "image_embeds", "text_embeds")
 """Keys of an output in the order in which one is taken for the loss."""
+OF_PAIRS = ("logits_per_image", "logits_per_text")
+"""Keys of outputs that hold a score for every two samples of a batch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,14 @@ def call(module: nn.Module, batch: Any) -> Any:
 def in_float64(batch: Any) -> Any:
     """Return the batch with its floating-point tensors in float64."""
     return tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+
+
+def target_for(output: Any) -> torch.Tensor:
+    """Return a random target for the main output of a batch. The scores of every two samples (CLIP) have one number for
+    each sample, as a data set gives targets by samples."""
+    main = main_output(output)
+    is_of_pairs = isinstance(output, Mapping) and any(output.get(key) is main for key in OF_PAIRS)
+    return torch.randn_like(main[:, :1] if is_of_pairs else main)
 
 
 def main_output(output: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 import manyhands as mh
 from manyhands_bench.networks.catalogue import subject_named
 from manyhands_bench.networks.forward import relative
-from manyhands_bench.networks.subject import call, in_float64, main_output, squared_error
+from manyhands_bench.networks.subject import call, in_float64, squared_error, target_for
 
 STEPS, SAMPLES = 2, 4
 RATE, MOMENTUM = 1e-3, 0.9
@@ -54,8 +54,7 @@ def trained_difference(name: str, share: str, folder: Path) -> float:
     inputs = in_float64(subject.batch(STEPS * SAMPLES))
     twin = copy.deepcopy(module)
     with torch.no_grad():
-        shape = main_output(call(copy.deepcopy(module), inputs)).shape
-    targets = torch.randn(shape, dtype=torch.float64)
+        targets = target_for(call(copy.deepcopy(module), inputs)).double()
     losses = _plain_steps(twin, inputs, targets)
     before = [weight.detach().clone() for weight in module.parameters()]
     try:

@@ -1,8 +1,9 @@
 """Small networks of transformers, built from configurations with random weights: nothing is downloaded.
 
 Every family keeps its own defaults (dropout, tied weights, the kind of attention), with few layers, narrow ones, and a
-vocabulary of 96 words. Two are not left as they are: a cache of keys and values is for generation, so `use_cache` is
-off; and so are the random masks of speech networks, which NumPy draws in the middle of forward (`apply_spec_augment`).
+vocabulary of 96 words. Three are not left as they are: a cache of keys and values is for generation, so `use_cache` is
+off; and so are two regularisations of speech networks whose random numbers Python draws and decides by in the middle of
+forward: masks of time (`apply_spec_augment`), and layers that are skipped (`layerdrop`).
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ _STAGES = {"hidden_sizes": [16, 32], "depths": [1, 1]}
 _HEARS = {
     **_NARROW, "vocab_size": 32, "conv_dim": [16, 16, 16], "conv_stride": [5, 4, 4], "conv_kernel": [10, 8, 4],
     "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False,
+    "layerdrop": 0.0,
 }  # fmt: skip
 _PAIR = {"text_config": {**_READS, "projection_dim": 16}, "vision_config": {**_SEES, "projection_dim": 16}}
 
