@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
+from manyhands.data.length_order import LengthOrder, LengthUse
 from manyhands.data.loader import Prefetcher, length
 from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
@@ -29,12 +30,14 @@ from manyhands.facts.profile import Kernel, Profile
 from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
 from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
+from manyhands.job.lengths import text_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
@@ -81,6 +84,8 @@ class Job:
     workload: Workload
     session: Session
     opened: OpenedRun
+    length_uses: list[LengthUse] = field(default_factory=list)
+    """The batches of each length in this run; none: all samples have one shape."""
 
     @property
     def graph(self) -> Graph:
@@ -154,6 +159,7 @@ class Job:
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
+            lengths=self._length_graphs(),
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -194,6 +200,20 @@ class Job:
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
+
+    def _length_graphs(self) -> LengthGraphs | None:
+        """Return the graph of each step, and report the lengths; None: all batches have one."""
+        order, steps = self.workload.order, range(self.start.steps_done, self.last_step)
+        if not isinstance(order, LengthOrder):
+            return None
+        self.length_uses = order.uses(steps)
+        text = text_of(self.length_uses)
+        self.record.event("lengths", text=text, used=[use.to_dict() for use in self.length_uses])
+        if self.say is not None:
+            self.say(text)
+        if len(self.opened.graphs) == 1:
+            return None
+        return LengthGraphs(self.opened.graphs, steps.start, [order.length(step) for step in steps])
 
     def _preload(self, planned: PlannedRun) -> Preload:
         """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
@@ -314,6 +334,7 @@ class Job:
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, outcome.step_seconds),
+            lengths=self.length_uses,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             for text in traffic.differences(outcome.logs, planned.plan):

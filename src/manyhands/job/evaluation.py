@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields, branched, rebuilt
 from manyhands.graph.weights import Weights
+from manyhands.job.lengths import padded_to_longest
 from manyhands.plans.planning import is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.runtime.coordinator import Coordinator
@@ -258,6 +259,8 @@ def evaluate(
     *,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     batch_size: int = 64,
+    lengths: Sequence[int] | None = None,
+    pad: Mapping[str, float] | None = None,
     cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "samples",
     granularity: str = "blocks",
@@ -265,8 +268,10 @@ def evaluate(
     say: Say | None = None,
 ) -> EvaluateResult:
     """Return loss and accuracy of `model` on `data`, in evaluation mode, computed by the cluster. The model is
-    unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns."""
-    data = given(data).data
+    unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns.
+    `lengths` and `pad` are as in `mh.train`; here all samples are padded to the longest length that any of them needs.
+    """
+    data = padded_to_longest(given(data).data, lengths, pad)
     expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)
     network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers

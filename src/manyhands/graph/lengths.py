@@ -1,0 +1,103 @@
+"""One network captured at several lengths of its samples: a graph for each, with the same layers and weights.
+
+A plan, the weights and the optimiser's state are of the network; shapes, and with them the size of every message, are
+of the graph that a step runs. Which one that is follows from the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+
+from manyhands.facts.errors import BadPlan, CaptureFailed
+from manyhands.graph.graph import Graph
+from manyhands.graph.nodes import Node, Weight, records_of
+
+
+@dataclass(frozen=True)
+class LengthGraphs:
+    """The graphs of a run whose batches have several lengths."""
+
+    graphs: Mapping[int, Graph]
+    """Length -> graph, ascending; the plan is made for the longest."""
+    first: int
+    """The step that `steps` begins with."""
+    steps: Sequence[int]
+    """The length of each step."""
+
+    def length(self, step: int) -> int | None:
+        """Return the length of a step's batch; None for a step that is not in the run."""
+        return self.steps[step - self.first] if 0 <= step - self.first < len(self.steps) else None
+
+    @cached_property
+    def _macs(self) -> dict[int, int]:
+        return {length: sum(op.macs for op in graph.network.ops) for length, graph in self.graphs.items()}
+
+    def work_ratio(self, step: int) -> float:
+        """Return how many times as much is computed for the longest batch as for a step's."""
+        macs = self._macs[self.length(step) or max(self.graphs)]
+        return max(1.0, max(self._macs.values()) / max(1, macs))
+
+    def between(self, first: int, last: int) -> tuple[int, ...]:
+        """Return the lengths of steps from `first` up to, but not including, `last`."""
+        return tuple(self.steps[first - self.first : last - self.first])
+
+    def check(self) -> None:
+        """Refuse what no run has: it may have come over the wire."""
+        if not self.graphs or not set(self.steps) <= self.graphs.keys():
+            raise BadPlan("The job has steps of lengths for which it has no graph.")
+        *shorter, longest = self.graphs
+        for length in shorter:
+            difference = first_difference(self.graphs[longest], self.graphs[length])
+            if difference:
+                raise BadPlan(f"The job's graphs of lengths {length} and {longest} are not one network: {difference}.")
+
+
+def check_one_network(graphs: Mapping[int, Graph]) -> None:
+    """Refuse a module that is another network at another length."""
+    *shorter, longest = graphs
+    for length in shorter:
+        difference = first_difference(graphs[longest], graphs[length])
+        if difference:
+            raise CaptureFailed(
+                f"The module computes something else with samples of length {length} than of {longest}: {difference}.",
+                hint=f"Train with one length, lengths=({longest},), or without Python code that looks at the length.",
+            )
+
+
+def first_difference(one: Graph, other: Graph) -> str:
+    """Return where two graphs differ in more than shapes; empty: nowhere."""
+    if one.granularity != other.granularity or one.aliases != other.aliases or one.carried != other.carried:
+        return "they are captured in different ways"
+    for spec, twin in zip_longest(one.weights, other.weights):
+        if spec != twin:
+            weight = spec or twin
+            assert weight is not None
+            return f"the weight '{weight.name}' is not the same in both"
+    if difference := _difference(one.nodes, other.nodes):
+        return difference
+    if one.loss_combination != other.loss_combination or (one.loss is None) != (other.loss is None):
+        return "their losses combine over samples in different ways"
+    if one.loss is not None and other.loss is not None:
+        if one.loss.weights != other.loss.weights:
+            return "constants of the loss are not the same in both"
+        return _difference(one.loss.nodes, other.loss.nodes)
+    return ""
+
+
+def _difference(nodes: Sequence[Node], others: Sequence[Node]) -> str:
+    for node, twin in zip_longest(nodes, others):
+        if node is None or twin is None or _form(node) != _form(twin):
+            shown = node or twin
+            assert shown is not None
+            where = f" ({shown.where})" if shown.where else ""
+            return f"'{shown.name}'{where} is in one of them alone, or another operator in the other"
+    return ""
+
+
+def _form(node: Node) -> tuple[object, ...]:
+    """Return what two nodes that differ in shapes alone have in common."""
+    weights = tuple(record.name for record in records_of(node) if isinstance(record, Weight))
+    return node.name, node.target, node.module, node.updates, weights, len(node.outputs)

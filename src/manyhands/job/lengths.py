@@ -1,0 +1,71 @@
+"""Jobs whose samples have different lengths: what they are padded to, and what is reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from manyhands.data.length_order import LengthUse, padded_share
+from manyhands.data.padding import Chosen, Padded, Padding, measured, wanted_lengths
+from manyhands.facts.errors import BadValue
+
+if TYPE_CHECKING:
+    import numpy
+
+_EXAMPLES = 4
+"""Samples that the network is captured with."""
+
+
+@dataclass(frozen=True)
+class SampleLengths:
+    """The lengths of a job's samples, and how they are padded."""
+
+    padding: Padding
+    """Its lengths are those that the job has a graph for: those that batches have, and the longest of held-out data."""
+    of_batches: Padding
+    """Its lengths are those that batches have."""
+    of_samples: numpy.ndarray
+    """The length of each sample."""
+
+    @property
+    def longest(self) -> int:
+        return self.padding.lengths[-1]
+
+    def examples(self, data: Any, length: int) -> Dataset[Any]:
+        """Return a few samples padded to a length, the longest that fit it; repeated where there are too few."""
+        import numpy
+
+        order = numpy.argsort(-self.of_samples, kind="stable")
+        fitting = order[self.of_samples[order] <= length][:_EXAMPLES]
+        return Padded(Chosen(data, [*islice(cycle(fitting.tolist()), _EXAMPLES)]), self.padding, length)
+
+
+def sample_lengths(data: Any, test: Any, lengths: Any, pad: Any) -> SampleLengths | None:
+    """Read the samples of a job once, and return their lengths; None: they all have one shape."""
+    if lengths is None:
+        if pad is not None:
+            raise BadValue("pad says what fills samples up; lengths says how far.", hint="Add lengths=(32, 64, 128).")
+        return None
+    wanted = wanted_lengths(lengths, pad)
+    padding, of_samples = measured(data, wanted)
+    of_batches = padding.used_by(of_samples)
+    held_out = measured(test, wanted)[1] if test is not None else of_samples
+    longest = max(of_batches.lengths[-1], padding.fitting(int(held_out.max())))
+    used = tuple(sorted({*of_batches.lengths, longest}))
+    return SampleLengths(Padding(used, padding.values, padding.axes), of_batches, of_samples)
+
+
+def padded_to_longest(data: Any, lengths: Any, pad: Any) -> Any:
+    """Return a data set in which every sample is padded to the longest length that any of them needs."""
+    found = sample_lengths(data, None, lengths, pad)
+    return data if found is None else Padded(data, found.padding, found.longest)
+
+
+def text_of(uses: Sequence[LengthUse]) -> str:
+    """Return what a person should know of the lengths of a run's batches."""
+    batches = ", ".join(f"{use.batches:,} of {use.length}" for use in uses)
+    return f"Batches by length: {batches}; {padded_share(uses):.0%} of all positions are padding."
