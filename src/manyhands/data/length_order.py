@@ -4,7 +4,7 @@
                   9 3 7 2 8 6               | 3 2 | 9 7 8 6 |          | 3 2 | 9 7 | 8 6 |       | 8 6 | 3 2 | 9 7 |
 
 Samples that do not fill a batch of their length go to the next longer one, so that an epoch leaves out no more samples
-than it does without lengths. Without shuffling, batches are consecutive samples, and each has the length of its longest.
+than it does without lengths. Without shuffling, batches are consecutive samples, each padded for its longest.
 """
 
 from __future__ import annotations

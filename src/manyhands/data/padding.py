@@ -21,6 +21,8 @@ from manyhands.facts.errors import BadData, BadValue
 if TYPE_CHECKING:
     import numpy
 
+MOST_LENGTHS = 32
+"""The most lengths of a job: the network is captured, and travels, once for each that is used."""
 IGNORED = -100
 """The target that losses of PyTorch ignore unless they are told otherwise."""
 INPUT, TARGET = "input", "target"
@@ -119,6 +121,11 @@ def wanted_lengths(lengths: Any, pad: Any) -> Padding:
         raise BadValue(
             f"lengths is {lengths!r:.200}; it must be whole numbers of at least 1.",
             hint="Write lengths=(32, 64, 128), or lengths=range(16, 129, 16).",
+        )
+    if len(chosen) > MOST_LENGTHS:
+        raise BadValue(
+            f"lengths has {len(chosen)} numbers; at most {MOST_LENGTHS} are taken: the network is captured for each.",
+            hint=f"Write fewer: lengths=range({chosen[0]}, {chosen[-1] + 1}, {-(-(chosen[-1] - chosen[0]) // 8)}).",
         )
     values = dict(pad or {})
     for name, value in values.items():

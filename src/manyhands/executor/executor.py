@@ -9,9 +9,9 @@ The executor asks the policy for an action, dispatches it, and records its time.
     step                  WeightUpdates (updates.py): the optimizer, once all gradients are added up
     discard               InFlightMicroBatches (in_flight.py), which knows where every micro-batch is
 
-All of these hold tensors of one graph's shapes: they are a GraphPart (graph_part.py), and batches of another length have
-another. DeviceFeed (device_feed.py) receives what the coordinator sends; NumberDiagnosis (diagnosis.py) finds where numbers
-stopped being finite.
+All of these hold tensors of one graph's shapes: they are a GraphPart (graph_part.py), and batches of another length
+have another. DeviceFeed (device_feed.py) receives what the coordinator sends; NumberDiagnosis (diagnosis.py) finds
+where numbers stopped being finite.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Executor:
             for length, other in (lengths.graphs if lengths is not None else {0: graph}).items()
         }
         """Length -> this device's part of the graph of that length; 0: all batches have the same."""
+        self._longest = longest
         self._use(longest)
         self.step = -1
         """The first step of the round under way, or of the last one; -1: there was none."""
@@ -201,7 +202,7 @@ class Executor:
         if isinstance(policy, MiniBatches):
             steps = policy.count
         if steps:  # else nothing was fed
-            self.recorder.end()
+            self.recorder.end(is_longest=self.part is self._longest)
         passes = steps * self.plan.micro_batches // self.plan.steps_per_round
         self.recorder.log.samples += self.part.samples_in(self.work.stage) * passes
         self.result.not_finite_from = self.diagnosis.first_source

@@ -40,14 +40,28 @@ class LengthGraphs:
         macs = self._macs[self.length(step) or max(self.graphs)]
         return max(1.0, max(self._macs.values()) / max(1, macs))
 
-    def between(self, first: int, last: int) -> tuple[int, ...]:
-        """Return the lengths of steps from `first` up to, but not including, `last`."""
-        return tuple(self.steps[first - self.first : last - self.first])
+    def of_longest(self, step_seconds: Sequence[float]) -> list[float]:
+        """Return the times of the steps with the longest batches, of those of all steps."""
+        longest = max(self.graphs)
+        return [seconds for length, seconds in zip(self.steps, step_seconds) if length == longest]
+
+    @classmethod
+    def from_places(cls, graphs: Mapping[int, Graph], first: int, places: bytes) -> LengthGraphs:
+        """Return the graphs of steps whose lengths are given as `places` gives them, and checked."""
+        ascending = sorted(graphs)
+        if max(places, default=0) >= len(ascending):
+            raise BadPlan("The job has steps of lengths for which it has no graph.")
+        lengths = cls({length: graphs[length] for length in ascending}, first, [ascending[place] for place in places])
+        lengths.check()
+        return lengths
+
+    def places(self, first: int, last: int) -> bytes:
+        """Return for each step from `first` up to `last` which length it has: 0 is the shortest."""
+        place = {length: number for number, length in enumerate(self.graphs)}
+        return bytes(place[length] for length in self.steps[first - self.first : last - self.first])
 
     def check(self) -> None:
-        """Refuse what no run has: it may have come over the wire."""
-        if not self.graphs or not set(self.steps) <= self.graphs.keys():
-            raise BadPlan("The job has steps of lengths for which it has no graph.")
+        """Refuse graphs that are not one network: they may have come over the wire."""
         *shorter, longest = self.graphs
         for length in shorter:
             difference = first_difference(self.graphs[longest], self.graphs[length])

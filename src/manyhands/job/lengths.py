@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from manyhands.data.length_order import LengthUse, padded_share
+from manyhands.data.length_order import LengthOrder, LengthUse, padded_share
+from manyhands.data.order import BatchOrder
 from manyhands.data.padding import Chosen, Padded, Padding, measured, wanted_lengths
 from manyhands.facts.errors import BadValue
+from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 
 if TYPE_CHECKING:
     import numpy
@@ -65,7 +68,27 @@ def padded_to_longest(data: Any, lengths: Any, pad: Any) -> Any:
     return data if found is None else Padded(data, found.padding, found.longest)
 
 
-def text_of(uses: Sequence[LengthUse]) -> str:
-    """Return what a person should know of the lengths of a run's batches."""
-    batches = ", ".join(f"{use.batches:,} of {use.length}" for use in uses)
-    return f"Batches by length: {batches}; {padded_share(uses):.0%} of all positions are padding."
+@dataclass(frozen=True)
+class RunLengths:
+    """The lengths of a run's batches."""
+
+    uses: list[LengthUse] = field(default_factory=list)
+    """How many batches have each length; none: all samples have one shape."""
+    graphs: LengthGraphs | None = None
+    """The graph of each step; None: all have one."""
+
+    @property
+    def text(self) -> str:
+        """What a person should know of it; empty: nothing."""
+        batches = ", ".join(f"{use.batches:,} of {use.length}" for use in self.uses)
+        share = padded_share(self.uses)
+        return f"Batches by length: {batches}; {share:.0%} of all positions are padding." if batches else ""
+
+
+def lengths_of(order: BatchOrder, graphs: Mapping[int, Graph], first: int, last: int) -> RunLengths:
+    """Return the lengths of the batches from step `first` up to `last`."""
+    if not isinstance(order, LengthOrder):
+        return RunLengths()
+    steps = range(first, last)
+    several = LengthGraphs(graphs, first, [order.length(step) for step in steps]) if len(graphs) > 1 else None
+    return RunLengths(order.uses(steps), several)

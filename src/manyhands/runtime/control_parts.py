@@ -95,8 +95,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The length of samples in `graph`; 0: all batches have one shape."""
     shorter: tuple[LengthGraph, ...] = ()
     """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
-    step_lengths: tuple[int, ...] = ()
-    """The length of each step's batch, from the first step of the generation to its last."""
+    step_lengths: bytes = b""
+    """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
 
 
 class Shape(msgspec.Struct, frozen=True):

@@ -75,7 +75,7 @@ class Handout:
             is_preloaded=not feed.needs_preload(name, member),
             longest=max(lengths.graphs) if lengths is not None else 0,
             shorter=() if is_known else document.shorter,
-            step_lengths=lengths.between(first, order.last_step) if lengths is not None else (),
+            step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",
         )  # fmt: skip
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -97,9 +97,7 @@ class PartBuilder:
             return graphs[0], None
         if job.plan.steps_per_round > 1 or not job.plan.is_training:
             raise BadPlan("Batches of several lengths are for training, one step in a round.")
-        lengths = LengthGraphs({length: graphs[length] for length in sorted(graphs)}, job.steps_done, job.step_lengths)
-        lengths.check()
-        return graphs[job.longest], lengths
+        return graphs[job.longest], LengthGraphs.from_places(graphs, job.steps_done, job.step_lengths)
 
     def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Weights:
         """Return memory for the weights and buffers of this device's part; their values come with the start. Those that

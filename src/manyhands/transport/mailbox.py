@@ -86,9 +86,7 @@ class Mailbox:
 
     # Messages that may come
 
-    def open(
-        self, generation: int, expected: ExpectedMessages, first_step: int = 0, stride: int = 1
-    ) -> None:
+    def open(self, generation: int, expected: ExpectedMessages, first_step: int = 0, stride: int = 1) -> None:
         """Start a generation, with the messages of its rounds. Everything of an older one is forgotten.
 
         `stride`: the steps from a round's first step, by which its messages are known, to the next one's.
