@@ -92,6 +92,26 @@ class Texts(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"input_ids": text, **mask}, text
 
 
+class Words(Dataset[tuple[Tensor, Tensor]]):
+    """Texts of these lengths alone, with a label for each word."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.texts = Texts(lengths).texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.texts[index], (self.texts[index] + 1) % WORDS
+
+
+def tagger() -> nn.Sequential:
+    """A label for every word by itself: quick to capture."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS)
+    return nn.Sequential(*layers).double()
+
+
 def drawn_lengths(count: int, least: int, most: int) -> list[int]:
     generator = torch.Generator().manual_seed(2)
     return torch.randint(least, most + 1, (count,), generator=generator).tolist()

@@ -15,6 +15,10 @@ from manyhands.facts.errors import BadPlan, CaptureFailed
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Node, Weight, records_of
 
+_WITH_TOTALS = {"mean", "weighted"}
+"""The ways of one loss that ignores a target: the first where no example was ignored (loss.py). Shares are computed
+with totals either way."""
+
 
 @dataclass(frozen=True)
 class LengthGraphs:
@@ -92,9 +96,10 @@ def first_difference(one: Graph, other: Graph) -> str:
             return f"the weight '{weight.name}' is not the same in both"
     if difference := _difference(one.nodes, other.nodes):
         return difference
-    if one.loss_combination != other.loss_combination or (one.loss is None) != (other.loss is None):
-        return "their losses combine over samples in different ways"
-    if one.loss is not None and other.loss is not None:
+    ways = {graph.loss_combination for graph in (one, other)}
+    if len(ways) > 1 and ways != _WITH_TOTALS:
+        return f"their losses combine over samples in different ways: {' and '.join(sorted(ways))}"
+    if one.loss is not None and other.loss is not None:  # both have one, as they combine in some way
         if one.loss.weights != other.loss.weights:
             return "constants of the loss are not the same in both"
         return _difference(one.loss.nodes, other.loss.nodes)

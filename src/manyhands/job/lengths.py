@@ -39,12 +39,14 @@ class SampleLengths:
         return self.padding.lengths[-1]
 
     def examples(self, data: Any, length: int) -> Dataset[Any]:
-        """Return a few samples padded to a length, the longest that fit it; repeated where there are too few."""
+        """Return a few samples padded to a length: the shortest, and the longest that fit it; repeated where there are
+        too few."""
         import numpy
 
         order = numpy.argsort(-self.of_samples, kind="stable")
-        fitting = order[self.of_samples[order] <= length][:_EXAMPLES]
-        return Padded(Chosen(data, [*islice(cycle(fitting.tolist()), _EXAMPLES)]), self.padding, length)
+        fitting = order[self.of_samples[order] <= length].tolist()
+        chosen = [fitting[-1], *fitting[: _EXAMPLES - 1]]
+        return Padded(Chosen(data, [*islice(cycle(chosen), _EXAMPLES)]), self.padding, length)
 
 
 def sample_lengths(data: Any, test: Any, lengths: Any, pad: Any) -> SampleLengths | None:
