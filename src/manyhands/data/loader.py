@@ -207,7 +207,7 @@ def _map_style(dataset: Dataset[Any] | Sequence[Any]) -> _MapStyle:
     return samples
 
 
-def sample_of(dataset: _MapStyle, index: int) -> tuple[Any, Any]:
+def sample_of(dataset: Any, index: int) -> tuple[Any, Any]:
     """Return a sample of a data set; whatever is wrong with it is said with its number."""
     try:
         sample = dataset[index]

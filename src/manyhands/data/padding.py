@@ -113,11 +113,9 @@ class Chosen(Dataset[Any]):
 
 def wanted_lengths(lengths: Any, pad: Any) -> Padding:
     """Return the padding that a user asked for, before any sample was looked at."""
-    try:
-        chosen = sorted({*lengths}) if not isinstance(lengths, (int, str)) else [lengths]
-    except TypeError:
-        chosen = [lengths]
-    if not chosen or not all(type(one) is int and one >= 1 for one in chosen):
+    numbers: list[Any] = [*lengths] if isinstance(lengths, Iterable) else [lengths]
+    chosen: list[int] = sorted({number for number in numbers if type(number) is int and number >= 1})
+    if not chosen or not all(number in chosen and type(number) is int for number in numbers):
         raise BadValue(
             f"lengths is {lengths!r:.200}; it must be whole numbers of at least 1.",
             hint="Write lengths=(32, 64, 128), or lengths=range(16, 129, 16).",
@@ -164,9 +162,9 @@ def measured(data: Any, wanted: Padding) -> tuple[Padding, numpy.ndarray]:
     for name in wanted.values:
         if name not in names:
             raise BadValue(f"pad names '{name}'; a sample has {', '.join(sorted(names))}.")
-    axes = {key: tuple(sorted(axes)) for key, axes in growing.items() if axes}
-    padding = Padding(wanted.lengths, wanted.values, axes)
-    for key in axes:
+    padded = {key: tuple(sorted(axes)) for key, axes in growing.items() if axes}
+    padding = Padding(wanted.lengths, wanted.values, padded)
+    for key in padded:
         padding.value_for(key, types[key])
     return padding, sample_lengths
 

@@ -137,9 +137,10 @@ class Executor:
 
     def load_loss(self, constants: Mapping[str, torch.Tensor]) -> None:
         """Take the constants of the loss, by name."""
-        for part in self.parts.values():
-            for name, tensor in constants.items() if part.loss is not None else ():
-                part.loss.piece.weights.tensors[name].copy_(tensor)
+        losses = [part.loss for part in self.parts.values() if part.loss is not None]
+        for loss in losses:
+            for name, tensor in constants.items():
+                loss.piece.weights.tensors[name].copy_(tensor)
 
     @property
     def log(self) -> DeviceLog:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch.utils.data import Dataset
 
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
 
 _EXAMPLES = 4
 """Samples that the network is captured with."""
+
+
+@dataclass(frozen=True)
+class PaddingSettings:
+    """The keywords of functions that take samples of different lengths, beside jobs, which have them in their
+    configuration."""
+
+    lengths: Sequence[int] | None = None
+    """Lengths that samples are padded to; None: they all have one shape."""
+    pad: Mapping[str, float] | None = None
+    """What fills them up, by the name of the input or target; else 0, and -100 in targets of whole numbers."""
+
+
+class PaddingOptions(TypedDict, total=False):
+    """The keywords of `PaddingSettings`."""
+
+    lengths: Sequence[int] | None
+    pad: Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
@@ -64,9 +82,9 @@ def sample_lengths(data: Any, test: Any, lengths: Any, pad: Any) -> SampleLength
     return SampleLengths(Padding(used, padding.values, padding.axes), of_batches, of_samples)
 
 
-def padded_to_longest(data: Any, lengths: Any, pad: Any) -> Any:
+def padded_to_longest(data: Any, settings: PaddingSettings) -> Any:
     """Return a data set in which every sample is padded to the longest length that any of them needs."""
-    found = sample_lengths(data, None, lengths, pad)
+    found = sample_lengths(data, None, settings.lengths, settings.pad)
     return data if found is None else Padded(data, found.padding, found.longest)
 
 

@@ -56,9 +56,9 @@ class PartBuilder:
             raise BadPlan(f"The plan does not name {self.endpoint.name}.")
         schedule = Schedule(plan, network)
         weights = self._weights(graph, schedule, job, kept)
-        for other in lengths.graphs.values() if lengths is not None and graph.loss is not None else ():
-            assert other.loss is not None, "they have the same losses"
-            other.loss.state.update(graph.loss.state)
+        for other in lengths.graphs.values() if lengths is not None else ():
+            if graph.loss is not None and other.loss is not None:
+                other.loss.state.update(graph.loss.state)
         stepper = None
         if job.optimizer is not None and plan.is_training:
             stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())

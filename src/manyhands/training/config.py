@@ -118,7 +118,7 @@ class LengthsConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig, LengthsConfig):
+class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
     """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.given import batch_size_of, given
-from manyhands.data.loader import Prefetcher
+from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.data.padding import Padded
 from manyhands.data.preload import Preload
@@ -132,6 +132,8 @@ def workload_of(
         test=given(config.test).data if config.test is not None else None,
     )  # fmt: skip
     own_or_given = OWN_LOSS if loss is None else loss
+    if config.lengths is not None and config.say is not None:
+        config.say(f"reading {length(samples.data):,} samples once, for their lengths")
     lengths = sample_lengths(samples.data, config.test, config.lengths, config.pad)
     if lengths is not None:
         assert config.lengths is not None
