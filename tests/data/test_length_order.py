@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from manyhands.data.length_order import LengthOrder, padded_share
 from manyhands.data.loader import Prefetcher
-from manyhands.data.padding import Padding, measured, wanted_lengths
+from manyhands.data.padding import SamplePadding, measured, wanted_lengths
 
 lists = st.lists(st.integers(1, 30), min_size=1, max_size=80)
 ends = st.lists(st.integers(1, 29), max_size=4)
 
 
 def order_of(lengths: list[int], ends: list[int], size: int, *, shuffle: bool = True, seed: int = 0) -> LengthOrder:
-    padding = Padding((*sorted({*ends}), 30)).used_by(lengths)
+    padding = SamplePadding((*sorted({*ends}), 30)).used_by(lengths)
     return LengthOrder(len(lengths), size, shuffle, seed, padding=padding, sample_lengths=numpy.array(lengths))
 
 

@@ -100,6 +100,14 @@ def test_a_module_that_is_another_network_at_another_length_is_refused() -> None
     graphs = {length: capture(Looks(), torch.ones(4, length)) for length in (5, 12)}
     with pytest.raises(CaptureFailed, match=r"of length 5 than of 12: '\w+' \(.*test_lengths.py:\d+\) is in one of"):
         check_one_network(graphs)
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / torch.tensor(x.shape[1])
+
+    counting = {length: capture(Counts(), torch.ones(4, length)) for length in (5, 12)}
+    with pytest.raises(CaptureFailed, match=r"the tensor '.*' has other values"):
+        check_one_network(counting)
     with pytest.raises(mh.ManyhandsError, match="are not one network"):
         LengthGraphs.from_places(graphs, 0, b"\0\1")
     with pytest.raises(mh.ManyhandsError, match="for which it has no graph"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from manyhands.data.order import BatchOrder, permutation
-from manyhands.data.padding import Padded, Padding
+from manyhands.data.padding import Padded, SamplePadding
 
 if TYPE_CHECKING:
     import numpy
@@ -54,7 +54,7 @@ def padded_share(uses: Sequence[LengthUse]) -> float:
 class LengthOrder(BatchOrder):
     """The order of batches in which each has one of a few lengths."""
 
-    padding: Padding = field(kw_only=True)
+    padding: SamplePadding = field(kw_only=True)
     """Its lengths are those that samples are padded to, all of them in use."""
     sample_lengths: numpy.ndarray = field(kw_only=True)
     _epoch: Callable[[int], Epoch] = field(init=False, repr=False)

@@ -31,8 +31,8 @@ _Leaf = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Padding:
-    """How the samples of a data set are padded."""
+class SamplePadding:
+    """The lengths that the samples of a data set are padded to, and what with."""
 
     lengths: tuple[int, ...]
     """The lengths that batches are padded to, ascending."""
@@ -79,16 +79,16 @@ class Padding:
             )
         return value
 
-    def used_by(self, sample_lengths: Iterable[int]) -> Padding:
+    def used_by(self, sample_lengths: Iterable[int]) -> SamplePadding:
         """Return the same with those of the lengths alone that some sample is padded to."""
-        used = sorted({self.fitting(int(one)) for one in set(sample_lengths)})
-        return Padding(tuple(used), self.values, self.axes)
+        used = sorted({self.fitting(int(length)) for length in set(sample_lengths)})
+        return SamplePadding(tuple(used), self.values, self.axes)
 
 
 class Padded(Dataset[Any]):
     """A data set whose samples are padded to one length."""
 
-    def __init__(self, data: Any, padding: Padding, to: int) -> None:
+    def __init__(self, data: Any, padding: SamplePadding, to: int) -> None:
         self.data, self.padding, self.to = data, padding, to
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class Chosen(Dataset[Any]):
         return self.data[self.numbers[index]]
 
 
-def wanted_lengths(lengths: Any, pad: Any) -> Padding:
+def wanted_lengths(lengths: Any, pad: Any) -> SamplePadding:
     """Return the padding that a user asked for, before any sample was looked at."""
     numbers: list[Any] = [*lengths] if isinstance(lengths, Iterable) else [lengths]
     chosen: list[int] = sorted({number for number in numbers if type(number) is int and number >= 1})
@@ -129,10 +129,10 @@ def wanted_lengths(lengths: Any, pad: Any) -> Padding:
     for name, value in values.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
             raise BadValue(f"pad has {name!r}: {value!r}; it must be names and numbers.", hint="pad={'input_ids': 0}")
-    return Padding(tuple(chosen), values)
+    return SamplePadding(tuple(chosen), values)
 
 
-def measured(data: Any, wanted: Padding) -> tuple[Padding, numpy.ndarray]:
+def measured(data: Any, wanted: SamplePadding) -> tuple[SamplePadding, numpy.ndarray]:
     """Read a data set once; return its padding, and the length of each sample.
 
     Refuses what cannot be padded: a sample longer than the longest of the lengths, or of a type that cannot hold what
@@ -163,7 +163,7 @@ def measured(data: Any, wanted: Padding) -> tuple[Padding, numpy.ndarray]:
         if name not in names:
             raise BadValue(f"pad names '{name}'; a sample has {', '.join(sorted(names))}.")
     padded = {key: tuple(sorted(axes)) for key, axes in growing.items() if axes}
-    padding = Padding(wanted.lengths, wanted.values, padded)
+    padding = SamplePadding(wanted.lengths, wanted.values, padded)
     for key in padded:
         padding.value_for(key, types[key])
     return padding, sample_lengths

@@ -37,7 +37,7 @@ from manyhands.transport.endpoint import Endpoint
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """What all parts of one device work with."""
+    """The things that all parts of one device work with."""
 
     endpoint: Endpoint
     weights: Weights

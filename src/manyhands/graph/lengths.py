@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
+import torch
+
 from manyhands.facts.errors import BadPlan, CaptureFailed
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Node, Weight, records_of
@@ -77,7 +79,7 @@ def check_one_network(graphs: Mapping[int, Graph]) -> None:
     """Refuse a module that is another network at another length."""
     *shorter, longest = graphs
     for length in shorter:
-        difference = first_difference(graphs[longest], graphs[length])
+        difference = first_difference(graphs[longest], graphs[length]) or _other_values(graphs[longest], graphs[length])
         if difference:
             raise CaptureFailed(
                 f"The module computes something else with samples of length {length} than of {longest}: {difference}.",
@@ -85,24 +87,38 @@ def check_one_network(graphs: Mapping[int, Graph]) -> None:
             )
 
 
-def first_difference(one: Graph, other: Graph) -> str:
+def first_difference(graph: Graph, other: Graph) -> str:
     """Return where two graphs differ in more than shapes; empty: nowhere."""
-    if one.granularity != other.granularity or one.aliases != other.aliases or one.carried != other.carried:
+    if graph.granularity != other.granularity or graph.aliases != other.aliases or graph.carried != other.carried:
         return "they are captured in different ways"
-    for spec, twin in zip_longest(one.weights, other.weights):
+    for spec, twin in zip_longest(graph.weights, other.weights):
         if spec != twin:
             weight = spec or twin
             assert weight is not None
             return f"the weight '{weight.name}' is not the same in both"
-    if difference := _difference(one.nodes, other.nodes):
+    if difference := _difference(graph.nodes, other.nodes):
         return difference
-    ways = {graph.loss_combination for graph in (one, other)}
+    ways = {graph.loss_combination, other.loss_combination}
     if len(ways) > 1 and ways != _WITH_TOTALS:
         return f"their losses combine over samples in different ways: {' and '.join(sorted(ways))}"
-    if one.loss is not None and other.loss is not None:  # both have one, as they combine in some way
-        if one.loss.weights != other.loss.weights:
+    if graph.loss is not None and other.loss is not None:  # both have one, as they combine in some way
+        if graph.loss.weights != other.loss.weights:
             return "constants of the loss are not the same in both"
-        return _difference(one.loss.nodes, other.loss.nodes)
+        return _difference(graph.loss.nodes, other.loss.nodes)
+    return ""
+
+
+def _other_values(graph: Graph, other: Graph) -> str:
+    """Return which tensor that the code makes has other values: `torch.tensor(x.shape[1])` is a constant of a graph."""
+    graphs = [(graph, other)]
+    if graph.loss is not None and other.loss is not None:
+        graphs.append((graph.loss, other.loss))
+    for longest, shorter in graphs:
+        for name, tensor in longest.state.items():
+            twin = shorter.state[name]
+            is_same = tensor.data_ptr() == twin.data_ptr() and tensor.numel() > 0
+            if not (is_same or tensor.is_meta or torch.equal(tensor, twin)):
+                return f"the tensor '{name}' has other values"
     return ""
 
 

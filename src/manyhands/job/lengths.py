@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from manyhands.data.length_order import LengthOrder, LengthUse, padded_share
 from manyhands.data.order import BatchOrder
-from manyhands.data.padding import Chosen, Padded, Padding, measured, wanted_lengths
+from manyhands.data.padding import Chosen, Padded, SamplePadding, measured, wanted_lengths
 from manyhands.facts.errors import BadValue
 from manyhands.graph.graph import Graph
 from manyhands.graph.lengths import LengthGraphs
@@ -45,9 +45,9 @@ class PaddingOptions(TypedDict, total=False):
 class SampleLengths:
     """The lengths of a job's samples, and how they are padded."""
 
-    padding: Padding
+    padding: SamplePadding
     """Its lengths are those that the job has a graph for: those that batches have, and the longest of held-out data."""
-    of_batches: Padding
+    of_batches: SamplePadding
     """Its lengths are those that batches have."""
     of_samples: numpy.ndarray
     """The length of each sample."""
@@ -79,13 +79,13 @@ def sample_lengths(data: Any, test: Any, lengths: Any, pad: Any) -> SampleLength
     held_out = measured(test, wanted)[1] if test is not None else of_samples
     longest = max(of_batches.lengths[-1], padding.fitting(int(held_out.max())))
     used = tuple(sorted({*of_batches.lengths, longest}))
-    return SampleLengths(Padding(used, padding.values, padding.axes), of_batches, of_samples)
+    return SampleLengths(SamplePadding(used, padding.values, padding.axes), of_batches, of_samples)
 
 
 def padded_to_longest(data: Any, settings: PaddingSettings) -> Any:
     """Return a data set in which every sample is padded to the longest length that any of them needs."""
-    found = sample_lengths(data, None, settings.lengths, settings.pad)
-    return data if found is None else Padded(data, found.padding, found.longest)
+    lengths = sample_lengths(data, None, settings.lengths, settings.pad)
+    return data if lengths is None else Padded(data, lengths.padding, lengths.longest)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RunLengths:
 
     @property
     def text(self) -> str:
-        """What a person should know of it; empty: nothing."""
+        """The lengths as a person is told of them; empty: there is nothing to tell."""
         batches = ", ".join(f"{use.batches:,} of {use.length}" for use in self.uses)
         share = padded_share(self.uses)
         return f"Batches by length: {batches}; {share:.0%} of all positions are padding." if batches else ""
