@@ -18,10 +18,8 @@ import manyhands as mh
 from causal_network import Bidirectional, Causal, Texts, Words, causal, drawn_lengths, every_word, tagger
 from manyhands.data.length_order import LengthOrder, padded_share
 from manyhands.data.loader import Prefetcher
-from manyhands.facts.errors import BadData, BadValue, CaptureFailed
+from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.optimizer import Optimizer
-from manyhands.graph.capture import capture
-from manyhands.graph.lengths import LengthGraphs, check_one_network
 from manyhands.job.padding_check import check_padding
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.training.config import TrainConfig
@@ -90,28 +88,6 @@ def test_a_network_that_reads_the_padding_is_refused() -> None:
     assert module.training
     with pytest.raises(BadData, match="Padding changes the loss"):
         check_padding(workload(tagger(), TEXTS, loss_of, pad={"target": 0}))
-
-
-def test_a_module_that_is_another_network_at_another_length_is_refused() -> None:
-    class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.tanh() if x.shape[1] > 8 else x.sin()
-
-    graphs = {length: capture(Looks(), torch.ones(4, length)) for length in (5, 12)}
-    with pytest.raises(CaptureFailed, match=r"of length 5 than of 12: '\w+' \(.*test_lengths.py:\d+\) is in one of"):
-        check_one_network(graphs)
-
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x / torch.tensor(x.shape[1])
-
-    counting = {length: capture(Counts(), torch.ones(4, length)) for length in (5, 12)}
-    with pytest.raises(CaptureFailed, match=r"the tensor '.*' has other values"):
-        check_one_network(counting)
-    with pytest.raises(mh.ManyhandsError, match="are not one network"):
-        LengthGraphs.from_places(graphs, 0, b"\0\1")
-    with pytest.raises(mh.ManyhandsError, match="for which it has no graph"):
-        LengthGraphs.from_places({12: graphs[12]}, 0, b"\0\1")
 
 
 # Over processes
