@@ -310,7 +310,7 @@ class Executor:
         if part != "weights":  # which may have been put off until the rest is done
             batch.enter(stage, _BACKWARD)
         runner.backward(action, in_flight.context(stage, number))
-        if action.first != runner.geometry.first or part == "rim":
+        if action.first != runner.geometry.backward_first or part == "rim":
             return
         if part != "weights":
             self.exchange.pass_gradients(stage, number)

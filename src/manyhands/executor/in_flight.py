@@ -112,7 +112,7 @@ class InFlightMicroBatches:
 
     def end_forward(self, stage: int, batch: InFlightMicroBatch) -> None:
         """Note that all operators of a stage have run forward."""
-        if self.plan.is_training:
+        if self.runners[stage].geometry.runs_backward:
             batch.enter(stage, Phase.AWAITING_GRADIENTS)
             self._turning = (stage, batch)
         else:

@@ -184,6 +184,7 @@ class LayerBytes:
             each.cumsum() for each in (static, trained, saved, fixed, norms, sums)
         )
         self.crossing, self.returning = carried(network)
+        self._lowest_trained = _lowest_trained(network)
         read_again = {network.weights[name]: layers for name, layers in readers.items() if len(layers) > 1}
         self._copied, self._tied = _of_tied(read_again, len(network.layers), 2 + optimizer_slots)
 
@@ -191,6 +192,12 @@ class LayerBytes:
         """Return the bytes of the weights of layers [first, last) with their gradients and the optimiser's state."""
         bytes_held: Numbers = self.static[last] - self.static[first] + self._copied[first, last]
         return bytes_held
+
+    def held_at_once(self, last: Counts, ahead: int) -> Counts:
+        """Return how many micro-batches a stage that ends before layer `last` keeps something of, where `ahead` of them
+        await their gradients: one where nothing is trained, as no gradient comes back."""
+        held: Counts = numpy.where(last > self._lowest_trained, ahead, 1)
+        return held
 
     def tied(self, first: Counts, last: Counts) -> Numbers:
         """Return the bytes of the trained weights that layers [first, last) are the first to read, and later ones read
@@ -231,6 +238,17 @@ def _of_tied(read_again: Mapping[WeightSpec, Sequence[int]], layers: int, copies
         if weight.trainable:
             tied[: places[0] + 1, places[0] + 1 : places[-1] + 1] += weight.bytes
     return copied, tied
+
+
+def _lowest_trained(network: Network) -> int:
+    """Return the first layer with a backward pass; where there is none, how many layers there are."""
+    for index, layer in enumerate(network.layers):
+        names = (name for op in network.ops[layer.first : layer.last] for name in op.outputs)
+        if any(network.tensors[name].differentiable for name in names) or any(
+            network.weights[name].trainable for name in layer.weights
+        ):
+            return index
+    return len(network.layers)
 
 
 def carried(network: Network) -> tuple[Numbers, Numbers]:

@@ -106,9 +106,10 @@ class Steps:
         step works with.
         """
         b = self.bytes
-        fixed = b.held(first, last) + ahead * (b.fixed[last] - b.fixed[first])
+        held = b.held_at_once(last, ahead)
+        fixed = b.held(first, last) + held * (b.fixed[last] - b.fixed[first])
         fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
-        each = ahead * (b.saved[last] - b.saved[first] + b.crossing[first])
+        each = held * (b.saved[last] - b.saved[first] + b.crossing[first])
         each = each + numpy.maximum(b.widest[first, last], b.returning[last])
         return fixed, each
 
