@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy
+from numpy.typing import NDArray
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.device import Device
@@ -157,7 +158,8 @@ class LayerBytes:
 
     def __init__(self, network: Network, optimizer_slots: int) -> None:
         layers = range(len(network.layers) + 1)
-        static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
+        static, trained, saved, fixed = (numpy.zeros(len(layers)) for _ in range(4))
+        norms, sums = numpy.zeros((2, len(layers))), numpy.zeros((2, len(layers)))
         self.work = numpy.zeros(len(layers))
         """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
@@ -173,16 +175,17 @@ class LayerBytes:
             for op in network.ops[layer.first : layer.last]:
                 saved[index] += op.saved_bytes
                 fixed[index] += op.saved_fixed_bytes
-                norms[index] += op.statistics > 0
-                sums[index] += 4 * op.statistics
+                for way in range(1 + any(network.tensors[name].differentiable for name in op.outputs)):
+                    norms[way, index] += op.statistics > 0
+                    sums[way, index] += 4 * op.statistics
                 self.work[index] = max(self.work[index], op.moved_bytes)
                 weights = (network.weights[name] for name in op.weights)
                 self.weights[index] = max(
                     self.weights[index], sum(weight.bytes for weight in weights if weight.trainable)
                 )
-        self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
-            each.cumsum() for each in (static, trained, saved, fixed, norms, sums)
-        )
+        self.static, self.trained, self.saved, self.fixed = (e.cumsum() for e in (static, trained, saved, fixed))
+        self.norms, self.sums = norms.cumsum(1), sums.cumsum(1)
+        """[forward or backward] -> normalisations over all devices of a stage, and the bytes of their sums."""
         self.crossing, self.returning = carried(network)
         self._lowest_trained = _lowest_trained(network)
         read_again = {network.weights[name]: layers for name, layers in readers.items() if len(layers) > 1}
@@ -193,10 +196,16 @@ class LayerBytes:
         bytes_held: Numbers = self.static[last] - self.static[first] + self._copied[first, last]
         return bytes_held
 
+    def has_backward(self, last: Counts) -> NDArray[numpy.bool_]:
+        """Return whether a stage that ends before layer `last` has a backward pass: not where nothing is trained up to
+        there."""
+        above: NDArray[numpy.bool_] = last > self._lowest_trained
+        return above
+
     def held_at_once(self, last: Counts, ahead: int) -> Counts:
         """Return how many micro-batches a stage that ends before layer `last` keeps something of, where `ahead` of them
-        await their gradients: one where nothing is trained, as no gradient comes back."""
-        held: Counts = numpy.where(last > self._lowest_trained, ahead, 1)
+        await their gradients: one without a backward pass."""
+        held: Counts = numpy.where(self.has_backward(last), ahead, 1)
         return held
 
     def tied(self, first: Counts, last: Counts) -> Numbers:

@@ -105,9 +105,11 @@ class DeviceMemory:
         """Hold what packing has changed until the gradient is back (SPLIT Alg. 1)."""
         message, codec = action.message, self._plan.stages[action.message.stage].codec
         if self.is_training and message.kind == "value" and codec.bits < 32 and codec.error_feedback:
-            size = self._unpacked_bytes(message)
-            self._errors[action.to, message.stage, message.micro_batch] = size
-            self.held_bytes += size
+            tensors = self._network.tensors
+            if any(tensors[part.tensor].differentiable for part in message.parts):
+                size = self._unpacked_bytes(message)
+                self._errors[action.to, message.stage, message.micro_batch] = size
+                self.held_bytes += size
 
     def _release(self, stage: int, micro_batch: int) -> None:
         self.held_bytes -= self._received.pop((stage, micro_batch), 0) + self._history.pop((stage, micro_batch), 0.0)
@@ -123,8 +125,8 @@ class _StageBytes:
         self.runs_backward, self.backward_first = geometry.runs_backward, geometry.backward_first
         parts, samples = geometry.fractions(device), plan.micro_batch_size
         saved = [
-            op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
-            for op, part in zip(geometry.ops, parts)
+            op.saved_bytes * samples * part + op.saved_fixed_bytes if part and index >= self.backward_first else 0.0
+            for index, (op, part) in enumerate(zip(geometry.ops, parts), self.first)
         ]
         self._saved = list(accumulate(saved, initial=0.0))
         entered = entering(network, geometry.first, recomputed_spans(geometry))
