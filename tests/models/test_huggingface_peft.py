@@ -86,6 +86,8 @@ CASES: dict[str, Case] = {
     "llama some words": (llama, sentences, lora("CAUSAL_LM", ["q_proj"], trainable_token_indices=[1, 2])),
     "llama DoRA": (llama, sentences, lora("CAUSAL_LM", _LLAMA, use_dora=True)),
     "llama IA3": (llama, sentences, ("IA3Config", {"task_type": "CAUSAL_LM"})),
+    "llama VeRA": (llama, sentences, ("VeraConfig", {"task_type": "CAUSAL_LM", "r": 2, "target_modules": _LLAMA})),
+    "llama prefix": (llama, sentences, ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2})),
 }
 
 
@@ -159,6 +161,19 @@ def test_a_network_that_mixes_samples_is_refused_with_the_line() -> None:
     graph = capture(module, inputs, target=labels, granularity="operators")
     with pytest.raises(mh.ManyhandsError, match=r"peft_model\.py:\d+.*mixes samples"):
         run(graph, staged(graph, [[2], [2]]), [(inputs, labels)], SGD)
+    plain = copy.deepcopy(module)
+    losses = by_pytorch(plain, [(inputs, labels)])
+    ran = run(graph, staged(graph, [[SAMPLES], [SAMPLES]]), [(inputs, labels)], SGD)
+    state = {**graph.state, **dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    ran.assert_equals({name: tensor.detach() for name, tensor in state.items()}, losses, TOLERANCE)
+
+
+def test_a_method_that_branches_on_a_random_number_is_refused_with_the_line() -> None:
+    peft = pytest.importorskip("peft")
+    module = peft.get_peft_model(llama(), peft.LoHaConfig(task_type="CAUSAL_LM", r=2, target_modules=_LLAMA)).double()
+    inputs, labels = sentences(0)
+    with pytest.raises(mh.ManyhandsError, match=r"loha.layer\.py:\d+"):
+        capture(module.train(), inputs, target=labels)
 
 
 class Samples(Dataset[tuple[dict[str, Tensor], Tensor]]):
