@@ -267,9 +267,7 @@ def test_tiles_of_frozen_layers_go_forward_only(frozen: int, groups: tuple[str, 
     tiles = ByTiles((2, 1), backward_groups=None if groups is None else tuple(n for n in names if n in groups))
     count = len(names)
     cut = next(i for i, layer in enumerate(graph.network.layers) if "mean" in graph.network.ops[layer.first].target)
-    plan = plan_for(
-        graph, [Stage((0, cut), ("a", "b"), tiles), shared(cut, count, 2)], batch_size=4, micro_batches=2
-    )
+    plan = plan_for(graph, [Stage((0, cut), ("a", "b"), tiles), shared(cut, count, 2)], batch_size=4, micro_batches=2)
     schedule = schedule_of(graph, plan)
     spans = [(a.first, a.last) for a in actions_of(schedule, 0, Backward) if isinstance(a, Backward)]
     assert (not spans) == (frozen == 3)
@@ -285,9 +283,9 @@ def test_a_frozen_stage_of_shared_norms_keeps_nothing_between_passes() -> None:
     stages = [shared(0, cut, 1, 1), shared(cut, len(graph.network.layers), 2)]
     plan = plan_for(graph, stages, batch_size=4, micro_batches=2)
     ran = assert_exact(graph, plan, [pictures(seed) for seed in range(STEPS)], SGD)
-    assert not any(
-        a.backward for a in ran.schedule.every_action("s0-0") if hasattr(a, "backward")
-    ), "statistics of gradients are added up"
+    assert not any(a.backward for a in ran.schedule.every_action("s0-0") if hasattr(a, "backward")), (
+        "statistics of gradients are added up"
+    )
 
 
 def test_one_device_is_the_reference_too() -> None:

@@ -387,8 +387,13 @@ def test_a_frozen_linear_layer_keeps_no_input_for_its_backward_pass() -> None:
         weights = Weights.copied(graph)
         piece = Piece(graph, weights, kernels=kernel_calls(graph, {node.name: Kernel(onednn=False)}))
         data = torch.randn(3, 6, requires_grad=True)
-        kept[trained] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept[trained].append(t.numel()) or t, lambda t: t):
+        sizes = kept[trained] = []
+
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             (made,) = piece({graph.inputs[0].name: data}).values()
         made.sum().backward()
         torch.testing.assert_close(data.grad, torch.ones(3, 5) @ module.weight.detach())

@@ -1,4 +1,4 @@
-"""Fine-tuning of small networks of transformers by PEFT, on stages: as plain PyTorch, with their own loss and padding."""
+"""Small networks of transformers fine-tuned by PEFT, on stages: as plain PyTorch, with own losses and padding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=WORDS, max_position_embeddings=16, pad_token_id=0, use_cache=False, tie_word_embeddings=True, **_LAYERS
+        vocab_size=WORDS, max_position_embeddings=16, pad_token_id=0, use_cache=False, tie_word_embeddings=True,
+        **_LAYERS,
     )  # fmt: skip
     module = transformers.LlamaForCausalLM(config).double()
     module.loss_function = next_word

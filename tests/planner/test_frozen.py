@@ -73,7 +73,7 @@ def test_the_cut_moves_to_where_the_memory_is() -> None:
         assert held <= memory
     whole = mh.simulate(plan, tower(9), cluster(("a", "b"), LINK, memory_bytes=memory))
     assert all(device.peak_bytes <= memory for device in whole.devices.values())
-    with pytest.raises(mh.ManyhandsError, match="memory|fit"):
+    with pytest.raises(mh.ManyhandsError, match=r"memory|fit"):
         planned(0, memory_bytes=memory * 0.9)
 
 

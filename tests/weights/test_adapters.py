@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them: names, configuration, what is refused; read back by PEFT itself where it is installed."""
+"""Adapters as PEFT keeps them: names, configuration, what is refused; read by PEFT itself where it is installed."""
 
 from __future__ import annotations
 

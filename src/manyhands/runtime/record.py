@@ -187,7 +187,8 @@ def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tens
     """
     state, constants = {}, constant_weights(graph.network)
     is_adapted = peft_model_of(module) is not None
-    frozen = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     for name, tensor in module.state_dict().items():
         original = graph.aliases.get(name, name)
         trained = weights.get(original)

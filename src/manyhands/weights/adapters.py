@@ -1,5 +1,4 @@
-"""What fine-tuning has trained, as PEFT keeps it: `adapter_model.safetensors` and `adapter_config.json`, without the
-frozen weights.
+"""Adapters as PEFT keeps them: `adapter_model.safetensors` and `adapter_config.json`, without the frozen weights.
 
     model = peft.get_peft_model(base, LoraConfig(...))      # mh.train(model, ...) writes RUN/adapter at its end
     mh.save_adapter(model, "adapter")                       # or at any time
@@ -62,8 +61,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, config: Mapping[str, A
 
 
 def _save_wrapped(model: Any, folder: Path) -> None:
-    """Let PEFT write into a new folder beside, then move its files into place: the weights before what describes
-    them."""
+    """Write by PEFT's own function into a new folder beside, then move the files into place."""
     temporary = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         make_folder(temporary)
@@ -82,8 +80,8 @@ def _save_wrapped(model: Any, folder: Path) -> None:
 
 
 def _saved_embeddings(model: Any) -> bool | str:
-    """Return PEFT's `save_embedding_layers`: what it finds out itself, except where it would ask the network whether the
-    vocabulary has grown."""
+    """Return PEFT's `save_embedding_layers`: left to PEFT, except where it would ask the network whether the vocabulary
+    has grown."""
     configs = model.peft_config.values()
     sources = [str(config.base_model_name_or_path or "") for config in configs]
     if all(not source or (Path(source) / "config.json").is_file() for source in sources):
