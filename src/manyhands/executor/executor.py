@@ -275,7 +275,7 @@ class Executor:
         if action.last != runner.geometry.last or part in ("interior", "partial"):
             return
         self.exchange.pass_values(stage, number)
-        in_flight.end_forward(stage, batch)
+        in_flight.end_forward(stage, batch, awaits_gradients=runner.geometry.runs_backward)
         if not self.plan.is_training:
             self._answer(runner, number)
 
