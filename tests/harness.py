@@ -107,7 +107,7 @@ class Ran:
                 assert sorted(log.actions) == sorted(texts)
             geometries = self.schedule.lowering.work[device].geometries
             rounds = steps * self.schedule.plan.micro_batches
-            again = [span for g in geometries for span in recomputed_spans(g.stage, g.network)]
+            again = [span for g in geometries for span in recomputed_spans(g)]
             computed = [*((g.first, g.last) for g in geometries), *again]
             assert log.operators == sum(last - first for first, last in computed) * rounds
             assert log.elements == planned_elements(geometries, device) * rounds

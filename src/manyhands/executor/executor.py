@@ -273,7 +273,7 @@ class Executor:
         if action.last != runner.geometry.last or part in ("interior", "partial"):
             return
         self.exchange.pass_values(stage, number)
-        in_flight.end_forward(stage, batch)
+        in_flight.end_forward(stage, batch, awaits_gradients=runner.geometry.runs_backward)
         if not self.plan.is_training:
             self._answer(runner, number)
 
@@ -308,7 +308,7 @@ class Executor:
         if part != "weights":  # which may have been put off until the rest is done
             batch.enter(stage, _BACKWARD)
         runner.backward(action, in_flight.context(stage, number))
-        if action.first != runner.geometry.first or part == "rim":
+        if action.first != runner.geometry.backward_first or part == "rim":
             return
         if part != "weights":
             self.exchange.pass_gradients(stage, number)

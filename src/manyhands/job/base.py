@@ -48,12 +48,13 @@ from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
-from manyhands.runtime.record import PLOTS, RunRecord
+from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
+from manyhands.weights.adapters import peft_model_of, save_adapter
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
@@ -344,6 +345,11 @@ class Job:
         """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
         only reported."""
         after = Aftermath(result.problems, self.record, self.say)
+        if peft_model_of(self.workload.model) is not None:
+            with after.surviving("The adapter could not be written"):
+                result.adapter = save_adapter(self.workload.model, self.folder / ADAPTER)
+                if self.say is not None:
+                    self.say(f"adapter, as PEFT writes it: {result.adapter}")
         if self.test is not None:
             self._doing("evaluating on held-out data")
             with after.surviving("The held-out data could not be evaluated"):

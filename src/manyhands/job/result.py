@@ -35,6 +35,8 @@ class TrainResult:
     """Planned traffic of a step, by purpose."""
     checkpoint: Path
     steps: int
+    adapter: Path | None = None
+    """The folder with what was trained of a module that PEFT has wrapped, as PEFT writes it."""
     scale: float | None = None
     """Time scale of a lab: how many times slower than real time everything ran; None: in real time, not in a lab."""
     stands_in: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy
 
 from manyhands.facts.cluster import Cluster
@@ -25,7 +27,7 @@ class CostModel:
         for name in profile.devices:
             profile.of(name).check_matches(network)
         self._range_seconds: dict[tuple[int, int, int, float], tuple[float, float]] = {}
-        self._op_shares: dict[int, tuple[float, ...]] = {}
+        self._op_shares: dict[int, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
         self._moved: dict[tuple[object, ...], list[float]] = {}
@@ -73,37 +75,43 @@ class CostModel:
         seconds = self._range_seconds.get(key)
         if seconds is not None:
             return seconds
-        shares = self._shares(profile, device)
+        ahead_shares, back_shares = self._shares(profile, device)
         forward = backward = 0.0
         op = first
         while op < last:
             number = self.network.layer_of_op[op]
             layer = self.network.layers[number]
             end = min(last, layer.last)
-            part = 1.0 if op == layer.first and end == layer.last else sum(shares[op:end])
-            if part:
+            is_whole = op == layer.first and end == layer.last
+            ahead_part, back_part = (1.0, 1.0) if is_whole else (sum(ahead_shares[op:end]), sum(back_shares[op:end]))
+            if ahead_part or back_part:
                 ahead, back = profile.layer_seconds(number, samples)
-                forward += ahead * part
-                backward += back * part
+                forward += ahead * ahead_part
+                backward += back * back_part
             op = end
         self._range_seconds[key] = (forward, backward)
         return forward, backward
 
-    def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
-        """Return each operator's fraction of its layer's time. Layers are measured; the roofline estimate divides their
-        time."""
+    def _shares(self, profile: DeviceProfile, device: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return each operator's fraction of its layer's time, forward and backward. Layers are measured; the roofline
+        estimate divides their time. Operators without gradients take no part of the backward time."""
         stored = self._op_shares.get(id(profile))
         if stored is not None:
             return stored
         kind = self.cluster.device(device)
-        weights = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
+        ahead = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
+        back = [seconds if self.network.backward_passes(op) else 0.0 for op, seconds in zip(self.network.ops, ahead)]
+        shares = self._op_shares[id(profile)] = (self._within_layers(ahead), self._within_layers(back))
+        return shares
+
+    def _within_layers(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """Return each operator's fraction of its layer's seconds; of a layer that takes none, equal ones."""
         shares: list[float] = []
         for layer in self.network.layers:
-            layer_weights = weights[layer.first : layer.last]
-            total = sum(layer_weights)
-            shares.extend(weight / total if total else 1.0 / len(layer_weights) for weight in layer_weights)
-        self._op_shares[id(profile)] = tuple(shares)
-        return self._op_shares[id(profile)]
+            of_layer = seconds[layer.first : layer.last]
+            total = sum(of_layer)
+            shares.extend(each / total if total else 1.0 / len(of_layer) for each in of_layer)
+        return tuple(shares)
 
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
         """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and
