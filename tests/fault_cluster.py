@@ -43,6 +43,7 @@ from manyhands.graph.check import check_graph
 from manyhands.graph.document import to_document
 from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
 from manyhands.plans.simulating import simulate
@@ -335,13 +336,17 @@ class FaultCluster:
         start: RunState | None = None,
         is_preloaded: bool = False,
         graph: Graph | None = None,
+        data: Dataset[Any] | None = None,
+        batches_of: BatchOrder = SHUFFLED,
+        lengths: LengthGraphs | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
         `at_step`, `at_event`: done once, when that step or event is told; `on_event`: each time. `rewrite`: plans for
         others, in place of the planner's incremental ones. `is_preloaded`: all samples are sent before the
         first step.
-        `graph`: another network than `captured()`, for the same pictures.
+        `graph`: another network than `captured()`, for the same pictures, or for `data` in the order `batches_of`;
+        `lengths`: its graphs for samples of several lengths.
         """
         graph = captured() if graph is None else graph
         trip = self.trip = Trip(self, graph, steps)
@@ -376,10 +381,11 @@ class FaultCluster:
             graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
-            preload=Preload.of(Pictures()) if is_preloaded else None,
+            preload=Preload.of(Pictures()) if is_preloaded else None, lengths=lengths,
         )  # fmt: skip
-        data: Dataset[Any] = Numbered(Pictures()) if is_preloaded else Pictures()
-        with Rewindable(lambda step: Prefetcher(data, SHUFFLED, step, steps), order.start.steps_done) as batches:
+        given = data if data is not None else Pictures()
+        fed: Dataset[Any] = Numbered(given) if is_preloaded else given
+        with Rewindable(lambda step: Prefetcher(fed, batches_of, step, steps), order.start.steps_done) as batches:
             job = ElasticJob(
                 self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),
                 hooks=JobHooks(

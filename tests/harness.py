@@ -24,6 +24,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.weights import Weights
@@ -106,7 +107,7 @@ class Ran:
                 assert sorted(log.actions) == sorted(texts)
             geometries = self.schedule.lowering.work[device].geometries
             rounds = steps * self.schedule.plan.micro_batches
-            again = [span for g in geometries for span in recomputed_spans(g.stage, g.network)]
+            again = [span for g in geometries for span in recomputed_spans(g)]
             computed = [*((g.first, g.last) for g in geometries), *again]
             assert log.operators == sum(last - first for first, last in computed) * rounds
             assert log.elements == planned_elements(geometries, device) * rounds
@@ -179,8 +180,10 @@ def run(
     trace_steps: range = range(0),
     memory_step: int = -1,
     limit_seconds: float = 20.0,
+    lengths: LengthGraphs | None = None,
 ) -> Ran:
-    """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread.
+    """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
+    of batches of several lengths, of which `graph` is the longest.
 
     As a coordinator would, the harness interrupts everybody once a device has failed.
     """
@@ -201,12 +204,16 @@ def run(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
             with_targets=training,
         )  # fmt: skip
-        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options)
+        executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()
-        board.endpoints[device].mailbox.open(0, executors[device].expected())
+        board.endpoints[device].mailbox.open(0, executors[device].expected_by_step())
         if watch is not None:
             watch(executors[device])
     feeder = Feeder(graph, schedule, board.endpoints[COORDINATOR], with_targets=training)
+    feeders = {
+        length: Feeder(other, Schedule(plan, other.network), board.endpoints[COORDINATOR])
+        for length, other in (lengths.graphs if lengths is not None else {}).items()
+    }
     board.endpoints[COORDINATOR].mailbox.open(0, {} if training else feeder.expected_results())
     losses: dict[str, list[float]] = {device: [] for device in devices}
     errors: dict[str, BaseException] = {}
@@ -244,7 +251,8 @@ def run(
             assert fed, "a device hangs"
             if errors:
                 break
-        feeder.send(step, inputs, targets)
+        length = lengths.length(step) if lengths is not None else None
+        (feeder if length is None else feeders[length]).send(step, inputs, targets)
         if COORDINATOR in board.failed:
             break
         if not training:

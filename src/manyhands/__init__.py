@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from manyhands.split.training import split_train
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
+    from manyhands.weights.adapters import save_adapter
     from manyhands.weights.mapped import map_weights, without_weights
 
 _HOMES = {
@@ -98,6 +99,7 @@ _HOMES = {
     "Stage": ("facts.plan", "Stage"),
     "Profile": ("facts.profile", "Profile"),
     "ManyhandsError": ("facts.errors", "ManyhandsError"),
+    "save_adapter": ("weights.adapters", "save_adapter"),
     "map_weights": ("weights.mapped", "map_weights"),
     "without_weights": ("weights.mapped", "without_weights"),
     "load_cluster": ("files.documents", "load_cluster"),
@@ -111,8 +113,8 @@ __all__ = [
     "Explanation", "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs",
     "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture",
     "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
-    "load_graph", "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_graph", "simulate",
-    "split_train", "tile_plan", "train", "without_weights",
+    "load_graph", "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_adapter", "save_graph",
+    "simulate", "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

@@ -47,11 +47,12 @@ class Device:
         self.in_flight.begin_round(10)
         self.calls.clear()
 
-    def forward(self, stage: int, number: int) -> InFlightMicroBatch:
+    def forward(self, stage: int, number: int, *, is_frozen: bool = False) -> InFlightMicroBatch:
         self.in_flight.begin_pass(stage, number)
         batch = self.in_flight.fed(number)
         batch.enter(stage, Phase.FORWARD)
-        self.in_flight.end_forward(stage, batch)
+        awaits_gradients = self.in_flight.plan.is_training and not is_frozen
+        self.in_flight.end_forward(stage, batch, awaits_gradients=awaits_gradients)
         return batch
 
     def backward(self, stage: int, number: int) -> None:
@@ -92,6 +93,16 @@ def test_inference_lets_go_when_the_next_pass_begins() -> None:
     assert device.calls == [("drop", 0, 0)]
     device.forward(0, 1)
     assert device.calls == [("drop", 0, 0), ("drop", 2, 0)]
+
+
+def test_a_stage_that_trains_nothing_lets_go_when_the_next_pass_begins() -> None:
+    device = Device()
+    batch = device.forward(0, 0, is_frozen=True)
+    assert (batch.phases, device.calls) == ({0: Phase.DONE}, [])  # what was made may yet have to be sent
+    device.forward(2, 0)
+    assert device.calls == [("drop", 0, 0)]
+    device.backward(2, 0)
+    assert device.calls == [("drop", 0, 0), ("settle", 2, 0)]
 
 
 def test_what_is_discarded_is_let_go_in_every_stage() -> None:

@@ -375,3 +375,27 @@ def test_flags_are_restored_after_a_failing_convolution() -> None:
     with pytest.raises(RuntimeError):
         piece(bind_inputs(graph, x[:, :2]))
     assert _state() == before
+
+
+def test_a_frozen_linear_layer_keeps_no_input_for_its_backward_pass() -> None:
+    """Only its weight, by which the gradient goes back; a trained one also keeps its input."""
+    kept: dict[bool, list[int]] = {}
+    for trained in (False, True):
+        module = nn.Linear(6, 5)
+        module.weight.requires_grad_(trained)
+        graph = capture(nn.Sequential(module), torch.randn(3, 6), granularity="operators")
+        (node,) = graph.nodes
+        weights = Weights.copied(graph)
+        piece = Piece(graph, weights, kernels=kernel_calls(graph, {node.name: Kernel(onednn=False)}))
+        data = torch.randn(3, 6, requires_grad=True)
+        sizes = kept[trained] = []
+
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            (made,) = piece({graph.inputs[0].name: data}).values()
+        made.sum().backward()
+        torch.testing.assert_close(data.grad, torch.ones(3, 5) @ module.weight.detach())
+    assert kept == {False: [30], True: [18, 30]}

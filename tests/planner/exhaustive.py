@@ -54,6 +54,8 @@ class Exhaustive:
 
     def memory(self, first: int, last: int, samples: int, ahead: int) -> float:
         ops, slots = self.ops(first, last), self.batch.optimizer_slots
+        if not self.has_backward(first, last):
+            ahead = 1
         static = sum(w.bytes * (2 + slots if w.trainable else 1) for w in self.weights(first, last))
         received = sum(tensor.bytes_per_sample for tensor in self.crossing(first))
         returned = sum(tensor.bytes_per_sample for tensor in self.crossing(last) if tensor.differentiable)
@@ -63,6 +65,9 @@ class Exhaustive:
         fixed += max(self.batch.count > 1, slots) * heaviest
         saved = sum(op.saved_bytes for op in ops) + received
         return fixed + samples * (ahead * saved + max(returned, *(op.moved_bytes for op in ops)))
+
+    def has_backward(self, first: int, last: int) -> bool:
+        return any(self.network.tensors[name].differentiable for op in self.ops(first, last) for name in op.outputs)
 
     def ops(self, first: int, last: int) -> tuple[Op, ...]:
         layers = self.network.layers
@@ -102,10 +107,15 @@ class Exhaustive:
         delay = max(cluster.link_between(a, b).delay_seconds for a in devices for b in devices if a != b)
         if self.batch.is_synchronised:
             norms = [op for op in self.ops(first, last) if op.statistics]
-            extra = len(norms) * delay + 2 * sum(4 * op.statistics for op in norms) * (count - 1) / rate
-            ahead, back = ahead + extra, back + extra
+            going_back = [op for op in norms if self.network.tensors[op.outputs[0]].differentiable]
+            extra, extra_back = (
+                len(ops) * delay + 2 * sum(4 * op.statistics for op in ops) * (count - 1) / rate
+                for ops in (norms, going_back)
+            )
+            ahead, back = ahead + extra, back + extra_back
         weights = sum(weight.bytes for weight in self.trained(first, last) if not self.is_read(weight, 0, first, last))
-        return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + 2 * delay + tied)
+        wait = 2 * delay if weights else 0.0
+        return PricedStep(ahead, back, 2 * (count - 1) / count * weights / rate + wait + tied)
 
     def trained(self, first: int, last: int) -> list[WeightSpec]:
         return [weight for weight in self.weights(first, last) if weight.trainable]

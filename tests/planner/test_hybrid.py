@@ -54,6 +54,19 @@ def with_sizes(network: Network, sizes: Sequence[int], weights: Sequence[int]) -
     return msgspec.structs.replace(network, tensors=tensors, weights=changed, fingerprint=text)
 
 
+def frozen_below(network: Network, layer: int) -> Network:
+    """The chain with a backward pass from a layer on only: nothing that the layers below it read is trained."""
+    below = [name for each in network.layers[:layer] for name in each.outputs]
+    frozen = {name for each in network.layers[:layer] for name in each.weights}
+    weights = {name: msgspec.structs.replace(w, trainable=name not in frozen) for name, w in network.weights.items()}
+    tensors = {
+        name: msgspec.structs.replace(tensor, differentiable=tensor.differentiable and name not in below)
+        for name, tensor in network.tensors.items()
+    }
+    text = f"{network.fingerprint} frozen below {layer}"
+    return msgspec.structs.replace(network, tensors=tensors, weights=weights, fingerprint=text)
+
+
 seconds = st.integers(1, 40).map(lambda number: number / 8)
 
 
@@ -70,6 +83,7 @@ def instances(draw: st.DrawFn, most_layers: int = 6, most_devices: int = 4, same
     for reader in draw(st.sets(st.integers(1, layers - 1), max_size=2)) if layers > 1 else ():
         again = draw(st.sampled_from([f"w{read}" for read in range(reader)]))
         network = changed(network, reader, weights=(again, *network.ops[reader].weights))
+    network = frozen_below(network, draw(st.integers(0, layers - 1)))
     kinds = []
     for kind in range(draw(st.integers(1, min(3, devices)))):
         timings = []

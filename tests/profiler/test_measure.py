@@ -15,7 +15,7 @@ from manyhands.graph.convolution_kernels import takes_format
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
 from manyhands.models.registry import build, example_batch
-from manyhands.profiler.measure import measure_network
+from manyhands.profiler.measure import _Layers, measure_network
 from manyhands.profiler.this_machine import identify
 
 
@@ -84,3 +84,16 @@ def test_a_machine_measured_as_if_alone_is_as_fast_however_busy(tiny: Graph, mon
 def test_only_one_thread_can_be_measured_as_if_alone(tiny: Graph) -> None:
     with pytest.raises(BadValue, match=r"2 thread\(s\) on cpu"):
         measure_network(tiny, ladder=(1,), kernels={}, threads=2, alone=True)
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_frozen_layers_below_all_that_trains_take_no_time_on_the_way_back(by_layers: bool) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+    module[:3].requires_grad_(False)
+    graph = capture(module, torch.zeros(4, 256), granularity="operators", name="frozen")
+    layers = _Layers(graph, {}, torch.device("cpu"), by_layers=by_layers)
+    inputs = layers.inputs(256)
+    layers.run(inputs, 256)
+    timed = layers.run(inputs, 256)
+    assert len(timed.backward) == 6
+    assert max(timed.backward[:3]) < 0.2 * min(timed.backward[3:])

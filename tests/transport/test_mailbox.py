@@ -47,6 +47,26 @@ def later(action: Callable[[], object]) -> threading.Timer:
     return timer
 
 
+def test_rounds_that_differ() -> None:
+    """A message is as long as the plan of its own step says, whichever step is under way."""
+    mailbox = Mailbox("b", limit_seconds=5)
+    mailbox.open(3, lambda step: {("a", "x"): 100 if step == 1 else 40} if step < 3 else {})
+    mailbox.expect("a", "state", 7)
+    frame(mailbox, step=1)
+    frame(mailbox, 0, 40, step=0, size=40)
+    assert mailbox.has_arrived("a", 0, "x")
+    assert mailbox.has_arrived("a", 1, "x")
+    for step, size in ((2, 100), (3, 40)):
+        frame(mailbox, 0, size, step=step, size=size)
+    assert [refusal.rpartition("' ")[2] for refusal in mailbox.refusals] == [
+        "of step 2 has 100 bytes; the plan says 40", "of step 3 is not in the plan",
+    ]  # fmt: skip
+    with pytest.raises(BadValue, match="has 40 bytes for 'x' from a; the plan says 100"):
+        mailbox.post("a", 1, "x", [destination(40)])
+    frame(mailbox, 0, 7, step=2, size=7, topic="state")
+    assert mailbox.has_arrived("a", 2, "state")
+
+
 def test_early_in_pieces(box: Mailbox) -> None:
     frame(box, 0, 40)
     assert not box.has_arrived("a", 0, "x")

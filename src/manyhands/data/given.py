@@ -80,7 +80,7 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
             f"This DataLoader cannot be followed: {reason}. manyhands makes batches itself, so that they can be "
             "shared, prefetched and made again.",
             hint="Give the data set: mh.train(model, loader.dataset, batch_size=...), with what collate_fn did in "
-            "__getitem__.",
+            "__getitem__. If it padded samples to one length: lengths=(32, 64, 128), say, does so.",
         )
     inner = given(loader.dataset)
     return Given(inner.data, loader.batch_size, isinstance(loader.sampler, RandomSampler))

@@ -110,7 +110,7 @@ def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, A
     if len(held) == 0:
         raise BadData("The data set has no samples.")
     indices = list(range(min(samples, len(held))))
-    return _collate([_sample(held, index) for index in indices], indices)
+    return _collate([sample_of(held, index) for index in indices], indices)
 
 
 class _ReadyBatches:
@@ -168,12 +168,12 @@ def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: ra
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
     try:
         for step in steps:
-            indices = order.indices(step)
+            indices, padded = order.indices(step), order.padded(dataset, step)
             samples = []
             for index in indices:
                 if ready.closed:
                     return
-                samples.append(_sample(dataset, index))
+                samples.append(sample_of(padded, index))
             ready.put((step, *_collate(samples, indices)))
         ready.finish()
     except BaseException as error:
@@ -207,11 +207,13 @@ def _map_style(dataset: Dataset[Any] | Sequence[Any]) -> _MapStyle:
     return samples
 
 
-def _sample(dataset: _MapStyle, index: int) -> tuple[Any, Any]:
+def sample_of(dataset: Any, index: int) -> tuple[Any, Any]:
+    """Return a sample of a data set; whatever is wrong with it is said with its number."""
     try:
         sample = dataset[index]
     except ManyhandsError as error:
-        raise BadData(f"Sample {index}: {error.message}", hint=error.hint) from error
+        named = error.message if error.message.startswith("Sample ") else f"Sample {index}: {error.message}"
+        raise BadData(named, hint=error.hint) from error
     except Exception as error:
         raise BadData(f"Sample {index} cannot be loaded: {_told(error)}") from error
     if isinstance(sample, dict):
@@ -245,7 +247,8 @@ def _stack(part: str, values: list[Any], indices: list[int]) -> Any:
         if _form(value) != first:
             raise BadData(
                 f"The {part} of sample {index} has the shape {_form(value)}; that of sample {indices[0]} has {first}.",
-                hint="All samples of a data set must have one shape: crop, resize or pad them in __getitem__.",
+                hint="All samples of a data set must have one shape: crop, resize or pad them in __getitem__; or, if "
+                "they differ in their length alone, write lengths=(32, 64, 128), say, and batches are padded to these.",
             )
     try:
         stacked = default_collate(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manyhands.facts.errors import BadData, BadValue
 
@@ -49,6 +49,10 @@ class BatchOrder:
             return list(range(first, first + self.batch_size))
         chosen: list[int] = permutation(self.samples, self.seed, epoch)[first : first + self.batch_size].tolist()
         return chosen
+
+    def padded(self, dataset: Any, step: int) -> Any:
+        """Return a data set as the samples of a step are taken from it."""
+        return dataset
 
 
 @functools.lru_cache(maxsize=4)

@@ -9,56 +9,54 @@ The executor asks the policy for an action, dispatches it, and records its time.
     step                  WeightUpdates (updates.py): the optimizer, once all gradients are added up
     discard               InFlightMicroBatches (in_flight.py), which knows where every micro-batch is
 
-DeviceFeed (device_feed.py) receives what the coordinator sends; NumberDiagnosis (diagnosis.py) finds where numbers
-stopped being finite.
+All of these hold tensors of one graph's shapes: they are a GraphPart (graph_part.py), and batches of another length
+have another. DeviceFeed (device_feed.py) receives what the coordinator sends; NumberDiagnosis (diagnosis.py) finds
+where numbers stopped being finite.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
-from manyhands.executor.codec import Coding
-from manyhands.executor.device_feed import DeviceFeed
-from manyhands.executor.diagnosis import NumberDiagnosis
-from manyhands.executor.in_flight import InFlightMicroBatches
+from manyhands.executor.graph_part import DeviceSetup, GraphPart
 from manyhands.executor.in_flight_micro_batch import Phase
-from manyhands.executor.local_exchange import LocalExchange
 from manyhands.executor.log import DeviceLog, Recorder
-from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
-from manyhands.executor.messenger import Messenger
+from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.options import ExecutorOptions
-from manyhands.executor.reductions import Reductions
 from manyhands.executor.round_result import RoundResult
 from manyhands.executor.runner import Runner
-from manyhands.executor.share_loss import ShareLoss, trained_weights
-from manyhands.executor.sharing import RunnerSetup, make_runner
 from manyhands.executor.slowdown import Slowdown
 from manyhands.executor.tensor_memory import TensorMemory
-from manyhands.executor.updates import WeightUpdates
+from manyhands.facts.errors import BadSchedule
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Await, Backward, Discard, Forward, Loss, Receive, Reduce, Send, Step
-from manyhands.schedule.feeding import feed_topic, result_topic, samples_of
-from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.feeding import result_topic
 from manyhands.schedule.interleave import InterleavedOrder
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, FixedOrder, Policy
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.replay import MiniBatches
 from manyhands.transport.endpoint import Endpoint
+from manyhands.transport.mailbox import ExpectedMessages
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 class Executor:
-    """One device of a schedule. `round` runs one mini-batch; every wait has the mailbox's time limit."""
+    """One device of a schedule. `round` runs one mini-batch; every wait has the mailbox's time limit.
+
+    With `lengths`, each round has the graph of its step's length, scheduled by the same plan; `graph` and `schedule`
+    are those of the longest.
+    """
 
     def __init__(
         self,
@@ -68,35 +66,27 @@ class Executor:
         weights: Weights,
         stepper: Stepper | None,
         options: ExecutorOptions,
+        lengths: LengthGraphs | None = None,
     ) -> None:
-        self.graph, self.schedule, self.endpoint, self.options = graph, schedule, endpoint, options
-        self.plan, self.device, self.weights = schedule.plan, endpoint.name, weights
-        runs_here(self.plan, schedule.network)
-        torch_device = torch.device(options.torch_device)
-        self.work = schedule.lowering.work[self.device]
-        self.actions = tuple(schedule.every_action(self.device))
+        self.endpoint, self.options, self.lengths = endpoint, options, lengths
+        self.plan, self.device, self.weights, self.stepper = schedule.plan, endpoint.name, weights, stepper
+        self.torch_device = torch.device(options.torch_device)
         self.recorder = Recorder(
-            DeviceLog(self.device), options.trace_steps, waits_for_device=torch_device.type == "cpu",
+            DeviceLog(self.device), options.trace_steps, waits_for_device=self.torch_device.type == "cpu",
             watch_every=options.watch_every,
         )  # fmt: skip
-        self.runners: dict[int, Runner] = {g.index: self._runner(g) for g in self.work.geometries}
-        samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
-        parts = feed_parts(
-            graph, schedule.lowering, self.device, targets=options.with_targets, local=options.local_names
-        )
-        feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device)
-        self.in_flight = InFlightMicroBatches(self.plan, self.runners, samples, feed, options.seed)
-        self.diagnosis = NumberDiagnosis(schedule.network, self.device, self.in_flight)
         self.slowdown = Slowdown(options.slowdown)
-        self.messenger = Messenger(
-            endpoint, schedule, weights, self.in_flight, Coding(self.plan, schedule.network, self.actions),
-            self.diagnosis, self.recorder, self.slowdown,
-        )  # fmt: skip
-        self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, self.recorder)
-        self.updates = WeightUpdates(weights, stepper, self.reductions, set(weights.tensors) - trained_weights(graph))
-        self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
-        has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
-        self.loss = ShareLoss(graph, self.plan, torch_device) if has_loss else None
+        setup = DeviceSetup(endpoint, weights, stepper, options, self.recorder, self.slowdown)
+        longest = GraphPart(graph, schedule, setup)
+        self.parts: dict[int, GraphPart] = {
+            length: longest if other is graph else GraphPart(other, Schedule(self.plan, other.network), setup)
+            for length, other in (lengths.graphs if lengths is not None else {0: graph}).items()
+        }
+        """Length -> this device's part of the graph of that length; 0: all batches have the same."""
+        self._longest = longest
+        self._use(longest)
+        self.step = -1
+        """The first step of the round under way, or of the last one; -1: there was none."""
         self.result = RoundResult(-1)
         self.last_step: int | None = None
         """The step at which the round under way ends, if that is earlier than it otherwise would."""
@@ -106,54 +96,64 @@ class Executor:
         """Actions carried out in all rounds: rises for as long as this device makes progress; see `runtime.stalls`."""
         self.settled_step: int | None = None
         """The number of steps that the weights and buffers have been through; None in the middle of one."""
+
+    def _use(self, part: GraphPart) -> None:
+        """Carry out the actions of one graph from now on."""
+        self.part = part
+        self.graph, self.schedule, self.work, self.actions = part.graph, part.schedule, part.work, part.actions
+        self.runners, self.in_flight, self.diagnosis = part.runners, part.in_flight, part.diagnosis
+        self.messenger, self.reductions, self.updates = part.messenger, part.reductions, part.updates
+        self.exchange, self.loss = part.exchange, part.loss
         self._acts: dict[type[Action], Callable[[Any], None]] = {
-            Forward: self._forward, Backward: self._backward, Loss: self._loss, Send: self.messenger.send,
-            Receive: self.messenger.receive, Reduce: self.reductions.start, Await: self.reductions.finish_statistics,
+            Forward: self._forward, Backward: self._backward, Loss: self._loss, Send: part.messenger.send,
+            Receive: part.messenger.receive, Reduce: part.reductions.start, Await: part.reductions.finish_statistics,
             Step: self._step, Discard: self._discard,
         }  # fmt: skip
         """The method that carries out each type of action."""
 
-    def _runner(self, geometry: StageGeometry) -> Runner:
-        torch_device = torch.device(self.options.torch_device)
-        setup = RunnerSetup(
-            self.graph, self.weights, self.device, self.actions, self.options.kernels, torch_device
-        )  # fmt: skip
-        return make_runner(geometry, setup)
-
-    @property
-    def step(self) -> int:
-        """The first step of the round under way, or of the last one; -1: there was none."""
-        return self.in_flight.step
-
-    @property
-    def stepper(self) -> Stepper | None:
-        return self.updates.stepper
+    def _part_at(self, step: int) -> GraphPart | None:
+        """Return the part whose graph a step runs; None for a step that is not in the run."""
+        if self.lengths is None:
+            return self.part
+        length = self.lengths.length(step)
+        return None if length is None else self.parts[length]
 
     def rest(self) -> None:
         """Prepare the runners for weights that are all here; only in inference, where the weights stay as they are."""
-        if not self.plan.is_training:
-            for stage, runner in self.runners.items():
-                runner.rest(max(1, self._samples_in(stage)))
+        for part in self.parts.values():
+            part.rest()
 
     def expected(self) -> dict[tuple[str, str], int]:
-        """Return (source, topic) -> bytes of every message that this device receives in a round."""
-        messages = expected_messages(self.actions, self.device, self.schedule.network)
-        size = self.in_flight.feed.bytes
-        if size:
-            messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.plan.micro_batches)}
-        return messages
+        """Return (source, topic) -> bytes of every message that this device receives in a round of this length."""
+        return self.part.expected()
+
+    def expected_by_step(self) -> ExpectedMessages:
+        """Return the messages of every round, or where those differ a function that returns them for a step."""
+        if self.lengths is None:
+            return self.expected()
+        by_length = {length: part.expected() for length, part in self.parts.items()}
+        lengths, nothing = self.lengths, dict[tuple[str, str], int]()
+        return lambda step: by_length.get(lengths.length(step) or 0, nothing)
+
+    def load_loss(self, constants: Mapping[str, torch.Tensor]) -> None:
+        """Take the constants of the loss, by name."""
+        losses = [part.loss for part in self.parts.values() if part.loss is not None]
+        for loss in losses:
+            for name, tensor in constants.items():
+                loss.piece.weights.tensors[name].copy_(tensor)
 
     @property
     def log(self) -> DeviceLog:
         """The log of what was done so far."""
         log = self.recorder.log
-        log.elements = sum(runner.elements for runner in self.runners.values())
+        log.elements = sum(runner.elements for part in self.parts.values() for runner in part.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
         log.refused_frames = self.endpoint.mailbox.refused
         return log
 
     def close(self) -> None:
-        self.reductions.close()
+        for part in self.parts.values():
+            part.reductions.close()
 
     def end_at(self, step: int) -> None:
         """End the round under way at a step: none beyond it is fed. May be called from any thread."""
@@ -171,7 +171,7 @@ class Executor:
         steps = self.plan.steps_per_round if count is None else count
         if step != self.options.memory_step:
             return self._round(step, steps)
-        memory = TensorMemory(self.weights, self.stepper, self.runners)
+        memory = TensorMemory(self.weights, self.stepper, (self._part_at(step) or self.part).runners)
         with memory.counting():
             result = self._round(step, steps)
         self.recorder.log.peak_bytes, self.recorder.log.peak_parts = memory.peak_bytes, memory.parts
@@ -186,7 +186,7 @@ class Executor:
         box = self.endpoint.mailbox
         arrived = ArrivedMessages(box, step, self.messenger.topic)
         state = DeviceState(arrived, FedMicroBatches(box, step) if is_fed_singly else None)
-        is_slowed, torch_device = self.slowdown.is_on, self.in_flight.feed.torch_device
+        is_slowed, torch_device = self.slowdown.is_on, self.torch_device
         is_on_gpu = torch_device.type == "cuda"
         with torch.no_grad():  # code that needs autograd enables it
             for action in self._in_turn(policy, state):
@@ -203,26 +203,24 @@ class Executor:
         if isinstance(policy, MiniBatches):
             steps = policy.count
         if steps:  # else nothing was fed
-            self.recorder.end()
+            self.recorder.end(is_longest=self.part is self._longest)
         passes = steps * self.plan.micro_batches // self.plan.steps_per_round
-        self.recorder.log.samples += self._samples_in(self.work.stage) * passes
+        self.recorder.log.samples += self.part.samples_in(self.work.stage) * passes
         self.result.not_finite_from = self.diagnosis.first_source
         self.result.seconds = time.monotonic() - start
         self.settled_step = step + steps
         return self.result
 
     def _begin_round(self, step: int) -> None:
+        part = self._part_at(step)
+        if part is None:
+            raise BadSchedule(f"{self.device} was to begin step {step}, which has no length in the job.")
+        self._use(part)
+        self.step = step
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
         self.result, self.settled_step = RoundResult(step), step
-        self.in_flight.begin_round(step)
-        self.messenger.forget()
-        self.updates.begin_round()
-        self.diagnosis.begin_round()
-
-    def _samples_in(self, stage: int) -> int:
-        first, last = self.in_flight.samples.get(stage, (0, 0))
-        return last - first
+        part.begin_round(step)
 
     def _in_turn(self, policy: Policy, state: DeviceState) -> Iterator[Action]:
         """Yield the policy's actions until it is done; between any two actions an interruption is noticed."""
@@ -275,7 +273,7 @@ class Executor:
         if action.last != runner.geometry.last or part in ("interior", "partial"):
             return
         self.exchange.pass_values(stage, number)
-        in_flight.end_forward(stage, batch)
+        in_flight.end_forward(stage, batch, awaits_gradients=runner.geometry.runs_backward)
         if not self.plan.is_training:
             self._answer(runner, number)
 
@@ -294,7 +292,7 @@ class Executor:
         if self.loss is None:
             return
         runner, batch = self.runners[action.stage], self.in_flight.fed(action.micro_batch)
-        outputs, samples = runner.outputs(action.micro_batch), self._samples_in(action.stage)
+        outputs, samples = runner.outputs(action.micro_batch), self.part.samples_in(action.stage)
         value, gradients = self.loss(outputs, batch.targets, samples)
         number = float(value)
         if not math.isfinite(number):
@@ -310,7 +308,7 @@ class Executor:
         if part != "weights":  # which may have been put off until the rest is done
             batch.enter(stage, _BACKWARD)
         runner.backward(action, in_flight.context(stage, number))
-        if action.first != runner.geometry.first or part == "rim":
+        if action.first != runner.geometry.backward_first or part == "rim":
             return
         if part != "weights":
             self.exchange.pass_gradients(stage, number)

@@ -110,9 +110,9 @@ class InFlightMicroBatches:
         """Return whether a micro-batch that has ended is one of the two under way: its answer is yet to be sent."""
         return ended != number and ended >= self.answered
 
-    def end_forward(self, stage: int, batch: InFlightMicroBatch) -> None:
+    def end_forward(self, stage: int, batch: InFlightMicroBatch, *, awaits_gradients: bool) -> None:
         """Note that all operators of a stage have run forward."""
-        if self.plan.is_training:
+        if awaits_gradients:
             batch.enter(stage, Phase.AWAITING_GRADIENTS)
             self._turning = (stage, batch)
         else:

@@ -5,7 +5,7 @@ In each stage of the device a micro-batch goes through these phases:
     FED ──▶ FORWARD ──▶ AWAITING_GRADIENTS ──▶ BACKWARD ──▶ DONE      training
                ▲                │
                └────────────────┘                                     order replay: run again on the weights of now
-    FED ──▶ FORWARD ──────────────────────────────────────▶ DONE      inference
+    FED ──▶ FORWARD ──────────────────────────────────────▶ DONE      inference, and stages below all that trains
     any phase ───────────────────────────────────────▶ DISCARDED      order replay: its gradients came too late
 """
 

@@ -155,11 +155,12 @@ class Recorder:
                 Glimpse(track, kind, start, end, stage, str(micro_batch) if micro_batch is not None else "")
             )
 
-    def end(self) -> None:
+    def end(self, *, is_longest: bool = True) -> None:
+        """Note the end of a round. The times of rounds with shorter batches are not kept: they are not predicted."""
         self.log.rounds += 1
         self.log.same_actions = self.log.same_actions + 1 if self._round == self.log.actions else 1
         self.log.actions = self._round
-        if self.log.rounds > WARM_UP_ROUNDS and (self.waits_for_device or self.step in self.trace_steps):
+        if is_longest and self.log.rounds > WARM_UP_ROUNDS and (self.waits_for_device or self.step in self.trace_steps):
             for stage, seconds in self._seconds.items():
                 recent = self.log.stage_seconds.setdefault(stage, [])
                 recent.append(seconds)

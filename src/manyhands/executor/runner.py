@@ -123,7 +123,7 @@ class SegmentRunner:
         norms = {a.first for a in stage_actions if isinstance(a, Reduce) and a.what == "statistics"}
         self.segments = Segments(
             graph, weights, bounds_of(stage_actions, norms), kernels=kernels, shared_norms=norms,
-            recomputed=recomputed_spans(geometry.stage, graph.network),
+            recomputed=recomputed_spans(geometry),
         )  # fmt: skip
         self.in_flight: dict[int, SegmentMicroBatch] = {}
         self._boxes: dict[str, Box] = {}

@@ -19,14 +19,14 @@ from manyhands.executor.statistics import Moments
 class SegmentTape:
     """The record that one segment's forward pass leaves for its backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: torch.Tensor | None = None) -> None:
         self.left: dict[str, torch.Tensor] = {}
         """Tensor that left the segment -> a number to begin backward at, where gradients go on from it; else
         nothing."""
         self.given: dict[str, torch.Tensor] = {}
         self.found: dict[str, torch.Tensor] = {}
         """Gradients of what left, and of what entered."""
-        self.data: torch.Tensor | None = None
+        self.data = data
         """The input of a batch norm over several devices, which autograd does not record."""
 
     def entering(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Segments:
         self._first = min(self.pieces, default=0)
         end = max((piece.last for piece in pieces), default=0)
         later = {name for node in graph.nodes[end:] for name in values_of(node)} | set(graph.outputs)
+        self._recorded = frozenset(start for start, piece in self.pieces.items() if self._is_recorded(piece))
         self.made = frozenset(name for piece in pieces for name in piece.outputs) - self.inputs
         last_reader = {name: piece.first for piece in pieces for name in piece.inputs if name in self.made}
         spans = {span[0]: names for span, names in entering(graph.network, self._first, recomputed).items()}
@@ -59,13 +60,15 @@ class Segments:
 
     def _forward(self, batch: SegmentMicroBatch, start: int, piece: Piece, context: Context) -> None:
         norm = self.norms.get(start) if context.training else None
-        if not context.training or not context.records:
+        is_recorded = context.training and context.records and start in self._recorded
+        if norm is not None and context.records:
+            data = batch.values[norm.input].detach()
+            outputs = {norm.output: norm.forward(data, batch.moments[start])}
+            if is_recorded:
+                batch.tapes[start] = SegmentTape(data)
+        elif not is_recorded:
             with torch.no_grad():
                 outputs = piece({name: batch.values[name].detach() for name in piece.inputs}, context)
-        elif norm is not None:
-            tape = batch.tapes[start] = SegmentTape()
-            tape.data = batch.values[norm.input].detach()
-            outputs = {norm.output: norm.forward(tape.data, batch.moments[start])}
         else:
             tape = batch.tapes[start] = SegmentTape()
             with torch.enable_grad():
@@ -83,6 +86,11 @@ class Segments:
     def _has_gradient(self, name: str) -> bool:
         return name not in self.inputs and self.graph.network.tensors[name].differentiable
 
+    def _is_recorded(self, piece: Piece) -> bool:
+        """Return whether anything that a segment makes has a gradient."""
+        ops, tensors = self.graph.network.ops[piece.first : piece.last], self.graph.network.tensors
+        return any(tensors[name].differentiable for op in ops for name in op.outputs)
+
     def settle(self, batch: SegmentMicroBatch) -> None:
         """Forget the values that were made here: everything that needs them has read them."""
         for name in self.made & batch.values.keys():
@@ -98,20 +106,23 @@ class Segments:
     def backward(self, batch: SegmentMicroBatch, first: int, last: int) -> None:
         """Compute the gradients of operators [first, last), last to first; memory falls on the way."""
         for start in reversed([start for start in self.pieces if first <= start < last]):
-            tape = batch.tapes.pop(start)
-            norm = self.norms.get(start)
-            if norm is None:
-                batch.add_gradients(tape.backward(batch.gradients))
-            elif start in batch.scaled:
-                assert tape.data is not None
-                scaled, sums, rows = batch.scaled.pop(start)
-                made = norm.backward(tape.data, scaled, sums, rows, batch.moments.pop(start))
-                if self._has_gradient(norm.input):
-                    batch.add_gradient(norm.input, made)
+            if start in self._recorded:
+                self._backward(batch, start)
             for name in [name for name, read in self._kept.items() if read == start]:
                 batch.values.pop(name, None)
             for name in self.pieces[start].outputs:  # everything that reads these has been passed
                 batch.gradients.pop(name, None)
+
+    def _backward(self, batch: SegmentMicroBatch, start: int) -> None:
+        tape, norm = batch.tapes.pop(start), self.norms.get(start)
+        if norm is None:
+            batch.add_gradients(tape.backward(batch.gradients))
+        elif start in batch.scaled:
+            assert tape.data is not None
+            scaled, sums, rows = batch.scaled.pop(start)
+            made = norm.backward(tape.data, scaled, sums, rows, batch.moments.pop(start))
+            if self._has_gradient(norm.input):
+                batch.add_gradient(norm.input, made)
 
     def first_not_finite(self, batch: SegmentMicroBatch, context: Context) -> str | None:
         """Run the micro-batch again, operator by operator, and return the name of the first tensor with a number that

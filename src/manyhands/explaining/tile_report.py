@@ -28,6 +28,7 @@ from manyhands.facts.plan import ByTiles, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.observe.tile_map import HANDED, GroupMap, draw_tiles
 from manyhands.schedule.actions import KINDS, Reduce, Send
 from manyhands.schedule.feeding import fed_inputs
@@ -64,19 +65,30 @@ class Traffic:
         """Sender -> use -> bytes."""
         return {sender: _by_use([kinds]) for sender, kinds in self.sent.items()}
 
-    def differences(self, logs: Mapping[str, DeviceLog], plan: Plan) -> list[str]:
-        """Return one sentence for each difference between the bytes that a run's devices sent and the plan's."""
+    def add(self, other: Traffic, rounds: int) -> None:
+        """Add what travels in so many rounds of another kind."""
+        for device, counts in other.sent.items():
+            self.sent.setdefault(device, Counter()).update({kind: rounds * size for kind, size in counts.items()})
+        for device, size in other.fed.items():
+            self.fed[device] = self.fed.get(device, 0) + rounds * size
+
+    def differences(self, logs: Mapping[str, DeviceLog], plan: Plan, *, is_of_all_rounds: bool = False) -> list[str]:
+        """Return one sentence for each difference between the bytes that a run's devices sent and the plan's.
+
+        `is_of_all_rounds`: this is the traffic of the whole run, whose rounds differ; else that of each round.
+        """
         differences = []
         for device, log in logs.items():
-            rounds = Fraction(log.rounds)
+            rounds = Fraction(1 if is_of_all_rounds else log.rounds)
             if plan.order == "replay" and log.samples:  # the last round may have been shorter
                 rounds = Fraction(log.samples, plan.batch_size)
+            counted, over = (log.rounds, "in all") if is_of_all_rounds else (f"{float(rounds):g}", "a round")
             planned, kinds = self.sent.get(device, Counter()), log.sent_kinds
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
             pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
             differences += [
-                f"{device} sent {measured} bytes {how} in {float(rounds):g} rounds; planned were {expected} a round."
+                f"{device} sent {measured} bytes {how} in {counted} rounds; planned were {expected} {over}."
                 for how, expected, measured in pairs
                 if measured != expected * rounds
             ]
@@ -109,6 +121,17 @@ def planned_traffic(schedule: Schedule, graph: Graph | None = None, *, is_preloa
         traffic.sent[device] = sent
     _count_the_coordinators(traffic, schedule, graph, is_preloaded)
     return traffic
+
+
+def traffic_of_all(lengths: LengthGraphs, plan: Plan, logs: Mapping[str, DeviceLog]) -> Traffic:
+    """Return the planned traffic of all rounds by a plan, whose batches have several lengths; they are the last ones
+    of the run."""
+    rounds = max((log.rounds for log in logs.values()), default=0)
+    total = Traffic()
+    for length, count in Counter(lengths.steps[len(lengths.steps) - rounds :]).items():
+        graph = lengths.graphs[length]
+        total.add(planned_traffic(Schedule(plan, graph.network), graph), count)
+    return total
 
 
 def _count_the_coordinators(traffic: Traffic, schedule: Schedule, graph: Graph | None, is_preloaded: bool) -> None:

@@ -131,8 +131,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, data: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: Kernel
     ) -> torch.Tensor:
-        ctx.save_for_backward(data, weight)
-        ctx.kernel, ctx.has_bias = kernel, bias is not None
+        of_data, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(data if of_weight else None, weight if of_data else None)
+        ctx.kernel, ctx.has_bias, ctx.shape = kernel, bias is not None, data.shape
         with Flags(kernel):
             return cast(torch.Tensor, _aten.linear.default(data, weight, bias))
 
@@ -142,7 +143,7 @@ class _Linear(torch.autograd.Function):
         data, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         with Flags(ctx.kernel):
-            of_data = (rows @ weight).view(data.shape) if ctx.needs_input_grad[0] else None
+            of_data = (rows @ weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
             of_weight = rows.t() @ data.reshape(-1, data.shape[-1]) if ctx.needs_input_grad[1] else None
             of_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return of_data, of_weight, of_bias, None

@@ -19,7 +19,7 @@ from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
-from manyhands.explaining.tile_report import planned_traffic
+from manyhands.explaining.tile_report import planned_traffic, traffic_of_all
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, NotFinite, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
@@ -30,12 +30,14 @@ from manyhands.facts.units import format_bytes
 from manyhands.files.documents import write_document
 from manyhands.graph.batching import refuse_pairs
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
 from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
+from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
@@ -46,12 +48,13 @@ from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
-from manyhands.runtime.record import PLOTS, RunRecord
+from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
+from manyhands.weights.adapters import peft_model_of, save_adapter
 
 WARM_UP_STEPS = 2
 TRACED_STEPS = 3
@@ -156,6 +159,7 @@ class Job:
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
+            lengths=self._lengths_reported(),
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -196,6 +200,17 @@ class Job:
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
+
+    def _lengths_reported(self) -> LengthGraphs | None:
+        """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
+        self.lengths = lengths = lengths_of(
+            self.workload.order, self.opened.graphs, self.start.steps_done, self.last_step
+        )
+        if text := lengths.text:
+            self.record.event("lengths", text=text, used=[use.to_dict() for use in lengths.uses])
+            if self.say is not None:
+                self.say(text)
+        return lengths.graphs
 
     def _preload(self, planned: PlannedRun) -> Preload:
         """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
@@ -303,8 +318,9 @@ class Job:
                     )
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
-        steady = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds
-        seconds = statistics.median(steady)
+        steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs
+        predicted = outcome.step_seconds if lengths is None else lengths.of_longest(outcome.step_seconds)
+        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady)
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
@@ -315,10 +331,12 @@ class Job:
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
-            prediction_accuracy=compared(planned, schedule, outcome.logs, outcome.step_seconds),
+            prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
+            lengths=self.lengths.uses,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
-            for text in traffic.differences(outcome.logs, planned.plan):
+            sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)
+            for text in sent.differences(outcome.logs, planned.plan, is_of_all_rounds=lengths is not None):
                 self.record.event("note", text=text)
             self.record.devices(outcome.logs, travels, traffic.to_dict())
         return result
@@ -327,6 +345,11 @@ class Job:
         """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
         only reported."""
         after = Aftermath(result.problems, self.record, self.say)
+        if peft_model_of(self.workload.model) is not None:
+            with after.surviving("The adapter could not be written"):
+                result.adapter = save_adapter(self.workload.model, self.folder / ADAPTER)
+                if self.say is not None:
+                    self.say(f"adapter, as PEFT writes it: {result.adapter}")
         if self.test is not None:
             self._doing("evaluating on held-out data")
             with after.surviving("The held-out data could not be evaluated"):

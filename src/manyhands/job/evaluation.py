@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from manyhands.data.given import given, with_labels
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster, LabCluster
+from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
@@ -31,6 +32,7 @@ from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields, branched, rebuilt
 from manyhands.graph.weights import Weights
+from manyhands.job.lengths import PaddingOptions, PaddingSettings, padded_to_longest
 from manyhands.plans.planning import is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.runtime.coordinator import Coordinator
@@ -254,6 +256,7 @@ def _joined(parts: list[Any]) -> Any:
     return type(parts[0])(_joined([part[place] for part in parts]) for place in range(len(parts[0])))
 
 
+@takes_settings(PaddingSettings)
 def evaluate(
     model: nn.Module,
     data: Dataset[Any],
@@ -265,12 +268,16 @@ def evaluate(
     granularity: str = "blocks",
     name: str = "",
     say: Say | None = None,
+    **padding: Unpack[PaddingOptions],
 ) -> EvaluateResult:
     """Return loss and accuracy of `model` on `data`, in evaluation mode, computed by the cluster. The model is
-    unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns."""
+    unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns.
+    `lengths` and `pad` are as in `mh.train`; here all samples are padded to the longest length that any of them needs.
+    """
     data = given(data).data
     if loss == OWN_LOSS:
         data = with_labels(data, LABELS)
+    data = padded_to_longest(data, settings_from(PaddingSettings, "mh.evaluate", padding))
     expect_session(cluster)
     graph = captured(model, data, loss, granularity=granularity, name=name)
     network = msgspec.structs.replace(graph.network, loss_combination="mean")  # it is computed here, not by workers

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import ManyhandsError
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import check_one_network
 from manyhands.graph.unsupported import refuse_unsupported
 from manyhands.graph.verify import Verified
 from manyhands.job.aftermath import Aftermath
 from manyhands.job.callbacks import Say
 from manyhands.job.evaluation import captured
+from manyhands.job.padding_check import check_padding
 from manyhands.job.resume_hint import Words, point_to_checkpoint
 from manyhands.job.self_check import verified
 from manyhands.job.workload import Workload, check_same, resumed_from
@@ -39,6 +41,8 @@ class OpenedRun:
     folder: Path
     last_step: int
     is_resumed: bool
+    graphs: Mapping[int, Graph] = field(default_factory=dict)
+    """The graph of each length of samples, the longest of which is `graph`; under 0 the only one."""
 
 
 @contextlib.contextmanager
@@ -61,10 +65,18 @@ def open_run(
     refuse_unsupported(workload.model)
     folder, resumed = resumed_from(config.folder, config.resume, config.say)
     last_step = workload.last_step
-    graph = captured(workload.model, workload.data, workload.loss, granularity=config.granularity, name=config.name)
+    examples = workload.examples()
+    graphs = {
+        length: captured(workload.model, data, workload.loss, granularity=config.granularity, name=config.name)
+        for length, data in examples.items()
+    }
+    check_one_network(graphs)
+    graph = graphs[max(graphs)]
     on_captured(graph)
     refuse_without_values(graph.state)
-    check = verified(graph, workload, config.verify)
+    checks = [verified(graphs[length], workload, config.verify, examples[length]) for length in graphs]
+    if config.verify is not False:
+        check_padding(workload)
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         check_same(resumed, workload, last_step)
@@ -80,12 +92,13 @@ def open_run(
     ending: tuple[Ending, str] = ("ended", "")
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
-        _record_check(record, check, config.say if config.verify is not False else None)
+        for check in checks:
+            _record_check(record, check, config.say if config.verify is not False else None)
         remember(where)
         if config.on_opened is not None:
             living.shown_at(config.on_opened(where) or "")
         living.noted("starting workers")
-        yield OpenedRun(graph, record, start, where, last_step, resumed is not None)
+        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs)
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhands.data.length_order import LengthUse, padded_share
 from manyhands.executor.log import DeviceLog
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy
 from manyhands.explaining.tile_report import Traffic
@@ -34,6 +35,8 @@ class TrainResult:
     """Planned traffic of a step, by purpose."""
     checkpoint: Path
     steps: int
+    adapter: Path | None = None
+    """The folder with what was trained of a module that PEFT has wrapped, as PEFT writes it."""
     scale: float | None = None
     """Time scale of a lab: how many times slower than real time everything ran; None: in real time, not in a lab."""
     stands_in: bool = False
@@ -48,6 +51,8 @@ class TrainResult:
     """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None
     """Predicted beside measured, stage by stage; None: the run was too short to tell."""
+    lengths: list[LengthUse] = field(default_factory=list)
+    """With samples of different lengths: how many batches were padded to each, and how much of them is padding."""
     problems: list[str] = field(default_factory=list)
     """Errors after the last step, a line each, such as pictures for which the disk had no room."""
 
@@ -56,6 +61,11 @@ class TrainResult:
         """Device -> its tensor bytes at their peak, by part, counted in one step."""
         logs = {name: self.logs[name] for name in self.plan.devices if name in self.logs}
         return {name: log.peak_parts for name, log in logs.items() if log.peak_bytes}
+
+    @property
+    def padded_share(self) -> float:
+        """The part of all positions of the batches that is padding; 0 where all samples have one shape."""
+        return padded_share(self.lengths)
 
     @property
     def bytes_by_use(self) -> dict[str, int]:

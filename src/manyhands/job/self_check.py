@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.utils.data import Dataset
+
 from manyhands.data.loader import example
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.facts.units import format_bytes
@@ -16,8 +20,9 @@ _OUTPUTS_HELD = 4
 """Tensors of the size of the outputs that a loss works with: they, what it makes of them, and gradients of both."""
 
 
-def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verified:
-    """Compare loss and gradients of up to four samples with the module's own; a difference is a CaptureFailed.
+def verified(graph: Graph, workload: Workload, requested: bool | None, data: Dataset[Any]) -> Verified:
+    """Compare loss and gradients of up to four samples of `data` with the module's own; a difference is a
+    CaptureFailed.
 
     `requested` None means: unless both steps together would take more than half of this machine's free memory.
     """
@@ -28,7 +33,7 @@ def verified(graph: Graph, workload: Workload, requested: bool | None) -> Verifi
     if requested is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
         return Verified(0, 0.0, 0.0, note)
-    inputs, targets = example(workload.data, samples)
+    inputs, targets = example(data, samples)
     floats = floats_of(workload.model)
     return verify(graph, workload.model, workload.loss, cast(inputs, floats), cast(targets, floats))
 

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from manyhands.data.length_order import LengthOrder
 from manyhands.data.loader import length
 from manyhands.data.order import BatchOrder
+from manyhands.data.padding import Padded
 from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadFile, BadValue
@@ -22,6 +24,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.job.callbacks import Say
 from manyhands.job.config_sections import WorkloadConfig
+from manyhands.job.lengths import SampleLengths
 
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
@@ -40,6 +43,8 @@ class Workload:
     config: WorkloadConfig
     batch_norm: str = "synchronised"
     feed: str = "step"
+    lengths: SampleLengths | None = None
+    """The lengths of samples that are padded; None: they all have one shape."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -55,7 +60,12 @@ class Workload:
             raise BadValue("batch_size is None; it must be a whole number of at least 1.", hint="Write batch_size=64.")
         self.batch_size: int = self.config.batch_size
         shuffle = self.config.shuffle is not False
-        self.order = BatchOrder(length(self.data), self.batch_size, shuffle, self.seed)
+        self.batch_facts = length(self.data), self.batch_size, shuffle, self.seed
+        """What the order of batches follows from, beside the samples' lengths."""
+        self.order: BatchOrder = BatchOrder(*self.batch_facts)
+        if self.lengths is not None:
+            padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
+            self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
         validate(self.optimizer, self.last_step)
 
     @property
@@ -79,7 +89,20 @@ class Workload:
         return {
             **self.config.decisive, "shuffle": self.config.shuffle is not False, "batch_norm": self.batch_norm,
             "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
+            **({"sample_lengths": self.order.digest} if isinstance(self.order, LengthOrder) else {}),
         }  # fmt: skip
+
+    @property
+    def of_one_shape(self) -> Dataset[Any]:
+        """The data set with samples of one shape: where they have several lengths, padded to the longest."""
+        return self.data if self.lengths is None else Padded(self.data, self.lengths.padding, self.lengths.longest)
+
+    def examples(self) -> dict[int, Dataset[Any]]:
+        """Return data sets that begin with a few samples to capture the network with, for each length; under 0, those
+        of the only shape."""
+        if self.lengths is None:
+            return {0: self.data}
+        return {long: self.lengths.examples(self.data, long) for long in self.lengths.padding.lengths}
 
     def checkpoint_steps(self, step_seconds: float) -> int:
         """Return the number of steps between two checkpoints: an epoch, within the limits of time."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 
 import numpy
+from numpy.typing import NDArray
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.device import Device
@@ -157,7 +158,8 @@ class LayerBytes:
 
     def __init__(self, network: Network, optimizer_slots: int) -> None:
         layers = range(len(network.layers) + 1)
-        static, trained, saved, fixed, norms, sums = (numpy.zeros(len(layers)) for _ in range(6))
+        static, trained, saved, fixed = (numpy.zeros(len(layers)) for _ in range(4))
+        norms, sums = numpy.zeros((2, len(layers))), numpy.zeros((2, len(layers)))
         self.work = numpy.zeros(len(layers))
         """For each layer, the most bytes that one of its operators moves for one sample."""
         self.weights = numpy.zeros(len(layers))
@@ -173,17 +175,19 @@ class LayerBytes:
             for op in network.ops[layer.first : layer.last]:
                 saved[index] += op.saved_bytes
                 fixed[index] += op.saved_fixed_bytes
-                norms[index] += op.statistics > 0
-                sums[index] += 4 * op.statistics
+                for way in range(1 + any(network.tensors[name].differentiable for name in op.outputs)):
+                    norms[way, index] += op.statistics > 0
+                    sums[way, index] += 4 * op.statistics
                 self.work[index] = max(self.work[index], op.moved_bytes)
                 weights = (network.weights[name] for name in op.weights)
                 self.weights[index] = max(
                     self.weights[index], sum(weight.bytes for weight in weights if weight.trainable)
                 )
-        self.static, self.trained, self.saved, self.fixed, self.norms, self.sums = (
-            each.cumsum() for each in (static, trained, saved, fixed, norms, sums)
-        )
+        self.static, self.trained, self.saved, self.fixed = (e.cumsum() for e in (static, trained, saved, fixed))
+        self.norms, self.sums = norms.cumsum(1), sums.cumsum(1)
+        """[forward or backward] -> normalisations over all devices of a stage, and the bytes of their sums."""
         self.crossing, self.returning = carried(network)
+        self._lowest_trained = _lowest_trained(network)
         read_again = {network.weights[name]: layers for name, layers in readers.items() if len(layers) > 1}
         self._copied, self._tied = _of_tied(read_again, len(network.layers), 2 + optimizer_slots)
 
@@ -191,6 +195,18 @@ class LayerBytes:
         """Return the bytes of the weights of layers [first, last) with their gradients and the optimiser's state."""
         bytes_held: Numbers = self.static[last] - self.static[first] + self._copied[first, last]
         return bytes_held
+
+    def has_backward(self, last: Counts) -> NDArray[numpy.bool_]:
+        """Return whether a stage that ends before layer `last` has a backward pass: not where nothing is trained up to
+        there."""
+        above: NDArray[numpy.bool_] = last > self._lowest_trained
+        return above
+
+    def held_at_once(self, last: Counts, ahead: int) -> Counts:
+        """Return how many micro-batches a stage that ends before layer `last` keeps something of, where `ahead` of them
+        await their gradients: one without a backward pass."""
+        held: Counts = numpy.where(self.has_backward(last), ahead, 1)
+        return held
 
     def tied(self, first: Counts, last: Counts) -> Numbers:
         """Return the bytes of the trained weights that layers [first, last) are the first to read, and later ones read
@@ -231,6 +247,17 @@ def _of_tied(read_again: Mapping[WeightSpec, Sequence[int]], layers: int, copies
         if weight.trainable:
             tied[: places[0] + 1, places[0] + 1 : places[-1] + 1] += weight.bytes
     return copied, tied
+
+
+def _lowest_trained(network: Network) -> int:
+    """Return the first layer with a backward pass; where there is none, how many layers there are."""
+    for index, layer in enumerate(network.layers):
+        names = (name for op in network.ops[layer.first : layer.last] for name in op.outputs)
+        if any(network.tensors[name].differentiable for name in names) or any(
+            network.weights[name].trainable for name in layer.weights
+        ):
+            return index
+    return len(network.layers)
 
 
 def carried(network: Network) -> tuple[Numbers, Numbers]:

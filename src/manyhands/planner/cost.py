@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.link import Link
-from manyhands.facts.network import Network
+from manyhands.facts.network import Network, Op
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
@@ -27,7 +28,7 @@ class CostModel:
         for name in profile.devices:
             profile.of(name).check_matches(network)
         self._range_seconds: dict[tuple[int, int, int, float], tuple[float, float]] = {}
-        self._op_shares: dict[int, tuple[float, ...]] = {}
+        self._op_shares: dict[int, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
         self._moved: dict[tuple[object, ...], list[float]] = {}
@@ -75,20 +76,23 @@ class CostModel:
         seconds = self._range_seconds.get(key)
         if seconds is not None:
             return seconds
-        shares = self._shares(profile, device)
+        ahead_shares, back_shares = self._shares(profile, device)
         forward = backward = 0.0
         op = first
         while op < last:
             number = self.network.layer_of_op[op]
             layer = self.network.layers[number]
             end = min(last, layer.last)
-            part = 1.0 if op == layer.first and end == layer.last else sum(shares[op:end])
-            if part < 1.0 and number in self._layers_with_fixed:
-                part = self._part(number, op, end, device, samples)
-            if part:
+            if op == layer.first and end == layer.last:
+                ahead_part, back_part = 1.0, 1.0
+            elif number in self._layers_with_fixed:
+                ahead_part, back_part = self._parts(number, op, end, device, samples)
+            else:
+                ahead_part, back_part = sum(ahead_shares[op:end]), sum(back_shares[op:end])
+            if ahead_part or back_part:
                 ahead, back = profile.layer_seconds(number, samples)
-                forward += ahead * part
-                backward += back * part
+                forward += ahead * ahead_part
+                backward += back * back_part
             op = end
         self._range_seconds[key] = (forward, backward)
         return forward, backward
@@ -102,30 +106,41 @@ class CostModel:
             if any(op.is_fixed for op in self.network.ops[layer.first : layer.last])
         )
 
-    def _part(self, number: int, first: int, last: int, device: str, samples: float) -> float:
-        """Return the fraction of a layer's time for so many samples that operators [first, last) take."""
-        layer, kind = self.network.layers[number], self.cluster.device(device)
-        seconds = [
-            op_seconds(op, kind, samples) if op.macs or op.moved_bytes else 0.0
-            for op in self.network.ops[layer.first : layer.last]
-        ]
-        return sum(seconds[first - layer.first : last - layer.first]) / (sum(seconds) or 1.0)
+    def _parts(self, number: int, first: int, last: int, device: str, samples: float) -> tuple[float, float]:
+        """Return the fractions of a layer's time for so many samples, forward and backward, that operators [first,
+        last) take."""
+        layer = self.network.layers[number]
+        ahead, back = (
+            sum(seconds[first - layer.first : last - layer.first]) / (sum(seconds) or 1.0)
+            for seconds in self._estimates(self.network.ops[layer.first : layer.last], device, samples)
+        )
+        return ahead, back
 
-    def _shares(self, profile: DeviceProfile, device: str) -> tuple[float, ...]:
-        """Return each operator's fraction of its layer's time. Layers are measured; the roofline estimate divides their
-        time."""
+    def _estimates(self, ops: Sequence[Op], device: str, samples: float) -> tuple[list[float], list[float]]:
+        """Return roofline estimates of operators, forward and backward. Those without gradients take no time
+        backward."""
+        kind = self.cluster.device(device)
+        ahead = [op_seconds(op, kind, samples) if op.macs or op.moved_bytes else 0.0 for op in ops]
+        return ahead, [seconds if self.network.backward_passes(op) else 0.0 for op, seconds in zip(ops, ahead)]
+
+    def _shares(self, profile: DeviceProfile, device: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return each operator's fraction of its layer's time, forward and backward. Layers are measured; the roofline
+        estimate divides their time."""
         stored = self._op_shares.get(id(profile))
         if stored is not None:
             return stored
-        kind = self.cluster.device(device)
-        weights = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
+        ahead, back = self._estimates(self.network.ops, device, 1)
+        shares = self._op_shares[id(profile)] = (self._within_layers(ahead), self._within_layers(back))
+        return shares
+
+    def _within_layers(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """Return each operator's fraction of its layer's seconds; of a layer that takes none, equal ones."""
         shares: list[float] = []
         for layer in self.network.layers:
-            layer_weights = weights[layer.first : layer.last]
-            total = sum(layer_weights)
-            shares.extend(weight / total if total else 1.0 / len(layer_weights) for weight in layer_weights)
-        self._op_shares[id(profile)] = tuple(shares)
-        return self._op_shares[id(profile)]
+            of_layer = seconds[layer.first : layer.last]
+            total = sum(of_layer)
+            shares.extend(each / total if total else 1.0 / len(of_layer) for each in of_layer)
+        return tuple(shares)
 
     def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
         """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and

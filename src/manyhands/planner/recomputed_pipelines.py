@@ -26,7 +26,7 @@ class RecomputingSteps(Steps):
         entering = numpy.concatenate([[0.0], numpy.cumsum(b.crossing)])
         fixed = b.held(first, last) + numpy.diff(b.fixed).max()
         fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
-        each = ahead * (entering[last] - entering[first]) + numpy.diff(b.saved).max()
+        each = b.held_at_once(last, ahead) * (entering[last] - entering[first]) + numpy.diff(b.saved).max()
         return fixed, each + numpy.maximum(b.widest[first, last], b.returning[last])
 
 

@@ -106,9 +106,10 @@ class Steps:
         step works with.
         """
         b = self.bytes
-        fixed = b.held(first, last) + ahead * (b.fixed[last] - b.fixed[first])
+        held = b.held_at_once(last, ahead)
+        fixed = b.held(first, last) + held * (b.fixed[last] - b.fixed[first])
         fixed = fixed + max(self.batch.count > 1, self.batch.optimizer_slots) * b.heaviest[first, last]
-        each = ahead * (b.saved[last] - b.saved[first] + b.crossing[first])
+        each = held * (b.saved[last] - b.saved[first] + b.crossing[first])
         each = each + numpy.maximum(b.widest[first, last], b.returning[last])
         return fixed, each
 
@@ -146,28 +147,30 @@ class Steps:
             for tables, seconds in ((self.ladders.forward, forward), (self.ladders.backward, backward)):
                 numpy.maximum(seconds, tables[kind][samples, last] - tables[kind][samples, first], out=seconds)
         if self.batch.is_synchronised:
-            statistics = self.statistics_seconds(first, last, group)
-            forward += statistics
-            backward += statistics
+            ahead, back = self.statistics_seconds(first, last, group)
+            forward += ahead
+            backward += back
         reduce = self.reduce_seconds(first, last, group)
         none = numpy.zeros(len(first), numpy.int64)
         return StageTable(
             first, last, group, forward, backward, reduce, shares, none, numpy.zeros((len(first), counts.shape[1]))
         )
 
-    def statistics_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
-        """Return the seconds that the batch norms of stages take to add up their sums over all devices, one way."""
+    def statistics_seconds(self, first: Counts, last: Counts, group: Counts) -> tuple[Numbers, Numbers]:
+        """Return the seconds that the batch norms of stages take to add up their sums over all devices, forward and
+        backward."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
-        norms, sums = b.norms[last] - b.norms[first], b.sums[last] - b.sums[first]
-        seconds: Numbers = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
-        return seconds
+        norms, sums = b.norms[:, last] - b.norms[:, first], b.sums[:, last] - b.sums[:, first]
+        ahead, back = is_shared * (norms * self.group_delays[group] + 2 * sums * self._sum_seconds[group])
+        return ahead, back
 
     def reduce_seconds(self, first: Counts, last: Counts, group: Counts) -> Numbers:
         """Return T_a: the seconds of adding up weight gradients. Those of a weight that later stages hold too are added
         up once the first of them, which is the last to end, has its own."""
         b, is_shared = self.bytes, self.ends[group] - self.starts[group] > 1
+        summed = b.summed(first, last)
         seconds: Numbers = (
-            self._reduce_seconds[group] * b.summed(first, last) + is_shared * 2 * self.group_delays[group]
+            self._reduce_seconds[group] * summed + (is_shared & (summed > 0)) * 2 * self.group_delays[group]
         )
         tied = b.tied(first, last)
         if tied.any():

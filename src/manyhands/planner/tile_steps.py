@@ -175,10 +175,12 @@ class TileSteps(Steps):
                 less, more = (table[samples_done, last] - table[samples_done, first] for samples_done in (low, low + 1))
                 numpy.maximum(seconds, numpy.where(has[:, kind], less + over * (more - less), 0.0), out=seconds)
         exchange = self._exchange_seconds(first, last, group, columns)
-        exchange += self.statistics_seconds(first, last, group)
+        ahead, back = self.statistics_seconds(first, last, group)
         shares = Shares(numpy.zeros(counts.shape, numpy.int64), numpy.zeros(counts.shape, numpy.int64), fits)
         reduce = self.reduce_seconds(first, last, group)
-        return StageTable(first, last, group, forward + exchange, backward + exchange, reduce, shares, columns, parts)
+        forward += exchange + ahead
+        backward += exchange * self.bytes.has_backward(last) + back
+        return StageTable(first, last, group, forward, backward, reduce, shares, columns, parts)
 
     def _exchange_seconds(self, first: Counts, last: Counts, group: Counts, columns: Counts) -> Numbers:
         """Return the seconds to exchange the halos of a micro-batch, one way: the way back mirrors it."""

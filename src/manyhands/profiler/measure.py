@@ -290,13 +290,13 @@ class _Layers:
             return self._training_by_layers(inputs, samples)
         timed = _Pass()
         clock = _Clock(self.device, self.alone)
-        values, context = dict(inputs), Context(samples=samples)
+        values, context, tensors = dict(inputs), Context(samples=samples), self.graph.network.tensors
         entered: list[dict[str, torch.Tensor]] = []
         produced: list[dict[str, torch.Tensor]] = []
         for piece in self.pieces:
             inputs_here = {name: values[name].detach() for name in piece.inputs}
             for name, tensor in inputs_here.items():
-                if name not in inputs and tensor.is_floating_point():
+                if tensors[name].differentiable:
                     tensor.requires_grad_()
             clock.start()
             outputs = piece(inputs_here, context)
@@ -313,11 +313,11 @@ class _Layers:
     def _training_by_layers(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         """Run each layer forward and at once backward, so that only one keeps what its backward pass needs."""
         forward, backward = _Clock(self.device, self.alone), _Clock(self.device, self.alone)
-        values, context = dict(inputs), Context(samples=samples)
+        values, context, tensors = dict(inputs), Context(samples=samples), self.graph.network.tensors
         for piece, unread in zip(self.pieces, self._unread_after):
             inputs_here = {name: values[name].detach() for name in piece.inputs}
             for name, tensor in inputs_here.items():
-                if name not in inputs and tensor.is_floating_point():
+                if tensors[name].differentiable:
                     tensor.requires_grad_()
             forward.start()
             outputs = piece(inputs_here, context)

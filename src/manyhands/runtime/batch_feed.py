@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manyhands.executor.feeder import Feeder
+from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order
@@ -17,8 +18,10 @@ Batches = Iterator[Batch]
 class BatchFeed:
     """Checks batches and sends each device its part of each."""
 
-    def __init__(self, order: Order, feeder: Feeder, first: int) -> None:
+    def __init__(self, order: Order, feeder: Feeder, first: int, others: Mapping[Graph, Feeder] | None = None) -> None:
+        """`others`: the feeders of batches of other lengths, by their graphs."""
         self.feeder, self._order = feeder, order
+        self._feeders = {order.graph: feeder, **(others or {})}
         self.sent = first
         """Steps whose batches were sent."""
         self.inputs: dict[int, Any] = {}
@@ -28,10 +31,11 @@ class BatchFeed:
         """Send the next batch; `round_first`: the first step of its round."""
         step, inputs, targets = next(batches)
         assert step == self.sent, "batches come in order"
+        graph = self._order.graph_at(step)
         if self._order.preload is None:
-            check_labels(self._order.graph, targets, f"The targets of step {step}")
+            check_labels(graph, targets, f"The targets of step {step}")
         self.inputs[step] = inputs
-        self.feeder.send(round_first, inputs, targets, step - round_first)
+        self._feeders[graph].send(round_first, inputs, targets, step - round_first)
         self.sent += 1
 
     def needs_preload(self, name: str, member: Member) -> bool:

@@ -73,7 +73,7 @@ from manyhands.runtime.control_messages import (
     Welcome,
 )
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done

@@ -48,6 +48,14 @@ class Facts(msgspec.Struct, frozen=True):
     """The confinement of its process; None: not reported."""
 
 
+class LengthGraph(msgspec.Struct, frozen=True):
+    """The job's graph at another length of its samples."""
+
+    length: int
+    graph: dict[str, Any]
+    network: Network
+
+
 class DeviceJob(msgspec.Struct, frozen=True):
     """Everything a device needs to take its part in a run; its weights follow as data."""
 
@@ -83,6 +91,12 @@ class DeviceJob(msgspec.Struct, frozen=True):
     resident_dataset: str = msgspec.field(default="", name="shelf")
     """A key that identifies the preloaded samples; they come with the weights, unless the device already has them."""
     is_preloaded: bool = msgspec.field(default=False, name="is_laid")
+    longest: int = 0
+    """The length of samples in `graph`; 0: all batches have one shape."""
+    shorter: tuple[LengthGraph, ...] = ()
+    """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
+    step_lengths: bytes = b""
+    """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
 
 
 class Shape(msgspec.Struct, frozen=True):

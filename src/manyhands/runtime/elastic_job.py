@@ -165,6 +165,8 @@ class ElasticJob:
     def _usual(self) -> Usual:
         """Return how long rounds and preparation took in the generations so far."""
         recent = self.outcome.step_seconds[-_RECENT_STEPS:]
+        steps = range(self._furthest - len(recent), self._furthest)
+        recent = [self.order.at_longest(step, seconds) for step, seconds in zip(steps, recent)]
         return Usual(statistics.median(recent) if recent else None, self._prepared_seconds)
 
     def _bounded(self, order: Order) -> Order:

@@ -97,7 +97,7 @@ class FailureDiagnosis:
     def _in_data(self, error: NotFinite, step: int) -> NotFinite | None:
         """Return the error for an input that is not finite; None where all are. Later stages do not see the data."""
         inputs = self._run.feed.inputs
-        for name, tensor in bind_inputs(self._run.order.graph, inputs[step]).items() if step in inputs else ():
+        for name, tensor in bind_inputs(self._run.order.graph_at(step), inputs[step]).items() if step in inputs else ():
             if not bool(torch.isfinite(tensor).all()):
                 where = f"the input '{name}': the data holds a number that is not finite"
                 return DataNotFinite(f"{_head(error)}; it began in {where}.", hint="Fix the data of that step.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,11 +12,20 @@ import torch
 from manyhands.executor.messages import COORDINATOR
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
-from manyhands.runtime.control_parts import DeviceJob, TensorEntry
+from manyhands.runtime.control_parts import DeviceJob, LengthGraph, TensorEntry
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order
 from manyhands.runtime.state import Located
 from manyhands.schedule.policy import Schedule
+
+
+@dataclass(frozen=True)
+class GraphDocument:
+    """The job's graph as it travels, with those of shorter samples, and the digest by which a device knows them."""
+
+    longest: dict[str, Any]
+    shorter: tuple[LengthGraph, ...]
+    digest: str
 
 
 class Handout:
@@ -39,28 +49,33 @@ class Handout:
         """The devices that compute, and those that only send the state they have."""
 
     def job(
-        self, name: str, member: Member, order: Order, feed: BatchFeed, document: dict[str, Any], digest: str,
+        self, name: str, member: Member, order: Order, feed: BatchFeed, document: GraphDocument,
         wait_limit_seconds: float,
     ) -> DeviceJob:  # fmt: skip
-        """Return a device's part of the job. `document`: the graph, left out where the device already has it."""
-        located = self.located
+        """Return a device's part of the job. The graph is left out where the device already has it."""
+        located, lengths = self.located, order.lengths
+        first = located.steps_done
         kernels = dict(order.kernels.get(name, {}))
         together = [other for stage in order.plan.stages if name in stage.devices for other in stage.devices]
         alike = all(dict(order.kernels.get(other, {})) == kernels for other in together)
-        is_known = member.graph_digest == digest
+        is_known = member.graph_digest == document.digest
         return DeviceJob(
-            graph=None if is_known else document, network=None if is_known else order.graph.network, digest=digest,
+            graph=None if is_known else document.longest, network=None if is_known else order.graph.network,
+            digest=document.digest,
             plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
             state=tuple(self._part(name, located.entries[tensor_name]) for tensor_name in self._wanted(name)),
             sources=self.sources[name], checksums=self._checksums(name),
-            scalars=located.scalars, steps_done=located.steps_done, with_targets=order.plan.is_training,
+            scalars=located.scalars, steps_done=first, with_targets=order.plan.is_training,
             trace_first=order.trace_steps.start, trace_last=order.trace_steps.stop,
             memory_step=order.memory_step, watch_every=order.watch_every,
             wait_limit_seconds=wait_limit_seconds, held=tuple(sorted(feed.feeder.local_names(name))),
             preload_samples=order.preload.count if order.preload is not None else 0,
             resident_dataset=feed.feeder.resident_key(name),
             is_preloaded=not feed.needs_preload(name, member),
+            longest=max(lengths.graphs) if lengths is not None else 0,
+            shorter=() if is_known else document.shorter,
+            step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",
         )  # fmt: skip
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:

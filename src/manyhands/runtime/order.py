@@ -13,6 +13,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
+from manyhands.graph.lengths import LengthGraphs
 
 if TYPE_CHECKING:
     from manyhands.runtime.state import Located
@@ -59,6 +60,17 @@ class Order:
     """All samples, to be preloaded on the devices before the first step; batches then consist of sample numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: no copies."""
+    lengths: LengthGraphs | None = None
+    """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
+
+    def at_longest(self, step: int, seconds: float) -> float:
+        """Return the seconds that a step of the longest batches may take where this one took `seconds`."""
+        return seconds if self.lengths is None else seconds * self.lengths.work_ratio(step)
+
+    def graph_at(self, step: int) -> Graph:
+        """Return the graph that a step runs."""
+        length = self.lengths.length(step) if self.lengths is not None else None
+        return self.graph if self.lengths is None or length is None else self.lengths.graphs[length]
 
 
 def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.graph.check import check_weights
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
+from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.runtime import state
 from manyhands.runtime.control_parts import DeviceJob, TensorEntry
@@ -40,21 +41,24 @@ class PartBuilder:
 
     def __init__(self, endpoint: ConnectedEndpoint, joining: Joining, silo: Silo | None) -> None:
         self.endpoint, self._joining, self._silo = endpoint, joining, silo
-        self._graphs: dict[str, Graph] = {}
-        """The last job's graph, by its digest."""
+        self._graphs: dict[str, dict[int, Graph]] = {}
+        """The last job's graphs, by their digest; of each length, or under 0 the only one."""
         self._resident_dataset: ResidentDataset | None = None
         """The samples that were preloaded last."""
 
     def build(self, generation: int, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Executor:
         """Return the executor of this device's part, with the mailbox open for everything it will receive. `kept` is
         what this device has of the state that the job begins with."""
-        graph = self._graph_of(job)
+        graph, lengths = self._graphs_of(job)
         network = graph.network
         plan = resolve(job.plan, network)
         if self.endpoint.name not in plan.devices:
             raise BadPlan(f"The plan does not name {self.endpoint.name}.")
         schedule = Schedule(plan, network)
         weights = self._weights(graph, schedule, job, kept)
+        for other in lengths.graphs.values() if lengths is not None else ():
+            if graph.loss is not None and other.loss is not None:
+                other.loss.state.update(graph.loss.state)
         stepper = None
         if job.optimizer is not None and plan.is_training:
             stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
@@ -69,9 +73,8 @@ class PartBuilder:
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
         self.endpoint.mailbox.received_bytes.clear()
-        executor = Executor(graph, schedule, self.endpoint, weights, stepper, options)
-        expected = executor.expected()
-        self.endpoint.mailbox.open(generation, expected, job.steps_done, plan.steps_per_round)
+        executor = Executor(graph, schedule, self.endpoint, weights, stepper, options, lengths)
+        self.endpoint.mailbox.open(generation, executor.expected_by_step(), job.steps_done, plan.steps_per_round)
         for source, names in job.sources.items():
             if source != self.endpoint.name:
                 self.endpoint.mailbox.expect(source, STATE, state.byte_count(listed(job, names)))
@@ -79,13 +82,22 @@ class PartBuilder:
             self.endpoint.mailbox.expect(COORDINATOR, SAMPLES, options.resident.bytes)
         return executor
 
-    def _graph_of(self, job: DeviceJob) -> Graph:
-        """Return the job's graph; it may be the one that this worker received before."""
+    def _graphs_of(self, job: DeviceJob) -> tuple[Graph, LengthGraphs | None]:
+        """Return the job's graph, and those of all lengths if batches have several; they may be the ones that this
+        worker received before."""
         if job.graph is not None:
-            self._graphs = {job.digest: graph_of(job.graph, job.network)}
+            shorter = {other.length: graph_of(other.graph, other.network) for other in job.shorter}
+            self._graphs = {job.digest: {**shorter, job.longest: graph_of(job.graph, job.network)}}
         if job.digest not in self._graphs:
             raise BadPlan(f"The job's graph is {job.digest:.16}; this worker was given none of that digest.")
-        return self._graphs[job.digest]
+        graphs = self._graphs[job.digest]
+        if job.longest not in graphs or job.longest < max(graphs):
+            raise BadPlan(f"The job's longest samples have {job.longest}; its graphs are for {sorted(graphs)}.")
+        if not job.longest:
+            return graphs[0], None
+        if job.plan.steps_per_round > 1 or not job.plan.is_training:
+            raise BadPlan("Batches of several lengths are for training, one step in a round.")
+        return graphs[job.longest], LengthGraphs.from_places(graphs, job.steps_done, job.step_lengths)
 
     def _weights(self, graph: Graph, schedule: Schedule, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Weights:
         """Return memory for the weights and buffers of this device's part; their values come with the start. Those that

@@ -13,6 +13,9 @@ from manyhands.graph.document import to_document
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_messages import Prepare, Ready
+from manyhands.runtime.control_parts import LengthGraph
+from manyhands.runtime.handout import GraphDocument
+from manyhands.runtime.order import Order
 
 if TYPE_CHECKING:
     from manyhands.runtime.run import Run
@@ -20,18 +23,27 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 30.0
 
 
+def _shorter_graphs(order: Order) -> tuple[LengthGraph, ...]:
+    if order.lengths is None:
+        return ()
+    graphs = ((length, graph) for length, graph in order.lengths.graphs.items() if graph is not order.graph)
+    return tuple(LengthGraph(length, to_document(graph), graph.network) for length, graph in graphs)
+
+
 def prepare(run: Run) -> None:
     """Hand out the parts of a run, and return when all its devices are ready."""
     run.coordinator.endpoint.mailbox.open(run.generation, run.expected(), run.first, run.stride)
     document = to_document(run.order.graph)
-    digest = hashlib.sha256(msgspec.json.encode(document)).hexdigest()
+    shorter = _shorter_graphs(run.order)
+    digest = hashlib.sha256(msgspec.json.encode([document, shorter] if shorter else document)).hexdigest()
     for name in run.participants:
         peers = run.coordinator.addresses(run.participants, name)
         job = None
         if name in run.names:
             job = run.handout.job(
-                name, run.members[name], run.order, run.feed, document, digest, run.worker_wait_seconds
-            )
+                name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
+                run.worker_wait_seconds,
+            )  # fmt: skip
         if job is not None and not (job.resident_dataset and job.is_preloaded):
             # it drops the dataset it has; the new one is complete after its first round
             run.members[name].resident_dataset = ""

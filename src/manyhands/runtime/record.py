@@ -6,6 +6,7 @@ live.json  round.json                                    the present state, or h
 devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
 tensorboard/                                             the same for TensorBoard, if asked for
 checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
+adapter/                                                 of a module that PEFT has wrapped: as PEFT writes it
 workers/*.log                                            the output of local workers
 """
 
@@ -17,7 +18,7 @@ import datetime
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,15 @@ from manyhands.observe.tensorboard import TensorBoard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.state import constant_weights
+from manyhands.weights.adapters import peft_model_of, sampled_digest
 from manyhands.weights.mapped import is_mapped
 
 COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
 KEPT_CHECKPOINTS = 3
-PLOTS = "plots"
-"""The sub-folder with the pictures."""
+FROZEN = "frozen_weights"
+"""The fact of a checkpoint that tells the weights apart which it does not hold."""
+ADAPTER, PLOTS = "adapter", "plots"
+"""The sub-folders with what PEFT reads, and with the pictures."""
 
 
 class RunRecord:
@@ -144,12 +148,13 @@ class RunRecord:
                 os.fsync(file.fileno())
         except OSError as error:
             raise write_failed(path, error) from error
+        kept = full_state(module, graph, state.weights)
+        frozen = left_out(graph, kept)
         saved = checkpoint.save(
             self.folder,
             checkpoint.Checkpoint(
-                step=state.steps_done, model=full_state(module, graph, state.weights),
-                optimizer_tensors=state.optimizer, optimizer_scalars=state.scalars, optimizer=optimizer, seed=seed,
-                facts=facts,
+                step=state.steps_done, model=kept, optimizer_tensors=state.optimizer, optimizer_scalars=state.scalars,
+                optimizer=optimizer, seed=seed, facts=facts | ({FROZEN: frozen} if frozen else {}),
             ),
         )  # fmt: skip
         checkpoint.prune(self.folder, KEPT_CHECKPOINTS)
@@ -177,20 +182,37 @@ class RunRecord:
 def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the module's state dict with trained values, tied names included; what the graph does not use stays.
 
-    Weights that no step changes and that are mapped from a file are left out: they stay in that file.
+    Weights that no step changes are left out where they are mapped from a file, in which they stay, and where PEFT has
+    wrapped the module, whose checkpoints are of what is trained only.
     """
     state, constants = {}, constant_weights(graph.network)
+    is_adapted = peft_model_of(module) is not None
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     for name, tensor in module.state_dict().items():
         original = graph.aliases.get(name, name)
         trained = weights.get(original)
-        if is_mapped(tensor) and (trained is None or original in constants):
+        is_constant = original in constants if trained is not None else is_mapped(tensor) or name in frozen
+        if is_constant and (is_mapped(tensor) or (is_adapted and name in frozen)):
             continue
         state[name] = trained if trained is not None else tensor
     return state
 
 
+def left_out(graph: Graph, kept: Collection[str]) -> str:
+    """Return the digest of the graph's parameters that a checkpoint does not hold; empty: it holds all."""
+    absent = {s.name: graph.state[s.name] for s in graph.weights if s.name not in kept and not s.buffer}
+    return sampled_digest(absent) if absent else ""
+
+
 def resumed_state(graph: Graph, loaded: checkpoint.Checkpoint) -> RunState:
     """Return the state that a checkpoint holds."""
+    if loaded.facts.get(FROZEN, now := left_out(graph, loaded.model)) != now:
+        raise BadFile(
+            "The model's frozen weights are not those that the run was started with; its checkpoint holds what is "
+            "trained only.",
+            hint="Give the model the same weights again: the same files, or the same seed.",
+        )
     weights = {}
     for spec in graph.weights:
         tensor = loaded.model.get(spec.name)

@@ -90,7 +90,7 @@ class Reports:
         if message.step <= self._run.steps.done[name]:
             return False
         self._check_step(name, message.step, self._run.steps.round_end(self._run.steps.done[name] + 1) - 1)
-        self._run.stalls.ended_round(name, message.seconds, message.step - self._run.steps.done[name])
+        self._run.stalls.ended_round(name, message.seconds, message.step, self._run.steps.done[name])
         if self._run.steps.round_of(message.step) == self._run.first:
             began = time.monotonic() - message.seconds
             self._run.times.first_round_began = min(began, self._run.times.first_round_began or began)

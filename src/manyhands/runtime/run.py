@@ -14,7 +14,8 @@ from typing import ClassVar, NoReturn
 
 from manyhands.executor.feeder import Feeder
 from manyhands.executor.messages import COORDINATOR
-from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.errors import BadPlan, ManyhandsError, TimedOut, WorkerLost
+from manyhands.graph.graph import Graph
 from manyhands.runtime import stalls
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.backing import Backups
@@ -86,7 +87,7 @@ class Run:
             order.graph, schedule, coordinator.endpoint, with_targets=is_training,
             local=coordinator.silos if is_training else None, preload=order.preload,
         )  # fmt: skip
-        self.feed = BatchFeed(order, feeder, first)
+        self.feed = BatchFeed(order, feeder, first, self._feeders_of_lengths(order))
         self.order = self._aligned(order)
         self.outcome, self.times = Outcome(), RunTimes()
         self.is_paused = self._ends_early = False
@@ -96,6 +97,20 @@ class Run:
         self._diagnosis = FailureDiagnosis(self)
         work = stalls.work_of(order.plan, order.graph.network)
         self.reports = self.reports_class(self, Agreement(schedule, work, suspicions or Suspicions()))
+
+    def _feeders_of_lengths(self, order: Order) -> dict[Graph, Feeder]:
+        """Return the feeders of batches that are shorter than the longest, by their graphs."""
+        if order.lengths is None:
+            return {}
+        if self.coordinator.silos or order.preload is not None or order.plan.steps_per_round > 1:
+            raise BadPlan(
+                "Batches of several lengths are fed step by step: by no silo, not at the start, and in no round of "
+                "several steps.",
+                hint="Give one length, like lengths=(128,).",
+            )
+        graphs = [graph for graph in order.lengths.graphs.values() if graph is not order.graph]
+        endpoint = self.coordinator.endpoint
+        return {graph: Feeder(graph, Schedule(order.plan, graph.network), endpoint) for graph in graphs}
 
     @property
     def names(self) -> tuple[str, ...]:

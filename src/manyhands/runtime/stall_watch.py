@@ -54,13 +54,16 @@ class StallWatch:
         self._moved, self._moved_at = 0, self._looked_at
         """The last count of what came to the coordinator, and when it last changed."""
 
-    def ended_round(self, name: str, seconds: float, steps: int) -> None:
-        """Record the time that a device reports for its round, at most the time since its last one.
+    def ended_round(self, name: str, seconds: float, step: int, step_before: int) -> None:
+        """Record the time that a device reports for its round, at most the time since its last one. `step`,
+        `step_before`: the last steps of this round and of the one before.
 
-        Where a round has several steps, a step's time counts: progress is due that often.
+        Where a round has several steps, a step's time counts: progress is due that often. Where batches have several
+        lengths, it is the time that the longest would have taken.
         """
         now = time.monotonic()
-        self._round_seconds.append(min(seconds, now - self._ended_at.get(name, 0.0)) / max(1, steps))
+        step_seconds = min(seconds, now - self._ended_at.get(name, 0.0)) / max(1, step - step_before)
+        self._round_seconds.append(self._run.order.at_longest(step, step_seconds))
         self._ended_at[name] = now
 
     @property

@@ -69,9 +69,7 @@ class StateExchange:
             for name, tensor in state.of(state.WEIGHT, tensors).items():
                 if not _is_same_memory(executor.weights.tensors[name], tensor):
                     executor.weights.tensors[name].copy_(tensor)
-            if executor.loss is not None:
-                for name, tensor in state.of(state.LOSS, tensors).items():
-                    executor.loss.piece.weights.tensors[name].copy_(tensor)
+            executor.load_loss(state.of(state.LOSS, tensors))
         resident = executor.options.resident
         if resident is not None and not job.is_preloaded:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)

@@ -24,11 +24,14 @@ class BackwardPass:
         split = geometry.backward_runs
         before, *after = [self._packed(exchange) for exchange in split.exchanges]
         self._before = Mail(before)
+        low = geometry.backward_first
         self._runs = [
-            (span, Mail(exchange), Mail(exchange, leaving) if span[0] == geometry.first else Mail(exchange))
-            for span, exchange in zip(split.runs, after, strict=True)
+            ((max(first, low), last), Mail(exchange), Mail(exchange, leaving if first == geometry.first else []))
+            for (first, last), exchange in zip(split.runs, after, strict=True)
+            if last > low
         ]
-        """Operators, what is exchanged after them, and all that leaves a device then."""
+        """Operators, what is exchanged after them, and all that leaves a device then; only of runs in which a gradient
+        is needed."""
 
     def _packed(self, exchange: Exchange) -> Packed:
         return packed_messages(
@@ -112,11 +115,11 @@ def gradient_buckets(geometry: StageGeometry, tied: Collection[str]) -> dict[int
     buckets: dict[int, Reduce] = {}
     pending, high, to_come = 0, geometry.last, sum(sizes.values())
     most_last = geometry.last_bucket_bytes(to_come)
-    for op in range(geometry.last - 1, geometry.first - 1, -1):
+    for op in range(geometry.last - 1, geometry.backward_first - 1, -1):
         size = sizes.get(op, 0)
         pending, to_come = pending + size, to_come - size
         is_last_but_one = 0 < to_come <= most_last <= pending and size > 0
-        if pending >= bucket_bytes or is_last_but_one or (op == geometry.first and pending):
+        if pending >= bucket_bytes or is_last_but_one or (op == geometry.backward_first and pending):
             buckets[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending)
             pending, high = 0, op
     return buckets

@@ -100,6 +100,29 @@ class StageGeometry:
         """Whether this stage makes the network's last tensors."""
         return self.last == len(self.network.ops)
 
+    @cached_property
+    def backward_first(self) -> int:
+        """The first operator of the backward pass: below it nothing is trained and no gradient goes on. Where it is
+        `last`, this stage has no backward pass."""
+        tensors, weights = self.network.tensors, self.network.weights
+        read = {name for op in self.ops for name in op.inputs} | set(self.network.outputs if self.is_last else ())
+        if any(tensors[name].differentiable and not self.is_made_here(name) for name in read):
+            return self.first
+        return next(
+            (
+                index
+                for index in range(self.first, self.last)
+                if any(tensors[name].differentiable for name in self.network.ops[index].outputs)
+                or any(weights[name].trainable for name in self.network.ops[index].weights)
+            ),
+            self.last,
+        )
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether a backward pass follows this stage's forward pass."""
+        return self.plan.is_training and self.backward_first < self.last
+
     @property
     def loss_devices(self) -> tuple[str, ...]:
         """The devices that compute the loss of this stage's outputs."""

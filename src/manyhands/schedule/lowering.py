@@ -139,7 +139,7 @@ class Lowering:
 
     def _lower_forward(self, geometry: StageGeometry) -> None:
         stage, training = geometry.index, self.plan.is_training
-        inside, spans = ForwardPass(geometry), recomputed_spans(geometry.stage, self.network)
+        inside, spans = ForwardPass(geometry), recomputed_spans(geometry)
         gathered = Mail(self._packed(geometry.gathered_outputs, "output", stage) if training else [])
         for device in geometry.devices:
             out = self.work[device].forward_actions
@@ -175,7 +175,7 @@ class Lowering:
     def _lower_backward(self, geometry: StageGeometry) -> None:
         """Add every micro-batch's backward pass, and the round's last one, in which gradients are added up."""
         inside = BackwardPass(geometry, *self._backward_messages(geometry))
-        spans = recomputed_spans(geometry.stage, self.network)
+        spans = recomputed_spans(geometry)
         for device, actions in inside.actions(dict[int, Reduce]()).items():
             self.work[device].backward_actions += backward_again(actions, spans)
         for device, actions in inside.actions(gradient_buckets(geometry, self.tied)).items():

@@ -65,27 +65,27 @@ class DeviceMemory:
             if is_first and stage is next(iter(self.stages.values())):
                 self.micro_batches_held += 1
                 self.most_micro_batches_held = max(self.most_micro_batches_held, self.micro_batches_held)
-            if action.part == "ahead":
+            if not stage.runs_backward:
+                now += workspace
+                if action.last == stage.last and action.part not in ("interior", "partial"):
+                    self._release(action.stage, action.micro_batch)
+            elif action.part == "ahead":
                 kept = stage.kept_bytes(action.first) + is_first * stage.input_bytes
                 key = action.stage, action.micro_batch
                 self._history[key] = self._history.get(key, 0.0) + kept
                 self.held_bytes += kept
                 now = self.static_bytes + self.held_bytes + workspace
-            elif self.is_training:
+            else:
                 self.held_bytes += saved
                 now = self.static_bytes + self.held_bytes + workspace
-            else:
-                now += workspace
-                if action.last == stage.last and action.part not in ("interior", "partial"):
-                    self._release(action.stage, action.micro_batch)
         elif isinstance(action, Backward) and action.part not in ("weights", "rim"):
             stage = self.stages[action.stage]
             saved, workspace = stage.range(action.first, action.last, backward=True)
             now += workspace
             self.held_bytes -= saved
-            if action.first == stage.first:
+            if action.first == stage.backward_first:
                 self._release(action.stage, action.micro_batch)
-        elif isinstance(action, Discard):
+        elif isinstance(action, Discard) and self.stages[action.stage].runs_backward:
             self._release(action.stage, action.micro_batch)
         elif isinstance(action, Step):
             now += self.stages[action.stage].step_bytes
@@ -105,9 +105,11 @@ class DeviceMemory:
         """Hold what packing has changed until the gradient is back (SPLIT Alg. 1)."""
         message, codec = action.message, self._plan.stages[action.message.stage].codec
         if self.is_training and message.kind == "value" and codec.bits < 32 and codec.error_feedback:
-            size = self._unpacked_bytes(message)
-            self._errors[action.to, message.stage, message.micro_batch] = size
-            self.held_bytes += size
+            tensors = self._network.tensors
+            if any(tensors[part.tensor].differentiable for part in message.parts):
+                size = self._unpacked_bytes(message)
+                self._errors[action.to, message.stage, message.micro_batch] = size
+                self.held_bytes += size
 
     def _release(self, stage: int, micro_batch: int) -> None:
         self.held_bytes -= self._received.pop((stage, micro_batch), 0) + self._history.pop((stage, micro_batch), 0.0)
@@ -120,13 +122,14 @@ class _StageBytes:
 
     def __init__(self, plan: Plan, network: Network, geometry: StageGeometry, device: str) -> None:
         self.first, self.last = geometry.first, geometry.last
+        self.runs_backward, self.backward_first = geometry.runs_backward, geometry.backward_first
         parts, samples = geometry.fractions(device), plan.micro_batch_size
         saved = [
-            op.saved_bytes * samples * part + op.saved_fixed_bytes if part else 0.0
-            for op, part in zip(geometry.ops, parts)
+            op.saved_bytes * samples * part + op.saved_fixed_bytes if part and index >= self.backward_first else 0.0
+            for index, (op, part) in enumerate(zip(geometry.ops, parts), self.first)
         ]
         self._saved = list(accumulate(saved, initial=0.0))
-        entered = entering(network, geometry.first, recomputed_spans(geometry.stage, network))
+        entered = entering(network, geometry.first, recomputed_spans(geometry))
         share = samples * (parts[0] if parts else 0.0)
         self._kept = {
             span[0]: sum(_tensor_bytes(network, name, 1) * share for name in names) for span, names in entered.items()

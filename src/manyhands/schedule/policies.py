@@ -73,16 +73,18 @@ class EagerOrder:
             self.announced += 1
         if self._pending:  # inputs others wait for do not wait for what this device waits for
             return
+        while self.backwards < self.forwards:
+            is_last = self.backwards == self.micro_batches - 1
+            actions = self.work.backward(self.backwards, is_last=is_last)
+            if not has_arrived(actions, state):
+                break
+            self.backwards += 1
+            if actions:  # none: nothing is trained here or below
+                self._pending = actions
+                return
         if self.backwards == self.micro_batches:
             self._pending, self._finished = self.work.finish(), True
             return
-        if self.backwards < self.forwards:
-            is_last = self.backwards == self.micro_batches - 1
-            actions = self.work.backward(self.backwards, is_last=is_last)
-            if has_arrived(actions, state):
-                self.backwards += 1
-                self._pending = actions
-                return
         if self.forwards < self.micro_batches and self.forwards - self.backwards < self.ahead:
             actions = self.work.forward(self.forwards)
             if has_arrived(actions, state):

@@ -14,20 +14,23 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from manyhands.facts.network import Network
-from manyhands.facts.plan import Stage
 from manyhands.schedule.actions import Action, Backward, Forward
+from manyhands.schedule.geometry import StageGeometry
 
 Span = tuple[int, int]
 """Operators [first, last)."""
 
 
-def recomputed_spans(stage: Stage, network: Network) -> tuple[Span, ...]:
-    """Return the operators of each run of layers that a resolved stage runs again, in order."""
+def recomputed_spans(geometry: StageGeometry) -> tuple[Span, ...]:
+    """Return the operators of each run of layers that a resolved stage runs again, in order. Layers without a backward
+    pass keep nothing for it, and are not run again."""
     spans = []
-    for first, last in stage.recompute:
+    layers = geometry.network.layers
+    for first, last in geometry.stage.recompute:
         assert isinstance(first, int), "resolve the plan first"
         assert isinstance(last, int), "resolve the plan first"
-        spans.append((network.layers[first].first, network.layers[last - 1].last))
+        if layers[last - 1].last > geometry.backward_first:
+            spans.append((layers[first].first, layers[last - 1].last))
     return tuple(spans)
 
 

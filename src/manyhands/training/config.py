@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.errors import BadValue
-from manyhands.job.config import Option, full_path, option
+from manyhands.job.config import Config, Option, full_path, option
 from manyhands.job.config_sections import HEARTBEAT_TIMEOUT_SECONDS, DevicesConfig, LearningConfig, WorkloadConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from manyhands.facts.plan import Plan
     from manyhands.planner.task import TileOptions
 
@@ -101,13 +103,33 @@ class SharingConfig(LearningConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(WorkloadConfig, DevicesConfig, SharingConfig):
+class LengthsConfig(Config):
+    """Samples of different lengths."""
+
+    lengths: Sequence[int] | None = option(
+        None,
+        "Lengths that samples are padded to, like (32, 64, 128) or range(16, 129, 16): batches are made of samples of "
+        "similar length, each padded to the shortest of these. None: all samples have one shape.",
+        stored=None, on_resume="same",
+    )  # fmt: skip
+    pad: Mapping[str, float] | None = option(
+        None,
+        "What fills samples up, by the name of the input or target, like {'input_ids': 50256}. Else 0, and -100 in "
+        "targets of whole numbers, which losses ignore.",
+        stored=None, on_resume="same",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
     """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:
         super().check()
         if (self.grid or self.rows or self.columns or self.depths) and self.plan != "tiles":
             raise BadValue("--grid, --rows, --columns and --depths are for --share tiles.", hint="Add --share tiles.")
+        if self.lengths is not None and self.feed == "start":
+            raise BadValue("feed='start' lays out samples of one shape.", hint="Leave out feed, or lengths.")
 
     @property
     def has_plan_file(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -37,6 +37,8 @@ class TrainOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    lengths: Sequence[int] | None
+    pad: Mapping[str, float] | None
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None

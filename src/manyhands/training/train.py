@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from manyhands.data.given import batch_size_of, given, with_labels
-from manyhands.data.loader import Prefetcher
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.order import BatchOrder
+from manyhands.data.padding import Padded
 from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
@@ -27,6 +29,7 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
 from manyhands.job.config import takes
+from manyhands.job.lengths import sample_lengths
 from manyhands.job.opening import open_run
 from manyhands.job.result import TrainResult
 from manyhands.job.workload import Workload
@@ -120,7 +123,10 @@ def workload_of(
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     optimizer: Optimizer,
 ) -> Workload:
-    """Return the workload, with the batch size and the order of a DataLoader where the configuration has none."""
+    """Return the workload, with the batch size and the order of a DataLoader where the configuration has none.
+
+    Samples of different lengths are read once, to know these.
+    """
     samples = given(data)
     data, test = samples.data, given(config.test).data if config.test is not None else None
     if loss is None or loss == OWN_LOSS:
@@ -129,7 +135,14 @@ def workload_of(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
         test=test,
     )  # fmt: skip
-    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed)
+    if config.lengths is not None and config.say is not None:
+        config.say(f"reading {length(data):,} samples once, for their lengths")
+    lengths = sample_lengths(data, test, config.lengths, config.pad)
+    if lengths is not None:
+        assert config.lengths is not None
+        test = Padded(test, lengths.padding, lengths.longest) if test is not None else None
+        config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test)
+    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths)
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
@@ -235,7 +248,8 @@ class TrainJob(Job):
                     alike.append(plan)
         if self.say is not None:
             self.say(f"trying {min(most, len(alike))} plan(s)")
-        with Prefetcher(self.workload.data, self.workload.order, 0, 1) as batches:
+        order = BatchOrder(*self.workload.batch_facts)
+        with Prefetcher(self.workload.of_one_shape, order, 0, 1) as batches:
             _, inputs, targets = next(iter(batches))
         kernels = {name: device_profile.kernels for name, device_profile in profile.devices.items()}
         trials = fastest_in_trial(

@@ -26,6 +26,10 @@ WAIT_LIMIT_SECONDS = 600.0
 STEPS_AHEAD = 8
 """The rounds before its time at which a message is accepted: senders run ahead no further than their input is fed."""
 _MOST_REFUSALS = 100
+Messages = Mapping[tuple[str, str], int]
+"""(source, topic) -> bytes of each message of a round."""
+ExpectedMessages = Messages | Callable[[int], Messages]
+"""The messages of every round; where rounds differ, a function of a round's first step."""
 
 
 class _Message:
@@ -54,8 +58,8 @@ class Mailbox:
         self.name, self.limit_seconds = name, limit_seconds
         self.generation = -1
         self.step, self.stride = 0, 1
-        self.expected: dict[tuple[str, str], int] = {}
-        self._standing: set[tuple[str, str]] = set()
+        self._expected: Callable[[int], Messages] = lambda step: {}
+        self._standing: dict[tuple[str, str], int] = {}
         """Messages that may come at any step; their bytes are not counted with those of the plan."""
         self.received_bytes: Counter[str] = Counter()
         self.refusals: deque[str] = deque(maxlen=_MOST_REFUSALS)
@@ -82,11 +86,8 @@ class Mailbox:
 
     # Messages that may come
 
-    def open(
-        self, generation: int, expected: Mapping[tuple[str, str], int], first_step: int = 0, stride: int = 1
-    ) -> None:
-        """Start a generation: (source, topic) -> bytes of each message of a round. Everything of an older one is
-        forgotten.
+    def open(self, generation: int, expected: ExpectedMessages, first_step: int = 0, stride: int = 1) -> None:
+        """Start a generation, with the messages of its rounds. Everything of an older one is forgotten.
 
         `stride`: the steps from a round's first step, by which its messages are known, to the next one's.
 
@@ -95,7 +96,8 @@ class Mailbox:
         """
         with self.writing, self._lock:
             self.generation, self.step, self.stride = generation, first_step, stride
-            self.expected = dict(expected)
+            every_round = dict(expected) if not callable(expected) else {}
+            self._expected = expected if callable(expected) else lambda step: every_round
             self._standing.clear()
             self._messages.clear()
             self._received.clear()
@@ -106,8 +108,12 @@ class Mailbox:
     def expect(self, source: str, topic: str, size: int) -> None:
         """Expect one more message, at any step of this generation."""
         with self._lock:
-            self.expected[(source, topic)] = size
-            self._standing.add((source, topic))
+            self._standing[(source, topic)] = size
+
+    def _planned(self, source: str, step: int, topic: str) -> int | None:
+        """Return the bytes of a message; None where it is not in the plan."""
+        size = self._standing.get((source, topic))
+        return size if size is not None else self._expected(step).get((source, topic))
 
     def join(self, peer: str) -> None:
         """Note that the peer is connected (again): it is no longer lost."""
@@ -149,7 +155,7 @@ class Mailbox:
             return window(message.views, header.offset, header.length)
 
     def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
-        size = self.expected.get((peer, header.topic))
+        size = self._planned(peer, header.step, header.topic)
         at_hand = message.at_hand if message is not None else 0
         if header.origin != peer:
             problem = f"says it comes from {header.origin:.64}"
@@ -250,10 +256,10 @@ class Mailbox:
         self._post((source, step, topic), [as_bytes(tensor) for tensor in into])
 
     def _post(self, key: Key, views: list[memoryview]) -> _Message:
-        source, _, topic = key
+        source, step, topic = key
         size = sum(map(len, views))
         with self._lock:
-            planned = self.expected.get((source, topic))
+            planned = self._planned(source, step, topic)
             if planned != size:
                 expectation = "it is not in the plan" if planned is None else f"the plan says {planned}"
                 raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {expectation}.")
@@ -277,7 +283,7 @@ class Mailbox:
         """Wait for a message without a posted destination, and return the memory that it came into."""
         key = (source, step, topic)
         with self._lock:
-            size = self.expected.get((source, topic))
+            size = self._planned(source, step, topic)
             if size is None:
                 raise BadValue(f"{self.name} waits for '{topic:.200}' from {source}; it is not in the plan.")
             message = self._messages.setdefault(key, _Message(size, []))
@@ -344,7 +350,8 @@ class Mailbox:
             keys = self._threads.keys()
             sources = {key[0] for key in keys if key is not None and key is not ANOTHER_THREAD}
             if None in keys:
-                sources |= {source for source, topic in self.expected if self._is_missing(source, topic)}
+                planned = self._expected(self.step)
+                sources |= {source for source, topic in planned if self._is_missing(source, topic)}
             return sources
 
     def _is_missing(self, source: str, topic: str) -> bool:

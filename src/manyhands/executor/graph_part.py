@@ -1,0 +1,106 @@
+"""One device's part of one captured graph: its actions, what computes them, and what sends and receives for them.
+
+An executor has one, or where the batches of a run have several lengths one for each length. Weights, their gradients
+and the optimiser are of the network and not of a graph: all parts work on the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.executor.codec import Coding
+from manyhands.executor.device_feed import DeviceFeed
+from manyhands.executor.diagnosis import NumberDiagnosis
+from manyhands.executor.in_flight import InFlightMicroBatches
+from manyhands.executor.local_exchange import LocalExchange
+from manyhands.executor.log import Recorder
+from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
+from manyhands.executor.messenger import Messenger
+from manyhands.executor.optimizers import Stepper
+from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.reductions import Reductions
+from manyhands.executor.runner import Runner
+from manyhands.executor.share_loss import ShareLoss, trained_weights
+from manyhands.executor.sharing import RunnerSetup, make_runner
+from manyhands.executor.slowdown import Slowdown
+from manyhands.executor.updates import WeightUpdates
+from manyhands.graph.graph import Graph
+from manyhands.graph.weights import Weights
+from manyhands.schedule.actions import Action, Loss
+from manyhands.schedule.device_work import DeviceWork
+from manyhands.schedule.feeding import feed_topic, samples_of
+from manyhands.schedule.policy import Schedule
+from manyhands.transport.endpoint import Endpoint
+
+
+@dataclass(frozen=True)
+class DeviceSetup:
+    """The things that all parts of one device work with."""
+
+    endpoint: Endpoint
+    weights: Weights
+    stepper: Stepper | None
+    options: ExecutorOptions
+    recorder: Recorder
+    slowdown: Slowdown
+
+
+class GraphPart:
+    """A device's part of one graph, and everything that holds tensors of its shapes."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, setup: DeviceSetup) -> None:
+        endpoint, weights, options, recorder = setup.endpoint, setup.weights, setup.options, setup.recorder
+        self.graph, self.schedule, self.device = graph, schedule, endpoint.name
+        plan = schedule.plan
+        runs_here(plan, schedule.network)
+        torch_device = torch.device(options.torch_device)
+        self.work: DeviceWork = schedule.lowering.work[self.device]
+        self.actions: tuple[Action, ...] = tuple(schedule.every_action(self.device))
+        runner_setup = RunnerSetup(graph, weights, self.device, self.actions, options.kernels, torch_device)
+        self.runners: dict[int, Runner] = {g.index: make_runner(g, runner_setup) for g in self.work.geometries}
+        samples = {g.index: samples_of(g, self.device) for g in self.work.geometries}
+        parts = feed_parts(
+            graph, schedule.lowering, self.device, targets=options.with_targets, local=options.local_names
+        )
+        feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device)
+        self.in_flight = InFlightMicroBatches(plan, self.runners, samples, feed, options.seed)
+        self.diagnosis = NumberDiagnosis(schedule.network, self.device, self.in_flight)
+        self.messenger = Messenger(
+            endpoint, schedule, weights, self.in_flight, Coding(plan, schedule.network, self.actions),
+            self.diagnosis, recorder, setup.slowdown,
+        )  # fmt: skip
+        self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder)
+        self.updates = WeightUpdates(
+            weights, setup.stepper, self.reductions, set(weights.tensors) - trained_weights(graph)
+        )
+        self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
+        has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
+        self.loss = ShareLoss(graph, plan, torch_device) if has_loss else None
+
+    def expected(self) -> dict[tuple[str, str], int]:
+        """Return (source, topic) -> bytes of every message that this device receives in a round."""
+        messages = expected_messages(self.actions, self.device, self.schedule.network)
+        size = self.in_flight.feed.bytes
+        if size:
+            messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.schedule.plan.micro_batches)}
+        return messages
+
+    def samples_in(self, stage: int) -> int:
+        """Return the samples of a micro-batch that this device computes in a stage."""
+        first, last = self.in_flight.samples.get(stage, (0, 0))
+        return last - first
+
+    def begin_round(self, step: int) -> None:
+        """Forget what an interrupted round left."""
+        self.in_flight.begin_round(step)
+        self.messenger.forget()
+        self.updates.begin_round()
+        self.diagnosis.begin_round()
+
+    def rest(self) -> None:
+        """Prepare the runners for weights that are all here; only in inference, where the weights stay as they are."""
+        if not self.schedule.plan.is_training:
+            for stage, runner in self.runners.items():
+                runner.rest(max(1, self.samples_in(stage)))
