@@ -115,6 +115,37 @@ class Heads(nn.Module):
         return y.permute(0, 3, 1, 2)
 
 
+class GatedLast(nn.Module):
+    """MambaOut's and FocalNet's gates: channels that come last in parts, some convolved as channels that come second;
+    what was made is stacked behind them, every second row and column, padded around places."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.up, self.inner = nn.Linear(channels, 2 * channels), nn.Conv2d(channels - 1, channels - 1, 3, padding=1)
+        self.sizes = (channels, 1, channels - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, factor, parts = self.up(x.permute(0, 2, 3, 1)).split(self.sizes, -1)
+        made = self.inner(parts.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        made = F.gelu(gate) * torch.cat((made, made.amax(-1, True)), -1)
+        both = torch.stack((made, factor.expand_as(made)), -1)
+        return (x.permute(0, 2, 3, 1) + both.mean(-1)).permute(0, 3, 1, 2)
+
+
+class Halved(nn.Module):
+    """Patch merging: every second row and column of (sample, row, column, channel), four times, along the channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4 * channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, x.shape[3] % 2, 0, x.shape[2] % 2), mode="replicate").permute(0, 2, 3, 1)
+        parts = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+        y: Tensor = self.linear(torch.cat(parts, -1))
+        return y.permute(0, 3, 1, 2)
+
+
 def convnext(early: bool) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, 2, 1), ChannelsLast(nn.LayerNorm(4)), ConvNextBlock(4, early=early, drop=0.4),
@@ -126,8 +157,12 @@ def metaformer() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), PoolMixer(4), ChannelGate(), LateGate(4), PoolMixer(4))
 
 
+def gated() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), GatedLast(4), Halved(4), nn.BatchNorm2d(4), GatedLast(4))
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "convnext": lambda: ConvNextBlock(4, early=False),
+    "convnext": lambda: ConvNextBlock(4, early=False), "gated": lambda: GatedLast(4), "halved": lambda: Halved(4),
     "convnext, early": lambda: ConvNextBlock(4, early=True, drop=0.3),
     "norm": lambda: ChannelsLast(nn.LayerNorm(4)), "plain norm": lambda: ChannelsLast(nn.LayerNorm(4, bias=False)),
     "pool": lambda: PoolMixer(4), "gate": ChannelGate, "transposed": lambda: Transposed(4), "heads": Heads,
@@ -154,8 +189,8 @@ def test_any_network_with_axes_in_other_orders(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0, 4))], ids=str)
-@pytest.mark.parametrize("build", [lambda: convnext(True), lambda: convnext(False), metaformer],
-                         ids=["convnext", "convnext-late", "metaformer"])  # fmt: skip
+@pytest.mark.parametrize("build", [lambda: convnext(True), lambda: convnext(False), metaformer, gated],
+                         ids=["convnext", "convnext-late", "metaformer", "gated"])  # fmt: skip
 def test_layer_norms_between_permutes(build: Callable[[], nn.Module], groups: Any) -> None:
     torch.manual_seed(3)
     case = case_of(build(), (2, 17, 13))

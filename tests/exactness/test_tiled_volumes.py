@@ -97,6 +97,32 @@ class ChannelsLast(nn.Module):
         return y.permute(0, 4, 1, 2, 3)
 
 
+class Standardised(nn.Conv3d):
+    """A convolution whose weight is standardised, and whose bias is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        rows = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
+        return F.conv3d(x, rows.reshape_as(self.weight), self.bias * 2, self.stride, self.padding)
+
+
+class InParts(nn.Module):
+    """Channels in parts, one of them a gate; the rest every second place along the depth, twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, gate = x.split((3, 1), 1)
+        kept = kept * torch.sigmoid(gate).expand_as(kept)
+        kept = kept[:, :, 1::2]
+        return torch.stack((kept, -kept), 1).sum(1) + torch.cat((kept.amax(1, True), kept[:, ::2]), 1)
+
+
+def standardised() -> nn.Module:
+    return nn.Sequential(
+        Standardised(2, 4, 3, 1, 1), nn.ReLU(), InParts(), nn.ReflectionPad3d((1, 2, 0, 1, 1, 1)),
+        Standardised(3, 4, (3, 1, 3), (1, 2, 1)), InParts(), nn.ReplicationPad3d(1), nn.Conv3d(3, 2, 2),
+    )  # fmt: skip
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: same(4, 4), "wide": lambda: same(4, 4, (5, 3, 1)), "dilated": lambda: nn.Conv3d(
         4, 4, 3, padding=2, dilation=2, groups=2), "strided": lambda: nn.Conv3d(4, 4, 3, (1, 2, 2), 1),
@@ -139,6 +165,17 @@ def test_a_u_net_over_volumes(sizes: Any, groups: Any) -> None:
     assert tileable_layers(case.network)[0] == case.count
     depths, rows, columns = sizes
     case.check(case.plan(case.tiled(ByTiles(rows, columns, *groups, depths=depths))))
+
+
+@tiled("volumes")
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), ((0,), None)], ids=str)
+@pytest.mark.parametrize("sizes", [((2, 1), (1,), (1, 1)), ((1,), (1, 2), (2, 1))], ids=str)
+def test_computed_weights_and_parts_of_volumes(sizes: Any, groups: Any) -> None:
+    case = small_case(standardised, (2, 9, 8, 10))
+    assert tileable_layers(case.network)[0] == case.count
+    depths, rows, columns = sizes
+    case.check(case.plan(case.tiled(ByTiles(rows, columns, *groups, depths=depths)), micro_batches=2))
 
 
 @tiled("volumes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -107,7 +107,12 @@ def test_transposed_convolution(
 class Computed(nn.Module):
     """A convolution whose weight, and bias if it has one, are computed."""
 
-    def __init__(self, convolution: nn.Conv2d | nn.ConvTranspose2d) -> None:
+    FUNCTIONS: ClassVar[dict[type[nn.Module], Callable[..., Tensor]]] = {
+        nn.Conv2d: F.conv2d, nn.ConvTranspose2d: F.conv_transpose2d, nn.Conv3d: F.conv3d,
+        nn.ConvTranspose3d: F.conv_transpose3d,
+    }  # fmt: skip
+
+    def __init__(self, convolution: Any) -> None:
         super().__init__()
         self.inner = convolution
 
@@ -115,10 +120,9 @@ class Computed(nn.Module):
         weight, bias = self.inner.weight * 0.5, self.inner.bias
         options = (self.inner.stride, self.inner.padding, *(
             (self.inner.output_padding, self.inner.groups, self.inner.dilation)
-            if isinstance(self.inner, nn.ConvTranspose2d) else (self.inner.dilation, self.inner.groups)
+            if self.inner.transposed else (self.inner.dilation, self.inner.groups)
         ))  # fmt: skip
-        function = F.conv_transpose2d if isinstance(self.inner, nn.ConvTranspose2d) else F.conv2d
-        return function(x, weight, None if bias is None else bias + 1.0, *options)
+        return self.FUNCTIONS[type(self.inner)](x, weight, None if bias is None else bias + 1.0, *options)
 
 
 @SETTINGS
@@ -369,6 +373,17 @@ def test_transposed_convolution_of_volumes(
     check_local(Case.of(nn.ConvTranspose3d(2, 3, **window, output_padding=more), (2, *size)), data)
 
 
+@FEW
+@given(window=deep_windows(), transposed=st.booleans(), bias=st.booleans(), size=volumes, data=st.data())
+def test_convolution_of_volumes_with_a_computed_weight(
+    window: dict[str, Any], transposed: bool, bias: bool, size: tuple[int, ...], data: st.DataObject
+) -> None:
+    kind = nn.ConvTranspose3d if transposed else nn.Conv3d
+    case = Case.of(Computed(kind(2, 4, **window, groups=2, bias=bias)), (2, *size))
+    assert len(case.inputs) == 2 + bias
+    check_local(case, data)
+
+
 POOLED: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
     "largest": lambda x, window: F.max_pool3d(x, **window, ceil_mode=True),
     "mean": lambda x, window: F.avg_pool3d(x, **window, count_include_pad=False),
@@ -429,6 +444,38 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "padding of volumes": (lambda x: F.pad(F.conv3d(x, VOLUME_WEIGHT), (1, 0, 0, 2, 1, -1)), ((2, 5, 6, 4),)),
     "channels last": (lambda x: F.conv2d(x, WEIGHT).permute(0, 2, 3, 1), ((2, 7, 9),)),
     "columns before rows": (lambda x: x.transpose(2, 3), ((2, 7, 9),)),
+    "slice of volumes with a step": (
+        lambda x: torch.ops.aten.slice.Tensor(F.conv3d(x, VOLUME_WEIGHT), 2, 1, 5, 2),
+        ((2, 6, 5, 4),),
+    ),
+    "mirrored volumes": (
+        lambda x: F.pad(F.conv3d(x, VOLUME_WEIGHT), (1, 2, 0, 3, 2, 1), mode="reflect"),
+        ((2, 4, 5, 3),),
+    ),
+    "edges of volumes repeated": (
+        lambda x: F.pad(F.conv3d(x, VOLUME_WEIGHT), (0, 2, 3, 0, 1, 1), mode="replicate"),
+        ((2, 4, 5, 3),),
+    ),
+    "stacked volumes": (
+        lambda a, b: torch.stack((F.conv3d(a, VOLUME_WEIGHT), F.conv3d(b, VOLUME_WEIGHT)), 1),
+        ((2, 4, 5, 3),) * 2,
+    ),
+    "every second of channels that come last": (
+        lambda x: torch.ops.aten.slice.Tensor(F.conv2d(x, WEIGHT).permute(0, 2, 3, 1), -1, 0, 2**62, 2),
+        ((2, 7, 9),),
+    ),
+    "every second row before channels": (
+        lambda x: torch.ops.aten.slice.Tensor(F.conv2d(x, WEIGHT).permute(0, 2, 3, 1), 1, 1, 2**62, 2),
+        ((2, 7, 9),),
+    ),
+    "stacked after channels": (
+        lambda a, b: torch.stack((a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)), -1),
+        ((2, 7, 9), (2, 7, 9)),
+    ),
+    "spread over channels that come last": (
+        lambda a, b: a.expand_as(F.conv2d(b, WEIGHT).permute(0, 2, 3, 1)),
+        ((1, 1, 3), (2, 7, 9)),
+    ),
     "dropout of volumes": (lambda x: F.dropout3d(F.conv3d(x, VOLUME_WEIGHT), 0.4), ((2, 5, 6, 4),)),
 }
 
