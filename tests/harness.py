@@ -145,7 +145,7 @@ def planned_elements(geometries: Sequence[StageGeometry], device: str) -> int:
         for geometry in geometries
         if isinstance(geometry, TileGeometry)
         for op in geometry.ops
-        for name in op.outputs[:1]
+        for name in op.outputs
         if name in geometry.maps and name in geometry.computed[device] and any(t in geometry.maps for t in op.inputs)
     )
 

@@ -177,7 +177,7 @@ def computed_elements(geometry: StageGeometry, device: str) -> int:
     """Elements of maps that a device computes as its tile in one pass, by the plan."""
     if not isinstance(geometry, TileGeometry):
         return 0
-    made = [op.outputs[0] for op in geometry.ops if op.outputs and any(name in geometry.maps for name in op.inputs)]
+    made = [made for op in geometry.ops for made in op.outputs if any(name in geometry.maps for name in op.inputs)]
     boxes = geometry.computed[device]
     return sum(boxes[name].volume for name in made if name in geometry.maps and name in boxes)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -103,7 +104,7 @@ class Case:
         self, share: ByTiles, first: LayerName = 0, last: LayerName | None = None, reduce: Any = "allreduce"
     ) -> Stage:
         """Layers [first, last) on t0, t1, ..."""
-        devices = tuple(f"t{number}" for number in range(len(share.rows) * len(share.columns)))
+        devices = tuple(f"t{number}" for number in range(prod(share.grid)))
         return Stage((first, self.count if last is None else last), devices, share, reduce=reduce)
 
     def check(self, plan: Plan, tolerance: float = TOLERANCE, **options: Any) -> Ran:

@@ -61,11 +61,11 @@ def test_groups_at_rest_are_dense_convolutions_where_onednn_has_no_grouped_ones(
     case = Case.of(nn.Conv2d(8, 8, 3, 2, groups=4, bias=bias), (8, 9, 7))
     operator: Any = case.operator(Kernel(channels_last=True))
     data = torch.randn(2, 8, 9, 7, dtype=operator.weight.dtype)
-    expected = operator._convolved(data, [1, 1])
+    expected = operator._convolved(data, [1, 1], operator._operands(()))
     operator.rest()
     assert operator.goes_by_groups
     monkeypatch.setattr(operator, "_called", None)  # a convolution in groups would be called by this
-    torch.testing.assert_close(operator._convolved(data, [1, 1]), expected)
+    torch.testing.assert_close(operator._convolved(data, [1, 1], operator._operands(())), expected)
     depthwise: Any = Case.of(nn.Conv2d(32, 32, 3, groups=32), (32, 9, 7)).operator(Kernel(channels_last=True))
     depthwise.rest()
     assert not depthwise.goes_by_groups
@@ -102,6 +102,35 @@ def test_transposed_convolution(
     rows_more, columns_more = (max(s, window["dilation"]) - 1 if extra else 0 for s in window["stride"])
     module = nn.ConvTranspose2d(4, 6, **window, groups=groups, output_padding=(rows_more, columns_more))
     check_local(Case.of(module, (4, rows, 6)), data, kernel=kernel)
+
+
+class Computed(nn.Module):
+    """A convolution whose weight, and bias if it has one, are computed."""
+
+    def __init__(self, convolution: nn.Conv2d | nn.ConvTranspose2d) -> None:
+        super().__init__()
+        self.inner = convolution
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.inner.weight * 0.5, self.inner.bias
+        options = (self.inner.stride, self.inner.padding, *(
+            (self.inner.output_padding, self.inner.groups, self.inner.dilation)
+            if isinstance(self.inner, nn.ConvTranspose2d) else (self.inner.dilation, self.inner.groups)
+        ))  # fmt: skip
+        function = F.conv_transpose2d if isinstance(self.inner, nn.ConvTranspose2d) else F.conv2d
+        return function(x, weight, None if bias is None else bias + 1.0, *options)
+
+
+@SETTINGS
+@given(window=windows(), groups=st.sampled_from([1, 2]), transposed=st.booleans(), rows=sizes, bias=st.booleans(),
+       data=st.data())  # fmt: skip
+def test_convolution_with_a_computed_weight(
+    window: dict[str, Any], groups: int, transposed: bool, rows: int, bias: bool, data: st.DataObject
+) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    case = Case.of(Computed(kind(4, 6, **window, groups=groups, bias=bias)), (4, rows, 9))
+    assert len(case.inputs) == 2 + bias
+    check_local(case, data)
 
 
 @SETTINGS
@@ -164,6 +193,27 @@ RESAMPLED: dict[str, dict[str, Any]] = {
     "bilinear with corners to a size": {"size": (20, 8), "mode": "bilinear", "align_corners": True},
     "bilinear with corners to one": {"size": (1, 12), "mode": "bilinear", "align_corners": True},
 }
+
+
+DEEP_RESAMPLED: dict[str, dict[str, Any]] = {
+    "nearest": {"scale_factor": (2, 1, 3)}, "nearest by a fraction": {"scale_factor": 1.7},
+    "trilinear": {"scale_factor": (2, 3, 2), "mode": "trilinear"},
+    "trilinear to a size": {"size": (7, 4, 9), "mode": "trilinear"},
+    "trilinear with corners": {"scale_factor": 2, "mode": "trilinear", "align_corners": True},
+}  # fmt: skip
+
+
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("what", DEEP_RESAMPLED)
+def test_up_sampling_of_volumes(what: str) -> None:
+    case = Case.of(lambda x: F.interpolate(x, **DEEP_RESAMPLED[what]), (2, 4, 5, 3))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
 
 
 @pytest.mark.quick(every=2)
@@ -242,10 +292,122 @@ def test_slopes_of_every_channel(data: st.DataObject) -> None:
     check_local(Case.of(nn.PReLU(3), (3, 8, 11)), data)
 
 
+WEIGHT = torch.randn(3, 2, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+VOLUME_WEIGHT = WEIGHT.unsqueeze(2)
+
+
+class Last(nn.Module):
+    """What is inside works on (sample, row, column, channel)."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x.permute(0, 2, 3, 1))
+
+
+BESIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "linear": lambda: Last(nn.Linear(4, 6)), "linear without a bias": lambda: Last(nn.Linear(4, 3, bias=False)),
+    "layer norm": lambda: Last(nn.LayerNorm(4)),
+    "layer norm without weights": lambda: Last(nn.LayerNorm(4, elementwise_affine=False)),
+    "softmax": lambda: Last(lambda x: x.softmax(-1)), "logarithm of softmax": lambda: lambda x: x.log_softmax(1),
+    "mean of channels": lambda: lambda x: x.mean(1, True), "sum of channels": lambda: lambda x: x.sum((1,), True),
+    "largest of channels": lambda: lambda x: x.amax(1, True),
+}  # fmt: skip
+
+
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("what", BESIDE)
+def test_along_axes_that_are_not_cut(what: str) -> None:
+    case = Case.of(BESIDE[what](), (4, 7, 9))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_local(case, data)
+
+    run()
+
+
+def test_slopes_of_channels_that_come_last_are_not_tiled() -> None:
+    """PReLU has its slopes along the second axis, which is that of rows there."""
+    assert Case.of(Last(nn.PReLU(7)), (4, 7, 9)).operator().op.tiling == ""
+    assert Case.of(Last(nn.PReLU(1)), (4, 7, 9)).operator().op.tiling == "local"
+
+
+volumes = st.tuples(st.integers(5, 8), st.integers(5, 9), st.integers(5, 7))
+
+
+@st.composite
+def deep_windows(draw: st.DrawFn) -> dict[str, Any]:
+    kernel = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    return {
+        "kernel_size": kernel, "stride": draw(st.tuples(*[st.integers(1, 2)] * 3)),
+        "padding": tuple(draw(st.integers(0, size // 2)) for size in kernel),
+    }  # fmt: skip
+
+
+@FEW
+@given(window=deep_windows(), groups=st.sampled_from([1, 2]), dilation=st.sampled_from([1, 1, 2]), size=volumes,
+       kernel=st.sampled_from((None, Kernel(), Kernel(True), Kernel(onednn=False))), data=st.data())  # fmt: skip
+def test_convolution_of_volumes(
+    window: dict[str, Any], groups: int, dilation: int, size: tuple[int, ...], kernel: Kernel | None,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    padding = tuple(pad * dilation for pad in window["padding"])
+    module = nn.Conv3d(2, 4, **{**window, "padding": padding}, groups=groups, dilation=dilation)
+    check_local(Case.of(module, (2, *size)), data, kernel=kernel)
+
+
+@FEW
+@given(window=deep_windows(), extra=st.booleans(), size=volumes, data=st.data())
+def test_transposed_convolution_of_volumes(
+    window: dict[str, Any], extra: bool, size: tuple[int, ...], data: st.DataObject
+) -> None:
+    more = tuple(stride - 1 if extra else 0 for stride in window["stride"])
+    check_local(Case.of(nn.ConvTranspose3d(2, 3, **window, output_padding=more), (2, *size)), data)
+
+
+POOLED: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
+    "largest": lambda x, window: F.max_pool3d(x, **window, ceil_mode=True),
+    "mean": lambda x, window: F.avg_pool3d(x, **window, count_include_pad=False),
+    "mean with padding": lambda x, window: F.avg_pool3d(x, **window, ceil_mode=True),
+    "adapted": lambda x, window: F.adaptive_avg_pool3d(x, tuple(1 + size for size in window["kernel_size"])),
+}
+
+
+@pytest.mark.parametrize("what", POOLED)
+def test_pooling_of_volumes(what: str) -> None:
+    @FEW
+    @given(window=deep_windows(), size=volumes, data=st.data())
+    def run(window: dict[str, Any], size: tuple[int, ...], data: st.DataObject) -> None:
+        check_local(Case.of(lambda x: POOLED[what](x, window), (2, *size)), data)
+
+    run()
+
+
 MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "concatenation": (lambda a, b, c: torch.cat((a, b, c), 1), ((2, 7, 9), (1, 7, 9), (4, 7, 9))),
     "channels": (lambda x: torch.ops.aten.slice.Tensor(x, 1, 1, 3), ((4, 7, 9),)),
     "rows": (lambda x: torch.ops.aten.slice.Tensor(x, 2, 1, -2), ((4, 9, 9),)),
+    "every third column": (lambda x: torch.ops.aten.slice.Tensor(x, 3, 1, 9, 3), ((4, 7, 11),)),
+    "every second row from the end": (lambda x: torch.ops.aten.slice.Tensor(x, -2, -6, 2**62, 2), ((4, 9, 5),)),
+    "every second channel": (lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 2**62, 2), ((5, 7, 9),)),
+    "mirrored": (lambda x: F.pad(x, (1, 2, 6, 0), mode="reflect"), ((2, 7, 9),)),
+    "mirrored and mirrored": (lambda x: F.pad(x, (2, 2, 2, 2), mode="reflect"), ((2, 3, 3),)),
+    "edges repeated": (lambda x: F.pad(x, (3, 1, 0, 9), mode="replicate"), ((2, 7, 9),)),
+    "mirrored by its own operator": (lambda x: torch.ops.aten.reflection_pad2d(x, (1, 0, 2, 3)), ((2, 7, 9),)),
+    "stacked": (lambda a, b: torch.stack((a, b), 1), ((2, 7, 9), (2, 7, 9))),
+    "stacked inside": (lambda a, b: torch.stack((a, b), -3), ((2, 7, 9), (2, 7, 9))),
+    "sum of groups": (lambda x: x.sum(1), ((3, 2, 7, 9),)),
+    "mean of channels in groups": (lambda x: x.mean(2, keepdim=True), ((3, 2, 7, 9),)),
+    "sum of channels": (lambda x: x.sum(1, keepdim=True), ((3, 7, 9),)),
+    "largest channel": (lambda x: x.amax(-3, keepdim=True), ((3, 7, 9),)),
+    "product in groups": (lambda a, b: a * b, ((3, 2, 7, 9), (3, 2, 1, 1))),
+    "activation in groups": (F.silu, ((3, 2, 7, 9),)),
+    "copy in groups": (lambda x: x.transpose(1, 2).contiguous(), ((3, 2, 7, 9),)),
+    "spread over a map": (lambda a, b: a.expand_as(b), ((2, 1, 1), (2, 7, 9))),
     "padding": (lambda x: F.pad(x, (1, 2, 3, 0)), ((2, 7, 9),)),
     "padding with a number": (lambda x: F.pad(x, (1, 2, 3, 0), value=1.5), ((2, 7, 9),)),
     "padding by less than nothing": (lambda x: F.pad(x, (-1, 2, 1, -3)), ((2, 7, 9),)),
@@ -263,6 +425,11 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "dropout of nothing": (lambda x: F.dropout(x, 0.0), ((2, 7, 9),)),
     "dropout of channels": (lambda x: F.dropout2d(x, 0.3), ((5, 7, 9),)),
     "alpha dropout": (lambda x: F.alpha_dropout(x, 0.3, training=True), ((2, 7, 9),)),
+    "padding of channels": (lambda x: F.pad(x, (0, 0, 0, 0, 1, 2)), ((2, 7, 9),)),
+    "padding of volumes": (lambda x: F.pad(F.conv3d(x, VOLUME_WEIGHT), (1, 0, 0, 2, 1, -1)), ((2, 5, 6, 4),)),
+    "channels last": (lambda x: F.conv2d(x, WEIGHT).permute(0, 2, 3, 1), ((2, 7, 9),)),
+    "columns before rows": (lambda x: x.transpose(2, 3), ((2, 7, 9),)),
+    "dropout of volumes": (lambda x: F.dropout3d(F.conv3d(x, VOLUME_WEIGHT), 0.4), ((2, 5, 6, 4),)),
 }
 
 
@@ -301,6 +468,10 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "instance norm": lambda: nn.InstanceNorm2d(6),
     "instance norm with weights": lambda: nn.InstanceNorm2d(6, affine=True),
 }
+DEEP_NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm3d(4), "group norm": lambda: nn.GroupNorm(2, 4),
+    "instance norm": lambda: nn.InstanceNorm3d(4, affine=True),
+}  # fmt: skip
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "global average": lambda x: F.adaptive_avg_pool2d(x, 1),
     "mean": lambda x: x.mean((2, 3)),
@@ -319,6 +490,41 @@ def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
         check_sums(case, data, adjoint=adjoint)
+
+    run()
+
+
+@pytest.mark.quick(every=2)
+@pytest.mark.parametrize("adjoint", [True, False])
+@pytest.mark.parametrize("what", DEEP_NORMS)
+def test_norms_of_volumes_over_all_tiles(what: str, adjoint: bool) -> None:
+    case = Case.of(nn.Sequential(nn.Conv3d(2, 4, 1), DEEP_NORMS[what]()), (2, 5, 6, 4))
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_sums(case, data, adjoint=adjoint)
+
+    run()
+
+
+POOLED_WHOLE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "volumes": (lambda x: F.adaptive_avg_pool3d(x, 1), (2, 5, 6, 4)),
+    "mean of volumes": (lambda x: F.conv3d(x, VOLUME_WEIGHT).mean((2, 3, 4)), (2, 5, 6, 4)),
+    "channels last": (lambda x: F.conv2d(x, WEIGHT).permute(0, 2, 3, 1).sum((1, 2), keepdim=True), (2, 7, 9)),
+}
+
+
+@pytest.mark.parametrize("what", POOLED_WHOLE)
+def test_pools_of_volumes_and_of_channels_that_come_last(what: str) -> None:
+    function, shape = POOLED_WHOLE[what]
+    case = Case.of(function, shape)
+    assert case.operator().op.tiling == "pool"
+
+    @FEW
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        check_sums(case, data, adjoint=True)
 
     run()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -89,6 +90,9 @@ class Case:
             {spec.name: weights.tensors[spec.name] for spec in graph.weights if spec.buffer},
         )  # fmt: skip
 
+    def spatial(self, name: str) -> tuple[int, ...]:
+        return self.graph.network.spatial.get(name, ())
+
     def operator(self, kernel: Kernel | None = None) -> TileOperator:
         weights = Weights.copied(self.graph, device=self.made.device)
         return tile_operator(self.graph, self.index, weights, kernel)
@@ -100,24 +104,23 @@ class Case:
         return replace(self, made=self.made.to(device), gradient=self.gradient.to(device), **moved)
 
 
-def partition(data: st.DataObject, shape: Sequence[int]) -> list[Box]:
-    """Uneven tiles of a map."""
-    cuts = []
-    for extent in shape[-2:]:
-        inner = data.draw(st.lists(st.integers(0, extent), max_size=3))
-        cuts.append(sorted({0, extent, *inner}))
-    rows, columns = (list(pairwise(points)) for points in cuts)
-    return [Box((*((0, extent) for extent in shape[:-2]), row, column)) for row in rows for column in columns]
+def partition(data: st.DataObject, shape: Sequence[int], axes: Sequence[int]) -> list[Box]:
+    """Uneven tiles of a map, cut along its spatial axes."""
+    tiles = [Box.whole(tuple(shape))]
+    for axis in axes:
+        inner = data.draw(st.lists(st.integers(0, shape[axis]), max_size=3 if len(axes) < 3 else 1))
+        parts = list(pairwise(sorted({0, shape[axis], *inner})))
+        tiles = [tile.replace(axis, part) for tile in tiles for part in parts]
+    return tiles
 
 
-def grown(data: st.DataObject, box: Box, shape: Sequence[int]) -> Box:
+def grown(data: st.DataObject, box: Box, shape: Sequence[int], axes: Sequence[int]) -> Box:
     """A box with some more around it, inside the map."""
     extra = st.integers(0, 2)
-    inner = [
-        (max(0, a - data.draw(extra)), min(extent, b + data.draw(extra)))
-        for (a, b), extent in zip(box.intervals[-2:], shape[-2:])
-    ]
-    return Box((*box.intervals[:-2], *inner))
+    for axis in axes:
+        low, high = box.intervals[axis]
+        box = box.replace(axis, (max(0, low - data.draw(extra)), min(shape[axis], high + data.draw(extra))))
+    return box
 
 
 def held(tensor: Tensor, box: Box, demand: Box) -> BoxTensor:
@@ -139,8 +142,8 @@ def buffers(data: st.DataObject, case: Case, operator: TileOperator, out: Box) -
         tensor, demand = case.inputs[read.tensor], operator.demand(number, out)
         assert operator.raw_demand(number, out).contains(demand)
         kinds = [demand if not demand.is_empty else Box.whole(tensor.shape), operator.raw_demand(number, out)]
-        if not demand.is_empty and len(tensor.shape) in (4, 5):
-            kinds.append(grown(data, demand, tensor.shape))
+        if not demand.is_empty and (axes := case.spatial(read.tensor)):
+            kinds.append(grown(data, demand, tensor.shape, axes))
         found.append(held(tensor, data.draw(st.sampled_from(kinds)), demand))
     return found
 
@@ -180,8 +183,9 @@ def check_local(
     assert operator.op.tiling == tiling
     op = operator.op
     gradients = {name: torch.zeros_like(tensor) for name, tensor in case.inputs.items()}
-    for tile in partition(data, case.made.shape):
-        for out in (tile, grown(data, tile, case.made.shape)):
+    axes = case.spatial(op.outputs[0])
+    for tile in partition(data, case.made.shape, axes):
+        for out in (tile, grown(data, tile, case.made.shape, axes)):
             inputs, into = buffers(data, case, operator, out), empty_view(out, case.made)
             wanted = case.made[out.slices()]
             assert_equal(operator.forward(ForwardCall(inputs, out, context)), wanted, f"{op.name}{out}", tolerance)
@@ -229,14 +233,15 @@ def check_sums(case: Case, data: st.DataObject, *, adjoint: bool, tolerance: flo
     """
     (name,) = case.inputs
     whole = case.inputs[name]
-    tiles = partition(data, whole.shape)
-    tiles.append(tiles[-1].replace(2, (0, 0)))  # one that owns nothing
+    axes = case.spatial(name)
+    tiles = partition(data, whole.shape, axes)
+    tiles.append(tiles[-1].replace(axes[0], (0, 0)))  # one that owns nothing
     operators = [sums_operator(case) for _ in tiles]
     is_pool = operators[0].op.tiling == "pool"
-    large = [tile if tile.is_empty else grown(data, tile, whole.shape) for tile in tiles]
+    large = [tile if tile.is_empty else grown(data, tile, whole.shape, axes) for tile in tiles]
     inputs = [[held(whole, box, box)] for box in large]
     rows = [operator.local_statistics(given, tile) for operator, given, tile in zip(operators, inputs, tiles)]
-    shares = [tile.shape[2] * tile.shape[3] for tile in tiles]
+    shares = [prod(tile.shape[axis] for axis in axes) for tile in tiles]
     states = [operator.combine(rows, shares) for operator in operators]
     if is_pool:
         _check_pool(case, operators, tiles, rows, shares, tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -100,6 +101,28 @@ def test_bytes_by_use_are_all_that_the_plan_sends(network: Network, share: ByTil
     assert traffic_text({"input_output": 2000, "boundary": 0, "weights": 3}) == (
         "Bytes a step: 2 kB input/output, 0 B boundary, 3 B weights"
     )
+
+
+def test_of_volumes_the_two_directions_that_are_cut_most_are_shown(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1)).double()
+    network = mh.capture(module, torch.zeros(2, 1, 9, 8, 6, dtype=torch.float64)).network
+    for share, axes, shown in (
+        (ByTiles((1, 1), depths=(1, 1, 1)), ("depth", "row"), 6),
+        (ByTiles((1,), (1, 1), depths=(1, 1, 1)), ("depth", "column"), 6),
+        (ByTiles((1, 1, 1), (1, 1)), ("row", "column"), 6),
+        (ByTiles((1, 1), (1, 1), depths=(1, 1)), ("row", "column"), 4),
+    ):
+        devices = tuple(f"d{place}" for place in range(math.prod(share.grid)))
+        stage = Stage((0, len(network.layers)), devices, share)
+        schedule = Schedule(resolve(Plan(network.name, 2, (stage,)), network), network)
+        maps = group_maps(schedule)
+        assert {one.axes for one in maps} == {axes}
+        assert {len(one.owned) for one in maps} == {shown}
+        assert all(one.size[1:] == (9, 8, 6) for one in maps)
+        assert all(("of 2 layers of tiles one is shown" in one.notes) == (shown == 4) for one in maps)
+        sent = planned_traffic(schedule).sent
+        assert sum(one.exchanged_bytes for one in maps) == sum(own["halo"] for own in sent.values()) > 0
+    assert write_tile_map(schedule, tmp_path / "tiles.png", title="volumes").stat().st_size > 1000
 
 
 def test_every_kind_has_a_use() -> None:

@@ -75,7 +75,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], partial: bool = False, cove
         heights = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows).filter(any))
         widths = draw(st.lists(st.integers(0, 3), min_size=columns, max_size=columns).filter(any))
         tiles = DEVICES[: rows * columns]
-        return Layout.grid(shape, row_axis, column_axis, heights, widths, tiles, partial=partial)
+        return Layout.grid(shape, (row_axis, column_axis), (heights, widths), tiles, partial=partial)
     held: dict[str, list[Box]] = {}
     for device in devices:
         own: list[Box] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import msgspec
@@ -151,9 +152,9 @@ def test_layout_errors() -> None:
     with pytest.raises(BadValue, match=r"'a' cannot hold \[2:6\]: the tensor is only \[0:4\]"):
         Layout.split((4,), 0, {"a": (2, 6)})
     with pytest.raises(BadValue, match="2 x 2 tiles cannot go to 3 devices"):
-        Layout.grid((4, 4), 0, 1, [1, 1], [1, 1], "abc")
-    with pytest.raises(BadValue, match="both lie along axis 1"):
-        Layout.grid((4, 4), 1, -1, [1], [1], "a")
+        Layout.grid((4, 4), (0, 1), [[1, 1], [1, 1]], "abc")
+    with pytest.raises(BadValue, match=r"cut twice along one axis: \[1, 1\]"):
+        Layout.grid((4, 4), (1, -1), [[1], [1]], "a")
     with pytest.raises(BadValue, match="holds no box"):
         Layout.of({"a": []}).hull("a")
 
@@ -199,12 +200,13 @@ def test_layout_checks_against_points(data: st.DataObject) -> None:
 @few
 @given(st.data())
 def test_grid_is_always_a_partition(data: st.DataObject) -> None:
-    shape = data.draw(st.tuples(*[st.integers(0, 9)] * 3))
-    rows, columns = (
-        data.draw(st.lists(st.integers(0, 4) | st.floats(0.1, 3), min_size=1, max_size=4).filter(any)) for _ in "rc"
-    )
-    devices = [f"device{i}" for i in range(len(rows) * len(columns))]
-    assert is_partition(Layout.grid(shape, 1, 2, rows, columns, devices), shape)
+    shape = data.draw(st.tuples(*[st.integers(0, 9)] * 4))
+    axes = data.draw(st.permutations(range(4)))[: data.draw(st.integers(1, 3))]
+    weights = [
+        data.draw(st.lists(st.integers(0, 4) | st.floats(0.1, 3), min_size=1, max_size=3).filter(any)) for _ in axes
+    ]
+    devices = [f"device{i}" for i in range(math.prod(map(len, weights)))]
+    assert is_partition(Layout.grid(shape, axes, weights, devices), shape)
 
 
 def test_a_partition_is_not_undone_by_what_lies_outside() -> None:

@@ -236,7 +236,7 @@ def test_halo_exchange_of_two_by_two_tiles() -> None:
     +-----+-----+
     """
     shape = (8, 8)
-    tiles = Layout.grid(shape, 0, 1, [1, 1], [1, 1], "abcd")
+    tiles = Layout.grid(shape, (0, 1), [[1, 1], [1, 1]], "abcd")
     halos = Layout.of({device: [grown(box, 1, shape, (0, 1))] for device, box in tiles.pieces()})
     plan = moves(tiles, halos)
     to_a = [move for move in plan if move.target == "a"]

@@ -71,6 +71,34 @@ def test_groups_may_start_at_operators_by_name() -> None:
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
+def test_a_grid_is_filled_row_by_row_and_depth_by_depth() -> None:
+    flat, deep = ByTiles((1, 3), (2, 1, 1)), ByTiles((1, 1), (1, 3), depths=(3, 1))
+    assert [flat.cell(place) for place in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [deep.cell(place) for place in (0, 1, 2, 4, 7)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)]
+    assert (flat.grid_text, deep.grid_text, ByTiles((1, 1), depths=(1,)).grid_text) == ("2x3", "2x2x2", "2x1")
+    assert [flat.part(place) for place in (0, 5)] == [1 / 8, 3 / 16]
+    assert deep.part(1) == 3 / 4 / 2 * 3 / 4
+    assert sum(deep.part(place) for place in range(8)) == pytest.approx(1)
+
+
+def test_a_depth_is_written_where_it_is_cut() -> None:
+    stage = Stage((0, 1), ("a", "b"), ByTiles((1,), depths=(2, 1)))
+    plan = Plan("chain", 2, (stage,))
+    assert plan.to_dict()["stages"][0]["share"] == {"by": "tiles", "rows": (1,), "columns": (1,), "depths": (2, 1)}
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    before = {"by": "tiles", "rows": [1, 2], "columns": [1]}  # as plans were written before there was a depth
+    document = {"layers": [0, 1], "devices": ["a", "b"], "share": before}
+    old = Plan.from_dict({"network": "chain", "batch_size": 2, "stages": [document]})
+    assert old.stages[0].share == ByTiles((1, 2))
+    assert json.loads(json.dumps(old.to_dict()))["stages"][0]["share"] == before
+
+
+@pytest.mark.parametrize("depths", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (float("inf"), 1.0), (1.0,) * 3])
+def test_depths_that_are_no_sizes_are_refused(depths: tuple[float, ...]) -> None:
+    with pytest.raises(BadPlan, match=r"all must be > 0|a grid of 3x1x1 = 3 tiles; there are 2 devices"):
+        resolve(Plan("chain", 2, (Stage((0, 6), ("a", "b"), ByTiles((1,), depths=depths)),)), CHAIN)
+
+
 @pytest.mark.parametrize("groups", [("conv0", "conv2", "conv2"), ("conv0", "conv2", "conv1"), ("conv1", "conv2")])
 def test_groups_at_operators_must_increase_too(groups: tuple[str, ...]) -> None:
     network = chain(3, operators_per_layer=3)

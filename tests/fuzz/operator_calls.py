@@ -166,6 +166,11 @@ def _put_layers(put: Any) -> None:
     put("upsample_bilinear2d.vec", call(x(2, 4, 4), None, False, [2.0, 2.0]), call(x(2, 4, 4), [7, 3], True, None))
     put("upsample_nearest2d", call(x(2, 4, 4), [8, 8], 2.0, 2.0), call(x(2, 4, 4), [8, 8]))
     put("upsample_bilinear2d", call(x(2, 4, 4), [8, 8], False, 2.0, 2.0), call(x(2, 4, 4), [8, 8], True))
+    deep, sizes = x(2, 3, 4, 4), [6, 8, 8]
+    put("upsample_nearest3d.vec", call(deep, None, [2.0, 1.5, 1.0]), call(deep, [5, 7, 3], None))
+    put("upsample_trilinear3d.vec", call(deep, None, False, [2.0, 2.0, 2.0]), call(deep, [5, 7, 3], True, None))
+    put("upsample_nearest3d", call(deep, sizes, 2.0, 2.0, 2.0), call(deep, sizes))
+    put("upsample_trilinear3d", call(deep, sizes, False, 2.0, 2.0, 2.0), call(deep, sizes, True))
     put("batch_norm", call(x(2, 4, 4), w(2), w(2), buffer(2), buffer(2), True, 0.1, 1e-5, False),
         call(x(2), w(2), w(2), buffer(2), buffer(2), False, 0.1, 1e-5, False),
         call(x(2, 4), None, None, None, None, True, 0.1, 1e-5, True))  # fmt: skip

@@ -215,10 +215,16 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "pad": (lambda x: F.pad(x, (1, 2, 2, 0)), ((2, 3, 3),)),
     "pad by less than nothing": (lambda x: F.pad(x, (-1, 2)), ((2, 4),)),
     "reflect": (lambda x: F.pad(x, (1, 1), mode="reflect"), ((2, 4),)),
+    "repeat and cut": (lambda x: F.pad(x, (2, -1), mode="replicate"), ((2, 4),)),
+    "split": (lambda x: x.split(3, 1), ((7, 2),)),
+    "split to sizes": (lambda x: x.split((1, 4), -1), ((2, 5),)),
+    "expand as": (lambda a, b: a.expand_as(b), ((2, 1, 1), (2, 3, 2))),
     "roll": (lambda x: torch.roll(x, 1, 2), ((2, 4),)),
     "flip": (lambda x: x.flip(1), ((4, 2),)),
-    "chunk": (lambda x: x.chunk(2, 1)[0], ((4, 2),)),
+    "chunk": (lambda x: x.chunk(2, 1), ((4, 2),)),
     "stack": (lambda a, b: torch.stack((a, b), 1), ((2, 2), (2, 2))),
+    "stack at the end": (lambda a, b: torch.stack((a, b), -1), ((2, 3), (2, 3))),
+    "stack of one twice": (lambda a, b: torch.stack((a, b, a), 2), ((2, 2), (2, 2))),
     "expand": (lambda x: x.expand(-1, 4, -1), ((1, 3),)),
     "shuffle": (lambda x: F.pixel_shuffle(x, 2), ((4, 2, 2),)),
     "unshuffle": (lambda x: F.pixel_unshuffle(x, 2), ((2, 4, 6),)),
@@ -251,6 +257,8 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "upsample bilinear by three": (lambda x: F.interpolate(x, scale_factor=3, mode="bilinear"), ((1, 4, 2),)),
     "upsample bilinear, corners aligned": (
         lambda x: F.interpolate(x, scale_factor=3, mode="bilinear", align_corners=True), ((1, 5, 2),)),
+    "upsample volumes": (lambda x: F.interpolate(x, scale_factor=(2, 1, 3)), ((1, 3, 2, 2),)),
+    "upsample volumes trilinear": (lambda x: F.interpolate(x, size=(5, 4, 3), mode="trilinear"), ((1, 3, 2, 2),)),
     "upsample nearest by a fraction": (lambda x: F.interpolate(x, scale_factor=1.7), ((1, 7, 4),)),
     "downsample nearest": (lambda x: F.interpolate(x, size=(5, 3)), ((1, 9, 4),)),
     "upsample bilinear by a fraction": (
@@ -272,6 +280,25 @@ def test_one_operator(what: str) -> None:
         check(function, *shapes, data=data)
 
     run()
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_padding_by_own_elements(mode: str) -> None:
+    @SETTINGS
+    @given(rows=st.integers(2, 6), columns=st.integers(2, 4), data=st.data())
+    def run(rows: int, columns: int, data: st.DataObject) -> None:
+        most = (columns - 1, columns - 1, rows - 1, rows - 1) if mode == "reflect" else (3, 3, 3, 3)
+        amounts = [data.draw(st.integers(0, number)) for number in most]
+        check(lambda x: F.pad(x, amounts, mode=mode), (1, rows, columns), data=data, tight=True)
+
+    run()
+
+
+@SETTINGS
+@given(start=st.integers(-7, 5), end=st.sampled_from([END, 6, -1]), step=st.integers(2, 4), data=st.data())
+def test_slices_with_steps(start: int, end: int, step: int, data: st.DataObject) -> None:
+    assume(len(range(7)[start:end:step]) > 0)
+    check(lambda x: SLICE(x, 2, start, end, step), (1, 7, 2), data=data, tight=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])

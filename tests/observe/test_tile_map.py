@@ -25,7 +25,7 @@ def group(
 ) -> GroupMap:
     """A map cut into a grid, each tile with a halo around it, as if one neighbour had all of it."""
     names = [f"device-{place}" for place in range(len(rows) * len(columns))]
-    layout = Layout.grid(size, 0, 1, rows, columns, names)
+    layout = Layout.grid(size, (0, 1), (rows, columns), names)
     owned = {name: layout.hull(name) for name in names}
     halos = {}
     for name, box in owned.items():

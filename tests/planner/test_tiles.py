@@ -1,12 +1,16 @@
-"""Prices of tiles: the walk along rows and columns equals the boxes, and the optimum equals exhaustive search."""
+"""Prices of tiles: the walk along each direction equals the boxes, and the optimum equals exhaustive search."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import chain, combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from hand_made import chain as chain_of
 from hand_made import changed
@@ -17,8 +21,10 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import estimate_cluster
-from manyhands.planner.tile_plans import tile_shares
+from manyhands.graph.capture import capture
+from manyhands.planner.tile_plans import cuts_longer_sides, grids, tile_shares
 from manyhands.planner.tiles import TilePrices, with_groups
+from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.simulating import simulate
 from manyhands.schedule.tiles import TileGeometry
 
@@ -26,7 +32,7 @@ SLOW = Link(1e5, 1e-3)
 
 
 def prices(network: Network, share: ByTiles, link: Link = SLOW) -> tuple[TilePrices, Plan]:
-    devices = tuple(f"d{i}" for i in range(len(share.rows) * len(share.columns)))
+    devices = tuple(f"d{i}" for i in range(math.prod(share.grid)))
     machines = cluster_of(devices, link)
     stage = Stage((0, len(network.layers)), devices, share)
     plan = resolve(Plan(network.name, 1, (stage,)), network, machines)
@@ -48,12 +54,72 @@ def test_the_walk_along_the_axes_finds_the_boxes(
     priced, plan = prices(network, ByTiles(rows, columns, starts))
     geometry = TileGeometry(plan, 0, network)
     for group in geometry.groups:
-        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (-2, -1)}
+        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in (0, 1)}
         for index in range(group.first, group.last):
             name = network.ops[index].outputs[0]
-            areas = priced._areas({axis: needs[axis].made[name] for axis in (-2, -1)})
+            areas = priced._areas({axis: needs[axis].made[name] for axis in (0, 1)})
             volumes = [geometry.computed[device][name].volume for device in geometry.devices]
             assert list(areas) == [volume // geometry.shape(name)[1] for volume in volumes]
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(2, 3, 3, 2, 1), nn.LayerNorm(3), nn.Conv2d(3, 2, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.norm(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        return y
+
+
+def volumes() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(2, 3, 3, (1, 2, 1), 1), nn.ReLU(), nn.MaxPool3d(3, 1, 1), nn.Conv3d(3, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "share"),
+    [
+        (ChannelsLast, (2, 13, 11), ByTiles((1, 2), (2, 1))),
+        (volumes, (2, 9, 12, 8), ByTiles((2, 1), (1,), depths=(1, 2))),
+        (volumes, (2, 9, 12, 8), ByTiles((1,), (1, 1), ("conv3d", "max_pool3d"), depths=(1, 1, 1))),
+    ],
+    ids=["channels last", "volumes", "volumes in groups"],
+)
+def test_the_walk_finds_the_boxes_of_volumes_and_where_channels_come_last(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], share: ByTiles
+) -> None:
+    network = capture(build(), torch.randn(2, *shape), granularity="operators").network
+    priced, plan = prices(network, share)
+    geometry = TileGeometry(plan, 0, network)
+    assert geometry.maps >= {name for op in network.ops for name in op.outputs}
+    for group in geometry.groups:
+        needs = {axis: priced._forward_needs(axis, group.first, group.last) for axis in priced.axes}
+        for index in range(group.first, group.last):
+            name = network.ops[index].outputs[0]
+            areas = priced._areas({axis: needs[axis].made[name] for axis in priced.axes})
+            elements = math.prod(geometry.shape(name)) // math.prod(network.extents(name))
+            assert [area * elements for area in areas] == [geometry.computed[d][name].volume for d in geometry.devices]
+    assert all(groups.seconds > 0 for groups in priced.groupings())
+
+
+def test_the_planner_cuts_the_depth_of_a_long_clip_and_not_that_of_a_thin_one() -> None:
+    def planned(shape: tuple[int, ...]) -> ByTiles:
+        network = capture(volumes(), torch.randn(2, *shape)).network
+        found = make_plan(network, cluster_of(("a", "b"), Link(1e7, 1e-4)), batch_size=2, strategy="tiles").plan
+        share = found.stages[0].share
+        assert isinstance(share, ByTiles)
+        return share
+
+    assert planned((2, 64, 12, 10)).grid == (2, 1, 1)
+    assert planned((2, 4, 64, 10)).grid == (2, 1)
+
+
+def test_grids_in_three_directions() -> None:
+    assert grids(4) == [(4, 1), (2, 2), (1, 4)]
+    assert grids(4, 3) == [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
+    assert [grid for grid in grids(4, 3) if cuts_longer_sides(grid, (8, 30, 30))] == [(1, 4, 1), (1, 2, 2)]
+    assert cuts_longer_sides((2, 2, 1), (9, 9, 9))
+    assert not cuts_longer_sides((1, 2, 2), (9, 9, 9))
 
 
 @pytest.mark.parametrize("link", [Link(1e4, 1e-3), SLOW, Link(1e9, 1e-5)], ids=["slow", "middling", "fast"])

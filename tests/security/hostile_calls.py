@@ -62,6 +62,8 @@ CASES: dict[str, tuple[str, Call]] = {
     "a stride of zero": ("aten.conv2d.default", call(x(2, 6, 6), w(4, 2, 3, 3), None, [0, 0], [0, 0], [1, 1], 1)),
     "no groups": ("aten.channel_shuffle.default", call(x(4, 3, 3), 0)),
     "a scale that no size has": ("aten.upsample_nearest2d.default", call(x(2, 4, 4), [8, 8], 1e-30, 1e-30)),
+    "a depth's scale that no size has": (
+        "aten.upsample_trilinear3d.default", call(x(2, 3, 4, 4), [6, 8, 8], False, 1e-30, 2.0, 2.0)),
     "a window beyond 32 bits": (
         "aten.conv2d.default", call(x(2, 6, 6), w(4, 2, 3, 3), None, [1, 1], [2**40] * 2, [2**40] * 2, 1)),
     "an argument too many": ("aten.relu.default", call(x(3), 1)),

@@ -61,10 +61,17 @@ def plan(
         str, typer.Option("--home", help="With --for: the device that has the inputs, where they are not everywhere.")
     ] = "",
     grid: Annotated[
-        str | None, typer.Option("--grid", help="Rows x columns of tiles, like 2x3. For --share tiles.")
+        str | None,
+        typer.Option(
+            "--grid",
+            help="Rows x columns of tiles, like 2x3. Volumes have depths x rows x columns. For --share tiles.",
+        ),
     ] = None,
     rows: Annotated[str | None, typer.Option("--rows", help="Relative heights of the tiles' rows, like 2,1,1.")] = None,
     columns: Annotated[str | None, typer.Option("--columns", help="Relative widths of their columns.")] = None,
+    depths: Annotated[
+        str | None, typer.Option("--depths", help="Relative depths of the tiles of volumes and video.")
+    ] = None,
     costs: Annotated[
         str | None,
         typer.Option(
@@ -126,7 +133,8 @@ def plan(
     if costs is not None:
         makes_plans = {
             "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--profile": profile,
-            "--out": out, "--schedule": schedule, "--rows": rows, "--columns": columns, "--picture": picture,
+            "--out": out, "--schedule": schedule, "--rows": rows, "--columns": columns, "--depths": depths,
+            "--picture": picture,
             "--best": best,
         }  # fmt: skip
         tiles, prices = tiling.parse_tile_costs(strategy, grid, costs, makes_plans)
@@ -137,7 +145,7 @@ def plan(
         planning_inference.refuse_beside_objective(
             {
                 "--batch-size": batch_size, "--micro-batches": micro_batches, "--order": order, "--grid": grid,
-                "--rows": rows, "--columns": columns, "--compare": compare, "--best": best,
+                "--rows": rows, "--columns": columns, "--depths": depths, "--compare": compare, "--best": best,
             }
         )  # fmt: skip
         shown.task = load_task(model, input, granularity, cluster, profile, training=False)
@@ -145,9 +153,9 @@ def plan(
         return
     if home:
         raise BadValue("--home is for plans of inference.", hint="Say what for: --for latency or --for throughput.")
-    tile_grid = tiling.tile_options(grid, rows, columns)
+    tile_grid = tiling.tile_options(grid, rows, columns, depths)
     if strategy != "tiles" and tile_grid.grid is not None:
-        raise BadValue(f"--grid, --rows and --columns are for --share tiles; --share is {strategy}.")
+        raise BadValue(f"--grid, --rows, --columns and --depths are for --share tiles; --share is {strategy}.")
     norm, ahead = planning.batch_norm_named(batch_norm), planning.warm_up_named(warm_up)
     shown.task = load_task(model, input, granularity, cluster, profile)
     if compare:

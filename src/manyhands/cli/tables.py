@@ -31,9 +31,8 @@ def share_text(share: Share, place: int) -> str:
     if isinstance(share, BySamples):
         return f"{share.samples[place]} of {sum(share.samples)} samples"
     if isinstance(share, ByTiles):
-        row, column = divmod(place, len(share.columns))
-        part = share.rows[row] / sum(share.rows) * share.columns[column] / sum(share.columns)
-        return f"tile {row},{column} of {len(share.rows)}x{len(share.columns)} ({part:.0%})"
+        where = ",".join(map(str, share.cell(place)))
+        return f"tile {where} of {share.grid_text} ({share.part(place):.0%})"
     if isinstance(share, ByChannels):
         groups, total = share.groups[place], sum(share.groups)
         return (

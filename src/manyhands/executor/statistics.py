@@ -140,4 +140,5 @@ class SharedBatchNorm:
 
 
 def _weight(argument: Any, weights: Weights) -> torch.Tensor | None:
+    assert not isinstance(argument, Value), "a norm applies computed weights in operators of their own (rewriting.py)"
     return weights.tensors[argument.name] if isinstance(argument, Weight) else None

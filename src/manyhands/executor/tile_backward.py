@@ -12,6 +12,7 @@ from manyhands.executor.boxes import holds, in_common
 from manyhands.executor.tile_base import formatted_like, memory_of
 from manyhands.executor.tile_call import BoxTensor, InputGradientCall, WeightGradientCall
 from manyhands.executor.tile_micro_batch import TileMicroBatch
+from manyhands.executor.tile_moves import Split
 from manyhands.executor.tile_normalization import Normalization
 from manyhands.executor.tile_stage import TiledStage
 from manyhands.executor.tile_ways import BackwardWay
@@ -33,8 +34,11 @@ class TileBackward:
             return
         for index in range(action.last - 1, action.first - 1, -1):
             if index in self.ways.differentiable:
-                if index in self.stage.pieces:
+                operator = self.operators.get(index)
+                if operator is None:
                     self._differentiate_whole(batch, index, context)
+                elif isinstance(operator, Split):
+                    self._join(batch, index, operator)
                 else:
                     self._differentiate(batch, index, action.part, context)
             if action.part != "inputs":
@@ -108,6 +112,16 @@ class TileBackward:
             if tensor.grad is not None:
                 whole = Box.whole(tensor.shape)
                 self.add(batch, name, BoxTensor(whole, tensor.grad), whole, fresh=True)
+
+    def _join(self, batch: TileMicroBatch, index: int, operator: Split) -> None:
+        """Put the gradients of a map's parts together."""
+        op = self.stage.network.ops[index]
+        within = self.ways.collected(index, op.inputs[0])
+        for number, name in enumerate(op.outputs if any(self.ways.backward(index).wanted) else ()):
+            gradient, out = batch.gradients.get(name), self.ways.differentiated(name)
+            if gradient is not None and not out.is_empty:
+                part = BoxTensor(operator.part(number, out), gradient.view(out))
+                self.add(batch, op.inputs[0], part, within, fresh=False)
 
     def _differentiate(self, batch: TileMicroBatch, index: int, part: str, context: Context) -> None:
         way, operator = self.ways.backward(index), self.operators[index]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from manyhands.facts.network import TensorSpec
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls
+from manyhands.graph.memory_formats import CHANNELS_LAST
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
 
@@ -149,7 +151,12 @@ def add_gradient(parameter: Tensor, part: Tensor) -> None:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a map's memory has no gaps, in one of the two formats."""
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_contiguous() or _is_channels_last(tensor)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    layout = CHANNELS_LAST.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
 def are_alike(first: Tensor, second: Tensor) -> bool:
@@ -159,22 +166,23 @@ def are_alike(first: Tensor, second: Tensor) -> bool:
         return False
     if first.is_contiguous() and second.is_contiguous():
         return True
-    last = torch.channels_last
-    return first.is_contiguous(memory_format=last) and second.is_contiguous(memory_format=last)
+    return _is_channels_last(first) and _is_channels_last(second)
 
 
 def format_of(tensor: Tensor) -> torch.memory_format | None:
     """Return the format in which a map's memory lies, also of a part of one; None where both formats are the same."""
-    if tensor.dim() != 4 or tensor.shape[1] == 1 or tensor.shape[2] * tensor.shape[3] == 1:
+    rank = tensor.dim()
+    if rank not in CHANNELS_LAST or tensor.shape[1] == 1 or prod(tensor.shape[2:]) == 1:
         return None
-    return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
+    return CHANNELS_LAST[rank] if tensor.stride(1) == 1 else torch.contiguous_format
 
 
 def formatted_like(gradient: Tensor, others: Sequence[BoxTensor | None]) -> Tensor:
     """Return a gradient in the memory format of what it is read beside: operators on maps in two formats take many
     times as long. Kernels of neighbours may differ in it."""
     for other in others:
-        layout = None if other is None else format_of(other.tensor)
+        is_beside = other is not None and other.tensor.dim() == gradient.dim()
+        layout = format_of(other.tensor) if other is not None and is_beside else None
         if layout is not None:
             return gradient if format_of(gradient) in (None, layout) else gradient.contiguous(memory_format=layout)
     return gradient

@@ -8,6 +8,7 @@ from manyhands.executor.boxes import in_common
 from manyhands.executor.tile_base import TileOperator, are_alike
 from manyhands.executor.tile_call import BoxTensor, ForwardCall, GatheredStatistics, Notes
 from manyhands.executor.tile_micro_batch import TileMicroBatch
+from manyhands.executor.tile_moves import Split
 from manyhands.executor.tile_normalization import BatchNorm
 from manyhands.executor.tile_pointwise import Activation
 from manyhands.executor.tile_stage import TiledStage
@@ -62,6 +63,9 @@ class TileForward:
 
     def _compute(self, batch: TileMicroBatch, index: int, context: Context) -> None:
         operator, way = self.operators[index], self.ways.forward(index)
+        if isinstance(operator, Split):
+            self._split(batch, index, operator)
+            return
         name, out = way.name, way.out
         if out is None:
             return
@@ -82,6 +86,16 @@ class TileForward:
         else:
             place = batch.values[name] = self._place(batch, name, out)
             operator.forward(ForwardCall(inputs, out, context, place.view(out), notes, False, statistics))
+
+    def _split(self, batch: TileMicroBatch, index: int, operator: Split) -> None:
+        """Take a map apart: each part over the box that is read of it."""
+        (source,) = self.memory.inputs(batch, self.ways.forward(index).inputs)
+        for number, name in enumerate(self.stage.network.ops[index].outputs):
+            out = self.ways.computed_box(name)
+            if out is not None:
+                self.elements += out.volume
+                place = batch.values[name] = self.memory.room(name, out)
+                place.view(out).copy_(source.view(operator.part(number, out)))
 
     def _compute_pieces(
         self,

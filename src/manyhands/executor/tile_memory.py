@@ -17,6 +17,7 @@ from manyhands.executor.tile_micro_batch import TileMicroBatch
 from manyhands.executor.tile_ways import TileWays
 from manyhands.facts.boxes import Box, without
 from manyhands.facts.profile import Kernel
+from manyhands.graph.memory_formats import CHANNELS_LAST, memory_format_of
 
 
 class _Room(NamedTuple):
@@ -59,7 +60,11 @@ class TileMemory:
                 names.update(name for name in (*op.inputs, *op.outputs) if name in self.geometry.maps)
             elif not op.macs and any(name in names for name in op.inputs):
                 names.update(name for name in op.outputs if name in self.geometry.maps)
-        return {name for name in names if len(self.network.tensors[name].shape) == 4}
+        return {name for name in names if self._has_channels_second(name)}
+
+    def _has_channels_second(self, tensor: str) -> bool:
+        rank = len(self.network.tensors[tensor].shape)
+        return rank in CHANNELS_LAST and sorted(self.network.spatial[tensor]) == [*range(2, rank)]
 
     def _buffer_boxes(self) -> Iterator[tuple[str, Box]]:
         """Yield for every map the box around all that is ever here, with room for the zeros that convolutions pad with;
@@ -96,7 +101,7 @@ class TileMemory:
 
     def _room_for(self, tensor: str, inside: Box) -> _Room:
         box = self.buffer(tensor)
-        layout = torch.channels_last if tensor in self._channels_last else torch.contiguous_format
+        layout = memory_format_of(box.rank, tensor in self._channels_last)
         rests = [place_of(part, box) for part in without([box], inside)]
         return _Room(box, box.shape, self.dtype(tensor), layout, rests)
 

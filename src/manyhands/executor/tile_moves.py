@@ -1,4 +1,5 @@
-"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout."""
+"""Operators on boxes that only move elements, or drop some: concatenation, slices, padding, shuffles, dropout, and
+other orders of axes."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from torch import Tensor
 from manyhands.executor.tile_base import TileOperator, placed, widened
 from manyhands.executor.tile_call import BoxTensor, ForwardCall, InputGradientCall
 from manyhands.facts.boxes import Box
+from manyhands.facts.reads import Mirrored
 from manyhands.graph.piece import Context
 from manyhands.graph.random_ops import RANDOM_CALLS, dropped
 
 
 class Concatenation(TileOperator):
-    """Maps one after the other along their channels."""
+    """Maps one after the other, along channels or another axis that is not cut."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
@@ -38,7 +40,7 @@ class Concatenation(TileOperator):
 
 
 class Regrouping(TileOperator):
-    """Channels in groups, groups as channels, or both in another order; rows and columns stay."""
+    """Axes in another order, joined or split, but for the spatial ones. The result is a copy: its memory is its own."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         out, into = call.out, call.into
@@ -72,15 +74,56 @@ class Regrouping(TileOperator):
 
 
 class Slice(TileOperator):
-    """A range of channels, rows or columns."""
+    """A range of any axis but that of samples, or every second element of one, say."""
 
     def forward(self, call: ForwardCall) -> Tensor:
         into = call.into
-        data = call.inputs[0].view(self.demand(0, call.out))
+        data = call.inputs[0].view(self.demand(0, call.out))[self._chosen]
         return data.clone() if into is None else into.copy_(data)
 
     def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
-        return [BoxTensor(self.demand(0, call.out), call.gradient) if call.wanted[0] else None]
+        if not call.wanted[0]:
+            return [None]
+        demand = self.demand(0, call.out)
+        if demand.shape == call.out.shape:
+            return [BoxTensor(demand, call.gradient)]
+        spread = call.gradient.new_zeros(demand.shape)
+        spread[self._chosen] = call.gradient
+        return [BoxTensor(demand, spread)]
+
+    @cached_property
+    def _chosen(self) -> tuple[slice, ...]:
+        """The elements of a crop that are taken."""
+        axis, step = ((*self.node.arguments[1:], *(None,) * 3)[place] for place in (0, 3))
+        rank = len(self.output.shape)
+        return tuple(slice(None, None, step if number == (axis or 0) % rank else None) for number in range(rank))
+
+
+class Split(TileOperator):
+    """A map in parts along its channels: the one operator with several outputs."""
+
+    def part(self, number: int, out: Box) -> Box:
+        """Return the box of the input that is `out` of an output."""
+        first = sum(spec.shape[self._axis] for spec in self.node.outputs[:number])
+        return out.shift([first if axis == self._axis else 0 for axis in range(out.rank)])
+
+    @cached_property
+    def _axis(self) -> int:
+        return int(self.node.arguments[2]) % len(self.output.shape)
+
+
+class Expansion(TileOperator):
+    """A tensor spread over a map: the map only tells its size."""
+
+    def forward(self, call: ForwardCall) -> Tensor:
+        spread = call.inputs[0].view(self.demand(0, call.out)).expand(call.out.shape)
+        return spread.clone(memory_format=torch.contiguous_format) if call.into is None else call.into.copy_(spread)
+
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        if not call.wanted[0]:
+            return [None for _ in call.wanted]
+        demand = self.demand(0, call.out)
+        return [BoxTensor(demand, call.gradient.sum_to_size(demand.shape)), None]
 
 
 class Padding(TileOperator):
@@ -110,9 +153,49 @@ class Padding(TileOperator):
 
     def _shifted(self, demand: Box) -> Box:
         """Return where an input box lies in the output."""
-        amounts = self.node.arguments[1]
-        before = [amounts[2 * (3 - axis)] if 2 * (3 - axis) < len(amounts) else 0 for axis in range(4)]
+        amounts, last = self.node.arguments[1], demand.rank - 1
+        before = [amounts[2 * (last - axis)] if 2 * (last - axis) < len(amounts) else 0 for axis in range(last + 1)]
         return demand.shift(before)
+
+
+class EdgePadding(TileOperator):
+    """Elements of the map around it: mirrored at its edges, or the edges again. Only the true edges count."""
+
+    def forward(self, call: ForwardCall) -> Tensor:
+        demand = self.demand(0, call.out)
+        data, axes = call.inputs[0].view(demand), self._padded(call.out)
+        for axis in axes:
+            data = data.index_select(axis, self._places(axis, call.out, demand, data))
+        return placed(data if axes else data.clone(), call.into)
+
+    def input_gradients(self, call: InputGradientCall) -> list[BoxTensor | None]:
+        if not call.wanted[0]:
+            return [None]
+        demand, gradient = self.demand(0, call.out), call.gradient
+        for axis in self._padded(call.out):
+            shape = list(gradient.shape)
+            shape[axis] = demand.shape[axis]
+            places = self._places(axis, call.out, demand, gradient)
+            gradient = gradient.new_zeros(shape).index_add_(axis, places, gradient)
+        return [BoxTensor(demand, gradient)]
+
+    def _padded(self, out: Box) -> list[int]:
+        """Return the axes along which a box reaches over the edges of the input."""
+        rules = [rule for rule in self.op.reads[0].rules if isinstance(rule, Mirrored)]
+        return [
+            rule.axis
+            for rule in rules
+            if out.intervals[rule.axis][0] < rule.before
+            or out.intervals[rule.axis][1] > rule.before + self.sources[0].shape[rule.axis]
+        ]
+
+    def _places(self, axis: int, out: Box, demand: Box, like: Tensor) -> Tensor:
+        """Return the element of a crop that each element of the box is."""
+        rule, last = self.op.reads[0].rules[axis], self.sources[0].shape[axis] - 1
+        assert isinstance(rule, Mirrored)
+        places = torch.arange(*out.intervals[axis], device=like.device) - rule.before
+        places = places.clamp(0, last) if rule.repeats else last - (last - places.abs()).abs()
+        return places - demand.intervals[axis][0]
 
 
 class PixelShuffle(TileOperator):

@@ -48,6 +48,7 @@ class Normalization(StatisticsOperator):
         self.weight, self.bias = self._weight(weight), self._weight(bias)
         self.epsilon = float(epsilon)
         self.channels = self.sources[0].shape[1]
+        self.places = [1 for _ in self.sources[0].shape[2:]]
         self._zeros_and_ones: tuple[Tensor, Tensor] | None = None
         self._unused: tuple[Tensor, Tensor] | None = None
         """The tensors that PyTorch wants to write a batch's moments to; there are none, so they are empty."""
@@ -63,10 +64,10 @@ class Normalization(StatisticsOperator):
         """Return a tensor with its features as the second axis. A single sample is returned as it is: a view of it
         would lie in memory in an order that PyTorch's backward kernel beside a tensor in another order takes for a
         third, and adds up wrongly."""
-        samples, channels, rows, columns = tensor.shape
+        samples, channels, *places = tensor.shape
         if not self.moments_of_samples or samples == 1:
             return tensor
-        return tensor.reshape(1, samples * channels, rows, columns)
+        return tensor.reshape(1, samples * channels, *places)
 
     def _per_feature(self, parameter: Tensor | None, moments: Moments, default: float) -> Tensor:
         """Return a weight or bias for each feature."""
@@ -102,8 +103,12 @@ class Normalization(StatisticsOperator):
         scale = (variance + self.epsilon).rsqrt_()
         scale = scale if weight is None else scale.mul_(weight)
         offset = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-        leading = (data.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
+        leading = self._leading(data)
         return torch.addcmul(offset.view(leading), data, scale.view(leading), out=into)
+
+    def _leading(self, data: Tensor) -> list[int]:
+        """Return the shape of a number for each feature, beside some data."""
+        return [data.shape[0] if self.moments_of_samples else 1, self.channels, *self.places]
 
     def local_backward_statistics(
         self,
@@ -163,7 +168,7 @@ class Normalization(StatisticsOperator):
         of_weight, of_bias = self._shares(total, moments)
         slope = of_weight * inverse
         offset = torch.addcmul(of_bias, slope, moments.mean, value=-1)
-        leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
+        leading = self._leading(gradient)
         inside = out if corrected is None else out.intersect(corrected)
         if inside == out:
             data = inputs[0].view(out)
@@ -179,7 +184,7 @@ class Normalization(StatisticsOperator):
     def rim_gradient(self, gradient: Tensor, statistics: GatheredStatistics) -> Tensor:
         """Return the input's gradient where nothing is corrected: in places that belong to other tiles."""
         assert statistics.moments is not None
-        leading = (gradient.shape[0] if self.moments_of_samples else 1, self.channels, 1, 1)
+        leading = self._leading(gradient)
         return gradient * self._scale(statistics.moments).view(leading)
 
     def _scale(self, moments: Moments) -> Tensor:
@@ -284,7 +289,7 @@ class BatchNorm(Normalization):
             return [None]
         moments = self._running()  # captured in evaluation mode: a fixed factor for each channel
         factor = moments.inverse(self.epsilon) * self._per_feature(self.weight, moments, 1.0)
-        return [BoxTensor(call.out, call.gradient * factor.view(1, -1, 1, 1))]
+        return [BoxTensor(call.out, call.gradient * factor.view(1, -1, *self.places))]
 
     def weight_gradients(self, call: WeightGradientCall) -> None:
         if call.statistics is None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from manyhands.executor.tile_base import TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
+from manyhands.executor.tile_linear import Linear
 from manyhands.executor.tile_moves import (
     Concatenation,
     Dropout,
+    EdgePadding,
+    Expansion,
     Padding,
     PixelShuffle,
     Regrouping,
     Slice,
+    Split,
     TileChannelShuffle,
 )
 from manyhands.executor.tile_normalization import BatchNorm, GroupNorm, InstanceNorm
@@ -21,6 +25,7 @@ from manyhands.executor.tile_statistics import FromShape, GlobalPool
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Graph
+from manyhands.graph.read_rules import SPLITS, edge_padding
 from manyhands.graph.weights import Weights
 
 _BY_NAME: dict[str, type[TileOperator]] = {
@@ -28,10 +33,16 @@ _BY_NAME: dict[str, type[TileOperator]] = {
     "avg_pool2d": AveragePool, "adaptive_avg_pool2d": AdaptiveAveragePool, "upsample_nearest2d": Resampling,
     "upsample_bilinear2d": Resampling, "pixel_shuffle": PixelShuffle, "pixel_unshuffle": PixelShuffle,
     "channel_shuffle": TileChannelShuffle, "dropout": Dropout, "feature_dropout": Dropout, "alpha_dropout": Dropout,
+    "conv3d": Convolution, "conv_transpose3d": TransposedConvolution, "max_pool3d": MaxPool, "avg_pool3d": AveragePool,
+    "adaptive_avg_pool3d": AdaptiveAveragePool, "upsample_nearest3d": Resampling, "upsample_trilinear3d": Resampling,
+    "linear": Linear,
     "batch_norm": BatchNorm, "group_norm": GroupNorm, "instance_norm": InstanceNorm, "cat": Concatenation,
-    "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding,
+    "concat": Concatenation, "slice": Slice, "pad": Padding, "constant_pad_nd": Padding, "expand_as": Expansion,
+    "reflection_pad2d": EdgePadding, "replication_pad2d": EdgePadding,
+    **dict.fromkeys(SPLITS, Split), **dict.fromkeys(("stack", "mean", "sum", "amax", "amin"), TileOperator),
     **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute"),
                     Regrouping),
+    **dict.fromkeys(("layer_norm", "rms_norm", "softmax", "log_softmax", "mean", "sum", "amax", "amin"), TileOperator),
 }  # fmt: skip
 
 
@@ -46,5 +57,5 @@ def tile_operator(graph: Graph, index: int, weights: Weights, kernel: Kernel | N
         tensors = graph.network.tensors
         kind = pointwise(node, {tensors[name].dtype for name in (*op.inputs, *op.outputs)})
     elif op.tiling:
-        kind = _BY_NAME[name]
+        kind = EdgePadding if edge_padding(node) is not None else _BY_NAME[name]
     return kind(graph, index, weights, kernel)

@@ -1,4 +1,4 @@
-"""Nearest and bilinear up-sampling on boxes, with the places and coefficients of the whole axes.
+"""Nearest and linear up-sampling on boxes, with the places and coefficients of the whole axes.
 
 By whole factors a crop is resampled by torch itself: every block of the output is made like any other. By other factors
 each axis is gathered by a table that is made once for the whole axis.
@@ -21,15 +21,17 @@ _aten = torch.ops.aten
 
 
 class Resampling(TileOperator):
-    """upsample_nearest2d and upsample_bilinear2d, also with aligned corners."""
+    """Up-sampling of pictures and volumes, nearest and (bi- or tri-)linear, also with aligned corners."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.linear = "bilinear" in self.node.target
+        self.linear = "linear" in self.node.target
+        kind = self.node.target.split(".")[1]
+        self.call, self.backward = getattr(_aten, kind), getattr(_aten, f"{kind}_backward")
         self.aligned = self.linear and bool(self.node.arguments[2])
         rules = self.op.reads[0].rules[2:]
         self.factors = [rule.outputs for rule in rules if isinstance(rule, Blocks)]
-        self.is_by_blocks = len(self.factors) == 2
+        self.is_by_blocks = len(self.factors) == len(rules)
         self.changed = [axis for axis, rule in enumerate(rules, start=2) if not isinstance(rule, Window)]
         self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor | None]] = {}
 
@@ -39,10 +41,7 @@ class Resampling(TileOperator):
         data = call.inputs[0].view(demand)
         if self.is_by_blocks:
             full = self._full(demand)
-            if self.linear:
-                made = _aten.upsample_bilinear2d.default(data, full.shape[2:], False)
-            else:
-                made = _aten.upsample_nearest2d.default(data, full.shape[2:])
+            made = self.call.default(data, full.shape[2:], *([False] if self.linear else []))
             return placed(BoxTensor(full, made).view(out), into)
         for axis in self.changed:
             data = self._gathered(data, axis, demand, out)
@@ -56,10 +55,7 @@ class Resampling(TileOperator):
         if self.is_by_blocks:
             full = self._full(demand)
             spread, sizes = widened(gradient, out, full).contiguous(), (full.shape[2:], demand.shape)
-            if self.linear:
-                input_gradient = _aten.upsample_bilinear2d_backward.default(spread, *sizes, False)
-            else:
-                input_gradient = _aten.upsample_nearest2d_backward.default(spread, *sizes)
+            input_gradient = self.backward.default(spread, *sizes, *([False] if self.linear else []))
             return [BoxTensor(demand, input_gradient)]
         for axis in reversed(self.changed):
             gradient = self._scattered(gradient, axis, demand, out)
@@ -98,14 +94,18 @@ class Resampling(TileOperator):
         low, last = demand.intervals[axis][0], self.sources[0].shape[axis] - 1
         if shares is None:
             return places - low, None, None
-        return places - low, (places + 1).clamp(max=last) - low, shares.view([-1 if a == axis else 1 for a in range(4)])
+        return (
+            places - low,
+            (places + 1).clamp(max=last) - low,
+            shares.view([-1 if a == axis else 1 for a in range(like.dim())]),
+        )
 
     def _table(self, axis: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return for the whole axis the element that each output is made from, and the next one's share."""
         before, after = self.sources[0].shape[axis], self.output.shape[axis]
         if not self.linear:  # torch itself shows which element it takes: rounding decides where two are as near
             ramp = torch.arange(before, dtype=like.dtype, device=like.device).view(1, 1, before, 1)
-            factor = resampling_factors(self.node, 2)[axis - 2]
+            factor = resampling_factors(self.node, like.dim() - 2)[axis - 2]
             nearest = _aten.upsample_nearest2d.default(ramp, [after, 1], factor, None)
             return nearest.flatten().long(), None
         places = torch.arange(after, dtype=like.dtype, device=like.device)

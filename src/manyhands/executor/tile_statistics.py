@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +72,15 @@ class StatisticsOperator(TileOperator):
 class GlobalPool(StatisticsOperator):
     """The mean or the sum of every whole map: the same on all tiles."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.spatial = self.graph.network.spatial[self.sources[0].name]
+
     def local_statistics(self, inputs: Sequence[BoxTensor], owned: Box) -> Tensor:
         if owned.is_empty:
-            samples, channels = owned.shape[:2]  # of the input there may be nothing at all
-            return inputs[0].tensor.new_zeros(samples * channels)
-        return inputs[0].view(owned).sum((2, 3)).flatten()
+            # of the input there may be nothing at all
+            return inputs[0].tensor.new_zeros(prod(self._sums_shape(owned)))
+        return inputs[0].view(owned).sum(self.spatial).flatten()
 
     def combine(self, rows: Sequence[Tensor], shares: Sequence[int]) -> GatheredStatistics:
         total = torch.stack(list(rows)).sum(0).mul_(self._factor)
@@ -103,13 +109,16 @@ class GlobalPool(StatisticsOperator):
         assert corrected is not None, f"{self.node.name} must be told where its gradient is wanted"
         if not wanted[0] or corrected.is_empty:
             return [None]
-        shares = (total * self._factor).view(*corrected.shape[:2], 1, 1)
+        shares = (total * self._factor).view(self._sums_shape(corrected))
         return [BoxTensor(corrected, shares.expand(corrected.shape))]
 
     @property
     def _factor(self) -> float:
-        rows, columns = self.sources[0].shape[2:]
-        return 1.0 if "sum" in self.node.target else 1.0 / (rows * columns)
+        return 1.0 if "sum" in self.node.target else 1.0 / prod(self.sources[0].shape[axis] for axis in self.spatial)
+
+    def _sums_shape(self, box: Box) -> list[int]:
+        """Return the shape of the sums over a box of the input: one place along each spatial axis."""
+        return [1 if axis in self.spatial else extent for axis, extent in enumerate(box.shape)]
 
 
 class FromShape(StatisticsOperator):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from math import prod
 from typing import Any
 
 import msgspec
@@ -114,7 +115,7 @@ class TileWays:
         flows = [self._flows(name) for name in inputs]
         corrected = None
         if op.inputs[0] in maps:
-            corrected = self._collected(index, op.inputs[0]) if self.is_grouped else self.owned(op.inputs[0])
+            corrected = self.collected(index, op.inputs[0]) if self.is_grouped else self.owned(op.inputs[0])
         over = self._weight_box(index)
         return BackwardWay(
             name=op.outputs[0],
@@ -128,7 +129,7 @@ class TileWays:
             maps=tuple(flow and name in maps for flow, name in zip(flows, inputs)),
             others=tuple(flow and name not in maps for flow, name in zip(flows, inputs)),
             wanted=tuple(flows),
-            collected=tuple(self._collected(index, n) if flow else _NOTHING for flow, n in zip(flows, inputs)),
+            collected=tuple(self.collected(index, n) if flow else _NOTHING for flow, n in zip(flows, inputs)),
         )
 
     # Boxes
@@ -148,6 +149,8 @@ class TileWays:
                 return chain
             if op.weights or op.tiling != "local" or self.geometry.reads_beyond(op) or self._is_sent(name):
                 return chain
+            if len(op.outputs) > 1:
+                return chain
             if self._computed.get(op.outputs[0]) != self._computed[self.network.ops[first].outputs[0]]:
                 return chain  # less is read of it here than was normalised
             chain.append(readers[0])
@@ -157,8 +160,16 @@ class TileWays:
 
     def out_box(self, index: int) -> Box | None:
         """Return the box that this device computes of an operator on maps; None: nothing."""
-        box = self._computed.get(self.network.ops[index].outputs[0])
+        return self.computed_box(self.network.ops[index].outputs[0])
+
+    def computed_box(self, tensor: str) -> Box | None:
+        """Return the box that this device computes of a map; None: nothing."""
+        box = self._computed.get(tensor)
         return None if box is None or box.is_empty else box
+
+    def differentiated(self, tensor: str) -> Box:
+        """Return the box of a map's gradient that flows back through the operator that made it."""
+        return self.geometry.regions[tensor][self.device] if self.is_grouped else self._computed_or_nothing(tensor)
 
     def _owned(self, tensor: str) -> Box:
         return self.geometry.own(self.device, tensor)
@@ -166,8 +177,8 @@ class TileWays:
     def _shares(self, index: int) -> list[int]:
         """Return how many places of the map that an operator reads each device owns."""
         name = self.network.ops[index].inputs[0]
-        boxes = [self.geometry.own(device, name) for device in self.geometry.devices]
-        return [box.shape[2] * box.shape[3] for box in boxes]
+        shapes = [self.geometry.own(device, name).shape for device in self.geometry.devices]
+        return [prod(shape[axis] for axis in self.network.spatial[name]) for shape in shapes]
 
     def _collected_box(self, tensor: str) -> Box:
         """Return the box of a tensor's gradient that this device collects."""
@@ -179,9 +190,10 @@ class TileWays:
         name = self.network.ops[index].outputs[0]
         if name not in self.geometry.maps:
             return Box.whole(self.geometry.shape(name))
-        if self.is_grouped:
-            return self.owned(name)
-        return self._computed.get(name) or Box(tuple((0, 0) for _ in self.geometry.shape(name)))
+        return self.owned(name) if self.is_grouped else self._computed_or_nothing(name)
+
+    def _computed_or_nothing(self, tensor: str) -> Box:
+        return self._computed.get(tensor) or Box(tuple((0, 0) for _ in self.geometry.shape(tensor)))
 
     def _own_part(self, index: int) -> Box:
         return self._gradient_box(index).intersect(self.owned(self.network.ops[index].outputs[0]))
@@ -190,7 +202,7 @@ class TileWays:
         name = self.network.ops[index].outputs[0]
         return self.geometry.regions[name][self.device] if self.is_grouped else self._weight_box(index)
 
-    def _collected(self, index: int, tensor: str) -> Box:
+    def collected(self, index: int, tensor: str) -> Box:
         """Return the box of an input's gradient that an operator adds to: complete beyond what is owned only if both
         are in one backward group."""
         if self.is_grouped and tensor in self.geometry.maps and not self._same_group(index, tensor):

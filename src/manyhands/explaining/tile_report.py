@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, everything_fed, feed_parts
@@ -172,7 +175,7 @@ def tiled_schedule(plan: Plan, network: Network) -> Schedule | None:
 
 def write_tile_map(schedule: Schedule, path: Path, *, title: str) -> Path:
     """Draw the tiles of a plan with their halos, group by group."""
-    grids = [f"{len(geometry.share.rows)}x{len(geometry.share.columns)} tiles" for geometry in _tiled_stages(schedule)]
+    grids = [f"{geometry.share.grid_text} tiles" for geometry in _tiled_stages(schedule)]
     plan = schedule.plan
     batch = f"batch {plan.batch_size}" + (f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else "")
     return draw_tiles(group_maps(schedule), path, title=f"{title}: {', '.join(grids)}, {batch}; bytes are of one step")
@@ -185,7 +188,7 @@ def group_maps(schedule: Schedule) -> list[GroupMap]:
     maps += [each for geometry in reversed(stages) for each in _Maps(schedule, geometry).backward()]
     return [
         GroupMap(each.way, 1 + sum(other.way == each.way for other in maps[:place]), each.layers, each.size, each.owned,
-                 each.halos, each.exchanged_bytes, each.notes)
+                 each.halos, each.exchanged_bytes, each.notes, each.axes)
         for place, each in enumerate(maps)
     ]  # fmt: skip
 
@@ -202,6 +205,14 @@ class _Maps:
 
     def __init__(self, schedule: Schedule, geometry: TileGeometry) -> None:
         self.schedule, self.geometry, self.network = schedule, geometry, schedule.network
+        counts = [len(sizes) for sizes in geometry.cuts]
+        self.plane = sorted(sorted(range(len(counts)), key=lambda axis: (-counts[axis], -axis))[:2])
+        """The two directions that are drawn: those that are cut most often."""
+        cells = numpy.unravel_index(range(len(geometry.devices)), counts)
+        hidden = [cells[axis] for axis in range(len(counts)) if axis not in self.plane]
+        self.layers = counts[next(a for a in range(len(counts)) if a not in self.plane)] if hidden else 1
+        self.shown = [d for place, d in enumerate(geometry.devices) if not any(cell[place] for cell in hidden)]
+        """The devices that are drawn: of several layers of tiles the first."""
 
     def forward(self) -> list[GroupMap]:
         geometry = self.geometry
@@ -220,7 +231,7 @@ class _Maps:
                 size = self._bytes(back)
                 returned = [format_bytes(size)] * bool(size) + [f"{format_bytes(sums)} of sums"] * bool(sums)
                 notes += [f"back: {' and '.join(returned)}"] if returned else []
-            halos = self._fetched(group.fetches.get(tensor, ()))
+            halos = self._fetched(group.fetches.get(tensor, ()), tensor)
             if not geometry.is_made_here(tensor):
                 halos = self._handed(tensor, geometry.entering(tensor))
             maps.append(self._map("forward", group.first, group.last, tensor, halos, group.fetches, notes))
@@ -235,7 +246,7 @@ class _Maps:
             notes = self._notes(group.deltas, self._sums(group.first, group.last, backward=True))
             if group.values:
                 notes.insert(0, f"{format_bytes(self._bytes(group.values))} of it forward values")
-            halos = self._fetched(group.deltas.get(tensor, ()))
+            halos = self._fetched(group.deltas.get(tensor, ()), tensor)
             moves_back: dict[str, tuple[Move, ...]] = dict(group.deltas)
             for name, moves in group.values.items():
                 moves_back[name] = moves_back.get(name, ()) + moves
@@ -271,12 +282,17 @@ class _Maps:
         notes = [f"{len(fetches)} maps, of one shown"] if len(fetches) > 1 else []
         return notes + ([f"{format_bytes(sums)} of sums inside"] if sums else [])
 
-    def _fetched(self, moves: Iterable[Move]) -> dict[str, list[tuple[str, Box]]]:
+    def _fetched(self, moves: Iterable[Move], tensor: str) -> dict[str, list[tuple[str, Box]]]:
         by_device: dict[str, list[tuple[str, Box]]] = {}
         for move in moves:
             if not move.is_local and not move.box.is_empty:
-                by_device.setdefault(move.target, []).append((move.source, _plane(move.box)))
-        return by_device
+                by_device.setdefault(move.target, []).append((move.source, self._plane(move.box, tensor)))
+        return {device: by_device[device] for device in self.shown if device in by_device}
+
+    def _plane(self, box: Box, tensor: str) -> Box:
+        """Return the part of a box that is drawn."""
+        spatial = self.network.spatial[tensor]
+        return Box(tuple(box.intervals[spatial[axis]] for axis in self.plane))
 
     def _handed(self, tensor: str, layout: Layout) -> dict[str, list[tuple[str, Box]]]:
         """Return what a device receives of a tensor made before the stage, beyond its tile."""
@@ -284,9 +300,9 @@ class _Maps:
             device: [
                 (HANDED, piece)
                 for box in layout.boxes(device)
-                for piece in _plane(box).subtract(_plane(self.geometry.own(device, tensor)))
+                for piece in self._plane(box, tensor).subtract(self._plane(self.geometry.own(device, tensor), tensor))
             ]
-            for device in self.geometry.devices
+            for device in self.shown
         }
 
     def _map(
@@ -294,22 +310,22 @@ class _Maps:
         fetches: Fetches, notes: list[str],
     ) -> GroupMap:  # fmt: skip
         geometry = self.geometry
-        owned = {device: _plane(geometry.own(device, tensor)) for device in geometry.devices}
-        idle = sum(box.is_empty for box in owned.values())
+        owned = {device: self._plane(geometry.own(device, tensor), tensor) for device in self.shown}
+        idle = sum(geometry.own(device, tensor).is_empty for device in geometry.devices)
+        if self.layers > 1:
+            notes.append(f"of {self.layers} layers of tiles one is shown")
         if idle:
             notes.append(f"{idle} device(s) own nothing of it")
         start, end = self._name(first, is_start=True), self._name(last - 1, is_start=False)
         layers = f"layer {start}" if start == end else f"layers {start} .. {end}"
-        shape = geometry.shape(tensor)[1:]
-        return GroupMap(way, 0, layers, shape, owned, halos, self._bytes(fetches), tuple(notes))
+        extents = self.network.extents(tensor)
+        size = (self.network.tensors[tensor].elements // prod(extents), *extents)
+        names = ("depth", "row", "column")[-len(extents) :]
+        axes = (names[self.plane[0]], names[self.plane[1]])
+        return GroupMap(way, 0, layers, size, owned, halos, self._bytes(fetches), tuple(notes), axes)
 
     def _name(self, op: int, *, is_start: bool) -> str:
         """Return the name of a layer, with the operator if a group starts or ends inside the layer."""
         layer = self.network.layers[self.network.layer_of_op[op]]
         is_whole = op == (layer.first if is_start else layer.last - 1)
         return layer.name if is_whole else f"{layer.name} {self.network.ops[op].name}"
-
-
-def _plane(box: Box) -> Box:
-    """Return the rows and columns of a box."""
-    return Box(box.intervals[-2:])

@@ -3,7 +3,7 @@ layouts.
 
   0     4     8
 0 +-----+-----+
-  |  a  |  b  |      Layout.grid((8, 8), 0, 1, [1, 1], [1, 1], "abcd")
+  |  a  |  b  |      Layout.grid((8, 8), (0, 1), [[1, 1], [1, 1]], "abcd")
 4 +-----+-----+      c holds the box [4:8,0:4]
   |  c  |  d  |
 8 +-----+-----+
@@ -234,26 +234,24 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def grid(
         cls,
         shape: Sequence[int],
-        row_axis: int,
-        column_axis: int,
-        rows: Sequence[float],
-        columns: Sequence[float],
+        axes: Sequence[int],
+        weights: Sequence[Sequence[float]],
         devices: Sequence[str],
         *,
         partial: bool = False,
     ) -> Layout:
-        """Return a layout of tiles of relative heights `rows` and widths `columns`, given to the devices row by row."""
-        row_axis, column_axis = _axis(row_axis, len(shape)), _axis(column_axis, len(shape))
-        if row_axis == column_axis:
-            raise BadValue(f"Rows and columns cannot both lie along axis {row_axis}.")
-        if len(devices) != len(rows) * len(columns):
-            raise BadValue(f"A grid of {len(rows)} x {len(columns)} tiles cannot go to {len(devices)} devices.")
-        whole = Box.whole(shape)
-        tiles = (
-            whole.replace(row_axis, row).replace(column_axis, column)
-            for row in pairwise(cut_points(shape[row_axis], rows))
-            for column in pairwise(cut_points(shape[column_axis], columns))
-        )
+        """Return a layout of tiles: each of `axes` is cut by relative `weights`, and the devices fill the grid with the
+        last axis first, so that rows and columns are filled row by row."""
+        axes = [_axis(axis, len(shape)) for axis in axes]
+        if len(set(axes)) < len(axes):
+            raise BadValue(f"Tiles cannot be cut twice along one axis: {axes}.")
+        if len(devices) != prod(map(len, weights)):
+            counts = " x ".join(str(len(each)) for each in weights)
+            raise BadValue(f"A grid of {counts} tiles cannot go to {len(devices)} devices.")
+        tiles = [Box.whole(shape)]
+        for axis, each in zip(axes, weights, strict=True):
+            parts = list(pairwise(cut_points(shape[axis], each)))
+            tiles = [tile.replace(axis, part) for tile in tiles for part in parts]
         return cls(tuple((device, (tile,)) for device, tile in zip(devices, tiles)), partial)
 
     @property

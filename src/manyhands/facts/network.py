@@ -9,6 +9,7 @@ Sizes are affine in the number of samples: `fixed + per_sample * samples`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -17,6 +18,7 @@ import msgspec
 
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.reads import Read
+from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, keeps_axes, spatial_axes
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -87,6 +89,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return 0 if self.batch_axis is None else self.shape[self.batch_axis]
 
 
+def batched_first(tensors: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """Return the tensors whose first axis, and no other, is of samples."""
+    return frozenset(name for name, spec in tensors.items() if spec.batch_axis == 0 and not spec.pairs_samples)
+
+
 class WeightSpec(msgspec.Struct, frozen=True):
     """A parameter (trainable or frozen) or a buffer of the network."""
 
@@ -155,6 +162,12 @@ class Op(msgspec.Struct, frozen=True):
     "grouped": by whole groups; "shuffle": on parts of every group; "dense": own outputs from all inputs, or partial
     sums from own inputs; "": on all of them only."""
     channel_weights: tuple[ChannelWeight, ...] = ()
+    is_fixed: bool = False
+    """Whether its work is the same for any number of samples: what is computed from weights alone."""
+
+    def work_samples(self, samples: float) -> float:
+        """Return the factor of its work for one sample when there are so many."""
+        return 1.0 if self.is_fixed else samples
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -194,6 +207,34 @@ class Network(msgspec.Struct, frozen=True, dict=True):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    @cached_property
+    def spatial(self) -> dict[str, SpatialAxes]:
+        """Tensor -> the axes of its rows and columns, or of its depth, rows and columns; others are absent."""
+        steps = [AxisStep(op.target, op.outputs, op.reads) for op in self.ops]
+        return spatial_axes(
+            steps, {name: spec.shape for name, spec in self.tensors.items()}, batched_first(self.tensors)
+        )
+
+    @cached_property
+    def followed(self) -> tuple[frozenset[str], ...]:
+        """For each operator the inputs whose spatial axes its first output has, each followed from one of theirs."""
+        none: SpatialAxes = ()
+        return tuple(
+            frozenset(
+                read.tensor for read in op.reads
+                if op.outputs and keeps_axes(
+                    read, self.tensors[read.tensor].shape, self.spatial.get(read.tensor, none),
+                    self.spatial.get(op.outputs[0], none),
+                )
+            )
+            for op in self.ops
+        )  # fmt: skip
+
+    def extents(self, tensor: str) -> tuple[int, ...]:
+        """Return the extents of a tensor's spatial axes: rows and columns, or depth, rows and columns; () if none."""
+        shape = self.tensors[tensor].shape
+        return tuple(shape[axis] for axis in self.spatial.get(tensor, ()))
 
     @cached_property
     def carries(self) -> bool:
@@ -236,6 +277,21 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             raise unknown("layer", name, self.layer_index)
         return self.layer_index[name]
 
+    def first_map(self, first: int) -> TensorSpec | None:
+        """Return the first map that operators from `first` on read and do not make: what a tiled stage cuts first.
+        Operators before it may compute weights from weights."""
+        return next(
+            (
+                self.tensors[name] for op in self.ops[first:] for name in op.inputs
+                if self.is_map(name) and self.producer.get(name, -1) < first
+            ),
+            None,
+        )  # fmt: skip
+
+    def is_map(self, tensor: str, least: int = 2) -> bool:
+        """Return whether a tensor has spatial axes, and as many places along them as `least`."""
+        return tensor in self.spatial and prod(self.extents(tensor)) >= least
+
     def crossing(self, op: int) -> tuple[str, ...]:
         """Return the tensors made before operator `op` and read at or after it (or returned by the network)."""
         outputs = set(self.outputs)
@@ -261,8 +317,12 @@ class Network(msgspec.Struct, frozen=True, dict=True):
             return 0
         if not op.macs:
             return 1
-        weights = any(self.weights[name].trainable for name in op.weights)
-        return weights + any(self.tensors[name].differentiable for name in op.inputs)
+        flowing = [self.tensors[name] for name in op.inputs if self.tensors[name].differentiable]
+        weights = any(self.weights[name].trainable for name in op.weights) or any(
+            spec.batch_axis is None
+            for spec in flowing  # a computed weight
+        )
+        return weights + any(spec.batch_axis is not None for spec in flowing)
 
     def weights_of(self, first: int, last: int) -> tuple[str, ...]:
         """Return the weights read by operators [first, last), each once."""

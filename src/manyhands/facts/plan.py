@@ -18,6 +18,7 @@ codec (SPLIT), one stage by channels (DECNN).
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -88,7 +89,7 @@ class BySamples(msgspec.Struct, Share, frozen=True, tag="samples", tag_field="by
 
 
 class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", forbid_unknown_fields=True):
-    """A stage of which each device owns a tile of every feature map; devices fill the grid row by row.
+    """A stage of which each device owns a tile of every feature map; devices fill the grid row by row, depth by depth.
 
     `rows` and `columns` are relative heights and widths: [2, 1] gives the first row two thirds. Groups name the layers,
     or the operators, at which boundary data is exchanged (TILE §4.2). Without `forward_groups` it is exchanged before
@@ -103,6 +104,37 @@ class ByTiles(msgspec.Struct, Share, frozen=True, tag="tiles", tag_field="by", f
     interior_first: tuple[LayerName, ...] = ()
     """Forward groups whose first operator is computed inside the tile while the boundary data travels, and at the rim
     after that: worth it where a link is slow."""
+    depths: tuple[float, ...] = ()
+    """Relative depths, for maps of (sample, channel, depth, row, column), as of volumes and video; none: no depth is
+    cut."""
+
+    @property
+    def cuts(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """The relative sizes of tiles along depth, rows and columns."""
+        return (self.depths or (1,), self.rows, self.columns)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of tiles in each direction: rows and columns, or depths, rows and columns where depth is cut."""
+        counts = tuple(len(sizes) for sizes in self.cuts)
+        return counts if counts[0] > 1 else counts[1:]
+
+    @property
+    def grid_text(self) -> str:
+        return "x".join(map(str, self.grid))
+
+    def cell(self, place: int) -> tuple[int, ...]:
+        """Return where in the grid the device at `place` of a stage is, counted from 0, in each direction."""
+        cell: tuple[int, ...] = ()
+        for count in reversed(self.grid):
+            place, along = divmod(place, count)
+            cell = (along, *cell)
+        return cell
+
+    def part(self, place: int) -> float:
+        """Return the fraction of a map that the device at `place` of a stage owns."""
+        sizes = self.cuts[-len(self.grid) :]
+        return prod(each[along] / sum(each) for each, along in zip(sizes, self.cell(place), strict=True))
 
 
 class ByChannels(msgspec.Struct, Share, frozen=True, tag="channels", tag_field="by", forbid_unknown_fields=True):

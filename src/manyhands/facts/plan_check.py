@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
+from math import inf, prod
 
 import msgspec
 
@@ -250,12 +250,14 @@ def _check_samples(plan: Plan, field: str, share: BySamples, stage: Stage, netwo
 
 
 def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, named_share: ByTiles) -> None:
-    slots, count = len(share.rows) * len(share.columns), len(stage.devices)
+    slots, count = prod(len(sizes) for sizes in share.cuts), len(stage.devices)
     if slots != count:
-        grid = f"{len(share.rows)}x{len(share.columns)} = {slots} tiles"
-        raise BadPlan(f"{field}.share is a grid of {grid}; there are {count} devices.")
-    if not all(0 < number < inf for number in (*share.rows, *share.columns)):
-        raise BadPlan(f"{field}.share has rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0.")
+        raise BadPlan(f"{field}.share is a grid of {share.grid_text} = {slots} tiles; there are {count} devices.")
+    if not all(0 < number < inf for sizes in share.cuts for number in sizes):
+        depths = f"depths {list(share.depths)}, " if share.depths else ""
+        raise BadPlan(
+            f"{field}.share has {depths}rows {list(share.rows)} and columns {list(share.columns)}; all must be > 0."
+        )
     first, last = layer_range(stage)
     start, end = op_range(stage, network)
     for name, groups in (("forward_groups", share.forward_groups), ("backward_groups", share.backward_groups)):
@@ -272,9 +274,10 @@ def _check_tiles(field: str, share: ByTiles, stage: Stage, network: Network, nam
             raise BadPlan(
                 f"{field}.share.{name} is {named}; it must increase and stay below layer {last}, where the stage ends."
             )
-    image = network.tensors[network.ops[start].inputs[0]] if network.ops[start].inputs else None
-    if image is not None and len(image.shape) == 4 and image.shape[2] * image.shape[3] > 1:
-        for name, weights, extent in (("rows", share.rows, image.shape[2]), ("columns", share.columns, image.shape[3])):
+    image = network.first_map(start)
+    if image is not None:
+        cuts = [*zip(("columns", "rows", "depths"), share.cuts[::-1], network.extents(image.name)[::-1])]
+        for name, weights, extent in reversed(cuts):
             if any(a == b for a, b in pairwise(cut_points(extent, weights))):
                 raise BadPlan(
                     f"{field}.share.{name} is {list(weights)}: "

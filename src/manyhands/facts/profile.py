@@ -187,6 +187,7 @@ ESTIMATE_LADDER = (1, 2, 4, 8, 16, 32, 64)
 
 def op_seconds(op: Op, device: Device, samples: float) -> float:
     """Return a roofline estimate of an operator's forward pass: limited by arithmetic or by memory, plus its launch."""
+    samples = op.work_samples(samples)
     compute = 2 * op.macs * samples / (device.gflops * 1e9)
     memory = op.moved_bytes * samples / device.memory_bytes_per_second
     return max(compute, memory) + device.operator_seconds

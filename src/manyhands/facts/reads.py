@@ -138,6 +138,49 @@ class Shifted(AxisRule, frozen=True, tag="shifted"):
         return _clip(needed[0] + self.offset, needed[1] + self.offset, extent) if needed[0] < needed[1] else (0, 0)
 
 
+class Mirrored(AxisRule, frozen=True, tag="mirrored"):
+    """A rule by which `before` and `after` more elements lie around those of the input: the input's own, mirrored at
+    its edge; with `repeats` the edge itself, again and again."""
+
+    axis: int
+    before: int
+    after: int
+    repeats: bool = False
+
+    def demand(self, output: Interval, extent: int) -> Interval:
+        a, b = output
+        if a >= b:
+            return (0, 0)
+        low, high, last = a - self.before, b - self.before, extent - 1
+        parts = [(max(0, low), min(extent, high))]
+        if low < 0:
+            parts.append((0, 1) if self.repeats else (1 - min(0, high), 1 - low))
+        if high > extent:
+            first = max(extent, low)
+            parts.append((last, extent) if self.repeats else (2 * last - high + 1, 2 * last - first + 1))
+        return _around(parts, extent)
+
+    def touched(self, needed: Interval, extent: int) -> Interval:
+        a, b = needed
+        if a >= b:
+            return (0, 0)
+        inputs, zero = extent - self.before - self.after, self.before
+        parts, end = [(a + zero, b + zero)], 2 * (inputs - 1) + zero
+        if self.repeats:
+            parts += [(0, zero)] if a <= 0 else []
+            parts += [(zero + inputs, extent)] if b >= inputs else []
+        else:
+            parts.append((zero - min(b - 1, zero), zero - max(a, 1) + 1))
+            parts.append((end - min(b - 1, inputs - 2), end - max(a, inputs - 1 - self.after) + 1))
+        return _around(parts, extent)
+
+
+def _around(parts: list[Interval], extent: int) -> Interval:
+    """Return the interval around those of the parts that are not empty."""
+    filled = [(low, high) for low, high in parts if low < high]
+    return _clip(min(low for low, _ in filled), max(high for _, high in filled), extent) if filled else (0, 0)
+
+
 class Adaptive(AxisRule, frozen=True, tag="adaptive"):
     """A rule of adaptive pooling of `inputs` elements to `outputs`: the window of element i is [⌊i·n/m⌋,
     ⌈(i+1)·n/m⌉)."""
@@ -212,7 +255,7 @@ class Dealt(AxisRule, frozen=True, tag="dealt"):
         return tuple((group * size + low, group * size + high) for group in range(self.groups))
 
 
-Rule = Whole | Window | Spread | Blocks | Shifted | Adaptive | Resampled | Dealt
+Rule = Whole | Window | Spread | Blocks | Shifted | Mirrored | Adaptive | Resampled | Dealt
 
 
 class Read(msgspec.Struct, frozen=True):

@@ -94,11 +94,12 @@ def _largest(value: Any) -> int:
 def _check_scales(named: dict[str, Any]) -> None:
     """Refuse a scale that contradicts the sizes: kernels turn places into integers with it, whatever it is."""
     data, sizes = named.get("input", named.get("self")), named.get("output_size")
-    scales = named.get("scale_factors") or [named.get("scales_h"), named.get("scales_w")]
+    extents = data.shape[2:] if isinstance(data, torch.Tensor) else ()
+    names = ("scales_d", "scales_h", "scales_w")[-len(extents) :]
+    scales = named.get("scale_factors") or [named.get(name) for name in names]
     for place, scale in enumerate(scales):
         if scale is None:
             continue
-        extents = data.shape[2:] if isinstance(data, torch.Tensor) else ()
         if not 0 < scale < LARGEST_WINDOW or place >= len(extents):
             raise BadGraph(f"a scale is {scale}; it must be more than 0, and one for each axis that is resampled")
         made = math.floor(extents[place] * scale)

@@ -40,7 +40,7 @@ def layers_of(
     of_weights = _of_weights_alone(described)
     glue = frozenset(
         i for i, op in enumerate(described)
-        if _is_glue_to_next(op, tensors) or (i not in attached and _is_view(op) and of_weights.issuperset(op.outputs))
+        if _is_glue_to_next(op, tensors) or (i not in attached and op.outputs and of_weights.issuperset(op.outputs))
     )  # fmt: skip
     possible = [
         i for i in range(1, len(described))

@@ -12,7 +12,8 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from manyhands.facts.network import Network, Op, TensorSpec
+from manyhands.facts.network import Network, Op, TensorSpec, batched_first
+from manyhands.facts.spatial_axes import AxisStep, spatial_axes
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.chain import layers_of
@@ -48,9 +49,14 @@ def describe(graph: Graph, granularity: str = "") -> Network:
             if outer != 1:  # an output is read by rows: those of a sample lie together, or no share has some of them
                 outers[spec.name] = None if spec.name in graph.outputs else outer
     numbers = numbers_of_samples(graph.nodes, specs, frozenset(graph.outputs))
+    reads_of_node = [reads_of(node, specs, weights) for node in graph.nodes]
+    outputs = [tuple(spec.name for spec in node.outputs) if not node.updates else () for node in graph.nodes]
+    made_and_read = zip(graph.nodes, outputs, reads_of_node, strict=True)
+    steps = [AxisStep(node.target, made, reads) for node, made, reads in made_and_read]
+    axes = spatial_axes(steps, {name: spec.shape for name, spec in specs.items()}, batched_first(specs))
     described = []
-    for node, (fixed, per_sample) in zip(graph.nodes, saved, strict=True):
-        reads, tiling = reads_of(node, specs, weights), tiling_of(node, specs, weights)
+    for node, reads, (fixed, per_sample) in zip(graph.nodes, reads_of_node, saved, strict=True):
+        tiling = tiling_of(node, reads, axes, specs, weights)
         channels, channel_weights = channels_of(node, specs, weights)
         described.append(
             Op(
@@ -76,6 +82,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 tile_sums=tile_sums(node, tiling),
                 channels=channels,
                 channel_weights=channel_weights,
+                is_fixed=_is_fixed(node, specs),
             )
         )
     return Network(
@@ -151,6 +158,12 @@ def _moved_bytes(node: Node, specs: dict[str, TensorSpec]) -> int:
     return sum(specs[n].bytes_per_sample for n in values_of(node)) + sum(s.bytes_per_sample for s in node.outputs)
 
 
+def _is_fixed(node: Node, specs: dict[str, TensorSpec]) -> bool:
+    """Return whether neither what a node reads nor what it makes grows with the batch."""
+    tensors = [*(specs[name] for name in values_of(node)), *node.outputs]
+    return not node.updates and all(spec.batch_axis is None for spec in tensors)
+
+
 def _writes(node: Node) -> tuple[str, ...]:
     """Return the buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
     if node.updates:
@@ -160,11 +173,13 @@ def _writes(node: Node) -> tuple[str, ...]:
 
 
 def _statistics(node: Node, specs: dict[str, TensorSpec]) -> int:
-    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes."""
+    """Return the channels of a batch norm that normalises by the batch in training; 0 for other nodes, and for one
+    that standardises a weight: that is the same on every device."""
     if node.target != "aten.batch_norm.default" or not node.arguments[5]:
         return 0
-    assert isinstance(node.arguments[0], Value)
-    return specs[node.arguments[0].name].shape[1]
+    data = node.arguments[0]
+    is_batch = isinstance(data, Value) and specs[data.name].batch_axis is not None
+    return specs[data.name].shape[1] if is_batch else 0
 
 
 @dataclass

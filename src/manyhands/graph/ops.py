@@ -35,6 +35,7 @@ adaptive_avg_pool3d adaptive_max_pool2d
 """
 _RESAMPLING = """
 upsample_nearest1d.vec upsample_nearest2d.vec upsample_bilinear2d.vec upsample_nearest2d upsample_bilinear2d
+upsample_nearest3d.vec upsample_trilinear3d.vec upsample_nearest3d upsample_trilinear3d
 """
 _NORMALISATION = "batch_norm layer_norm group_norm instance_norm rms_norm native_layer_norm"
 _PRODUCT = """

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 
 from manyhands.facts.network import TensorSpec, WeightSpec
-from manyhands.facts.reads import Adaptive, Blocks, Dealt, Read, Resampled, Rule, Shifted, Spread, Whole, Window
+from manyhands.facts.reads import (
+    Adaptive,
+    Blocks,
+    Dealt,
+    Mirrored,
+    Read,
+    Resampled,
+    Rule,
+    Shifted,
+    Spread,
+    Whole,
+    Window,
+)
 from manyhands.graph import ops
 from manyhands.graph.nodes import Argument, Node, Value, Weight, values_of
 from manyhands.graph.sample_mixing import axes_of
@@ -51,7 +63,7 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
         return tuple(Window(a) for a in range(rank))
     if name in ("group_norm", "instance_norm") and is_main:
         return _group_normalisation(name, rank)
-    if name == "layer_norm" and is_main:
+    if name in ("layer_norm", "rms_norm") and is_main:
         normalised = len(node.arguments[1])
         return tuple(Window(a) if a < rank - normalised else Whole() for a in range(rank))
     if name in ("cat", "concat"):
@@ -69,8 +81,18 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
     if name == "permute":
         order = [axis % rank for axis in node.arguments[1]]
         return tuple(Window(order.index(axis)) for axis in range(rank))
-    if name == "slice" and (len(node.arguments) < 5 or node.arguments[4] == 1):
+    if name == "slice":
         return _slice(node, source)
+    if name in SPLITS:
+        divided = _argument(node, 2, 0) % rank
+        return (
+            tuple(Whole() if a == divided else Window(a) for a in range(rank)) if divided else _unknown(source, output)
+        )
+    if name == "stack" and len(values_of(node)) == len(node.arguments[0]):
+        added = _argument(node, 1, 0) % (rank + 1)
+        return tuple(Window(a + (a >= added)) for a in range(rank)) if added else _unknown(source, output)
+    if name == "expand_as":
+        return _aligned(source, output)
     if name == "embedding":
         return tuple(Window(a) for a in range(rank))
     if name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten") and _keeps_rows(source, output):
@@ -78,7 +100,26 @@ def _rules(node: Node, source: TensorSpec, specs: Specs, weights: WeightSpecs) -
     if name == "constant_pad_nd" or (name == "pad" and _argument(node, 2, "constant") == "constant"):
         before = dict(zip(range(rank - 1, -1, -1), node.arguments[1][::2]))
         return tuple(Shifted(a, before[a]) if before.get(a) else Window(a) for a in range(rank))
+    if (mode := edge_padding(node)) is not None:
+        amounts = dict(zip(range(rank - 1, -1, -1), zip(node.arguments[1][::2], node.arguments[1][1::2])))
+        repeats = mode == "replicate"
+        return tuple(Mirrored(a, *amounts[a], repeats) if any(amounts.get(a, ())) else Window(a) for a in range(rank))
     return _unknown(source, output)
+
+
+SPLITS = frozenset({"split", "split_with_sizes", "chunk"})
+"""Operators with several outputs, which are parts of their input along an axis: each is read as the whole of it."""
+
+
+def edge_padding(node: Node) -> str | None:
+    """Return "reflect" or "replicate" where a node pads by elements of its input; None for others, and where it cuts
+    some."""
+    kinds = {"reflection_pad1d": "reflect", "reflection_pad2d": "reflect", "replication_pad1d": "replicate",
+             "replication_pad2d": "replicate"}  # fmt: skip
+    name = node.target.split(".")[1]
+    mode = _argument(node, 2, "constant") if name == "pad" else kinds.get(name)
+    pads = mode in ("reflect", "replicate") and min(node.arguments[1], default=0) >= 0
+    return str(mode) if pads else None
 
 
 def _unknown(source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
@@ -199,9 +240,9 @@ def _adaptive_pooling(name: str, source: TensorSpec, output: TensorSpec) -> tupl
 
 
 def _group_normalisation(name: str, rank: int) -> tuple[Rule, ...]:
-    """Return the rules of a group norm. On maps, rows and columns are read element by element: what is summed over them
+    """Return the rules of a group norm. On maps, spatial axes are read element by element: what is summed over them
     travels apart (Op.tiling, "norm")."""
-    inner = [Window(a) if rank == 4 else Whole() for a in range(2, rank)]
+    inner = [Window(a) if rank in (4, 5) else Whole() for a in range(2, rank)]
     return (Window(0), Window(1) if name == "instance_norm" else Whole(), *inner)
 
 
@@ -218,7 +259,7 @@ def _shuffle(node: Node, rank: int) -> tuple[Rule, ...]:
 def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rule, ...]:
     spatial = len(source.shape) - 2
     scales = resampling_scales(node, source.shape[2:], output.shape[2:])
-    is_linear = "bilinear" in node.target
+    is_linear = "linear" in node.target
     aligned = is_linear and bool(node.arguments[2])
     rules: list[Rule] = [Window(0), Window(1)]
     for axis, scale in zip(range(2, 2 + spatial), scales, strict=True):
@@ -234,7 +275,7 @@ def _resampling(node: Node, source: TensorSpec, output: TensorSpec) -> tuple[Rul
 
 def resampling_factors(node: Node, axes: int) -> list[float | None]:
     """Return the factors that a node has for the axes, if any."""
-    factors = node.arguments[3 if "bilinear" in node.target else 2 :]
+    factors = node.arguments[3 if "linear" in node.target else 2 :]
     if node.target.endswith(".vec"):
         factors = (factors[0] if factors else None) or ()
     return [factors[axis] if axis < len(factors) else None for axis in range(axes)]
@@ -242,7 +283,7 @@ def resampling_factors(node: Node, axes: int) -> list[float | None]:
 
 def resampling_scales(node: Node, before: tuple[int, ...], after: tuple[int, ...]) -> list[float]:
     """Return the input elements per output element on each axis, as torch computes them."""
-    if "bilinear" in node.target and node.arguments[2]:
+    if "linear" in node.target and node.arguments[2]:
         return [(a - 1) / (b - 1) if b > 1 else 0.0 for a, b in zip(before, after, strict=True)]
     factors = resampling_factors(node, len(before))
     return [1 / f if f else a / b for a, b, f in zip(before, after, factors, strict=True)]
@@ -295,4 +336,6 @@ def _slice(node: Node, source: TensorSpec) -> tuple[Rule, ...]:
         return _unknown(source, node.outputs[0])
     if start < 0:
         start = max(0, start + source.shape[axis])
-    return tuple(Shifted(a, -start) if a == axis and start else Window(a) for a in range(len(source.shape)))
+    step = _argument(node, 4, 1)
+    rule = Window(axis, 1, step, -start) if step > 1 else Shifted(axis, -start) if start else Window(axis)
+    return tuple(rule if a == axis else Window(a) for a in range(len(source.shape)))

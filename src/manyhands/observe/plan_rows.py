@@ -37,7 +37,9 @@ class Block:
     cell: tuple[int, int] = (0, 0)
     rows: tuple[float, ...] = (1.0,)
     columns: tuple[float, ...] = (1.0,)
-    """For tiles, the grid's relative heights and widths; `cell` is the device's place in it."""
+    """For tiles, the grid's relative heights and widths; `cell` is the device's place in it. A depth is in `grid` only,
+    the number of tiles in each direction."""
+    grid: str = ""
     is_each: bool = False
     """Whether it stands for several devices that are alike."""
 
@@ -88,7 +90,7 @@ def _merged(rows: Sequence[PlanRow]) -> PlanRow:
 
 def _each(block: Block) -> str:
     if block.by == "tiles":
-        return f"a tile of {len(block.rows)}x{len(block.columns)} each, {block.part:.0%}"
+        return f"a tile of {block.grid} each, {block.part:.0%}"
     return f"{block.label} each"
 
 
@@ -96,13 +98,11 @@ def _block(number: int, stage: Stage, place: int) -> Block:
     first, last = layer_range(stage)
     share = stage.share
     if isinstance(share, ByTiles):
-        cell = divmod(place, len(share.columns))
-        high, wide = share.rows[cell[0]] / sum(share.rows), share.columns[cell[1]] / sum(share.columns)
-        where = f"{cell[0]},{cell[1]}"
+        cell, part = share.cell(place), share.part(place)
+        where = ",".join(map(str, cell))
         return Block(
-            number, first, last, "tiles", 0.0, high * wide,
-            f"tile {where} of {len(share.rows)}x{len(share.columns)}, {high * wide:.0%}", where, cell,
-            tuple(share.rows), tuple(share.columns),
+            number, first, last, "tiles", 0.0, part, f"tile {where} of {share.grid_text}, {part:.0%}", where,
+            (cell[-2], cell[-1]), tuple(share.rows), tuple(share.columns), share.grid_text,
         )  # fmt: skip
     if isinstance(share, (BySamples, ByChannels)):
         counts = share.samples if isinstance(share, BySamples) else share.groups

@@ -50,7 +50,7 @@ class GroupMap:
     """Counted from 1."""
     layers: str
     size: tuple[int, ...]
-    """Channels, rows and columns of the map."""
+    """Channels, rows and columns of the map, or channels, depth, rows and columns."""
     owned: Mapping[str, Box]
     """Device -> its tile; empty where a map has fewer rows than the grid."""
     halos: Mapping[str, Sequence[tuple[str, Box]]]
@@ -58,6 +58,8 @@ class GroupMap:
     exchanged_bytes: int
     """Bytes exchanged among the devices in a step, before this group."""
     notes: Sequence[str] = field(default_factory=tuple)
+    axes: tuple[str, str] = ("row", "column")
+    """The directions that are drawn, downwards and across."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _caption(group: GroupMap, count: int, width_inches: float) -> list[str]:
     """Return the group, its map and what it exchanges, as lines that fit the panel."""
     size = "x".join(map(str, group.size))
     up, across = (max((_reach(group, device, axis) for device in group.halos), default=0) for axis in (0, 1))
-    reach = [_counted(length, noun) for length, noun in ((up, "row"), (across, "column")) if length]
+    reach = [_counted(length, noun) for length, noun in zip((up, across), group.axes) if length]
     halo = f"halo up to {', '.join(reach)}" if reach else "no halo"
     travels = f"{format_bytes(group.exchanged_bytes)} exchanged" if group.exchanged_bytes else "nothing exchanged"
     subject = "map" if group.way == "forward" else "gradients of"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.link import Link
-from manyhands.facts.network import Network
+from manyhands.facts.network import Network, Op
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
@@ -82,8 +83,12 @@ class CostModel:
             number = self.network.layer_of_op[op]
             layer = self.network.layers[number]
             end = min(last, layer.last)
-            is_whole = op == layer.first and end == layer.last
-            ahead_part, back_part = (1.0, 1.0) if is_whole else (sum(ahead_shares[op:end]), sum(back_shares[op:end]))
+            if op == layer.first and end == layer.last:
+                ahead_part, back_part = 1.0, 1.0
+            elif number in self._layers_with_fixed:
+                ahead_part, back_part = self._parts(number, op, end, device, samples)
+            else:
+                ahead_part, back_part = sum(ahead_shares[op:end]), sum(back_shares[op:end])
             if ahead_part or back_part:
                 ahead, back = profile.layer_seconds(number, samples)
                 forward += ahead * ahead_part
@@ -92,15 +97,39 @@ class CostModel:
         self._range_seconds[key] = (forward, backward)
         return forward, backward
 
+    @cached_property
+    def _layers_with_fixed(self) -> frozenset[int]:
+        """The layers in which weights are computed: the more samples, the less of their time that takes."""
+        return frozenset(
+            number
+            for number, layer in enumerate(self.network.layers)
+            if any(op.is_fixed for op in self.network.ops[layer.first : layer.last])
+        )
+
+    def _parts(self, number: int, first: int, last: int, device: str, samples: float) -> tuple[float, float]:
+        """Return the fractions of a layer's time for so many samples, forward and backward, that operators [first,
+        last) take."""
+        layer = self.network.layers[number]
+        ahead, back = (
+            sum(seconds[first - layer.first : last - layer.first]) / (sum(seconds) or 1.0)
+            for seconds in self._estimates(self.network.ops[layer.first : layer.last], device, samples)
+        )
+        return ahead, back
+
+    def _estimates(self, ops: Sequence[Op], device: str, samples: float) -> tuple[list[float], list[float]]:
+        """Return roofline estimates of operators, forward and backward. Those without gradients take no time
+        backward."""
+        kind = self.cluster.device(device)
+        ahead = [op_seconds(op, kind, samples) if op.macs or op.moved_bytes else 0.0 for op in ops]
+        return ahead, [seconds if self.network.backward_passes(op) else 0.0 for op, seconds in zip(ops, ahead)]
+
     def _shares(self, profile: DeviceProfile, device: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return each operator's fraction of its layer's time, forward and backward. Layers are measured; the roofline
-        estimate divides their time. Operators without gradients take no part of the backward time."""
+        estimate divides their time."""
         stored = self._op_shares.get(id(profile))
         if stored is not None:
             return stored
-        kind = self.cluster.device(device)
-        ahead = [op_seconds(op, kind, 1) if op.macs or op.moved_bytes else 0.0 for op in self.network.ops]
-        back = [seconds if self.network.backward_passes(op) else 0.0 for op, seconds in zip(self.network.ops, ahead)]
+        ahead, back = self._estimates(self.network.ops, device, 1)
         shares = self._op_shares[id(profile)] = (self._within_layers(ahead), self._within_layers(back))
         return shares
 

@@ -18,7 +18,7 @@ from manyhands.facts.plan import EVERYWHERE, ByChannels, BySamples, ByTiles, Lay
 from manyhands.facts.plan_check import group_ops, layer_range, resolve
 from manyhands.planner.cutting import Cutting, StageDraft, StageDrafts
 from manyhands.planner.simple import proportional
-from manyhands.planner.tile_plans import grids, tile_shares
+from manyhands.planner.tile_plans import cuts_longer_sides, grids, share_of, tile_sizes
 from manyhands.planner.tiles import TilePrices
 
 WORTH_MOVING = 1.05
@@ -283,18 +283,18 @@ class IncrementalReplanner(Cutting):
             f"stages[{place}]: maps of {height} x {width} cannot be cut into tiles for {len(draft.devices)} devices."
         )
 
-    def _map_of(self, stage: Stage, count: int) -> tuple[int, int]:
-        """Return rows and columns of the map that a stage begins with, or `count` of each where it begins with none."""
-        start = self.network.ops[self.network.layers[layer_range(stage)[0]].first]
-        shape = self.network.tensors[start.inputs[0]].shape if start.inputs else ()
-        return (shape[2], shape[3]) if len(shape) == 4 else (count, count)
+    def _map_of(self, stage: Stage, count: int) -> tuple[int, ...]:
+        """Return the extents of the map that a stage begins with, or `count` rows and columns where it begins with
+        none."""
+        image = self.network.first_map(self.network.layers[layer_range(stage)[0]].first)
+        return (count, count) if image is None else self.network.extents(image.name)
 
     def _gridded(self, plan: Plan, place: int, draft: StageDraft) -> list[Plan]:
         """Return the plan with a stage on every grid that its devices can make; grids with an empty tile are left
         out."""
         stage = plan.stages[place]
         first, last = layer_range(stage)
-        height, width = self._map_of(stage, len(draft.devices))
+        extents = self._map_of(stage, len(draft.devices))
         speeds = [self.speeds[name] for name in draft.devices]
         assert draft.old is not None
         old = draft.old.share
@@ -302,15 +302,15 @@ class IncrementalReplanner(Cutting):
         groups = [self._groups(starts, draft.old, first, last) for starts in (old.forward_groups, old.backward_groups)]
         early = self._inside(old.interior_first, first, last)
         possible: list[Plan] = []
-        for count in grids(len(draft.devices)):
-            if (count[0] - count[1]) * (height - width) < 0 or (height == width and count[0] < count[1]):
-                continue  # the longer side is cut more often
-            by_row = [sum(speeds[r * count[1] : (r + 1) * count[1]]) for r in range(count[0])]
-            by_column = [sum(speeds[c :: count[1]]) for c in range(count[1])]
-            rows, columns = tile_shares(by_row, height), tile_shares(by_column, width)
-            if any(a == b for extent in ((height, rows), (width, columns)) for a, b in pairwise(cut_points(*extent))):
+        for grid in grids(len(draft.devices), len(extents)):
+            sizes = tile_sizes(grid, speeds, extents)
+            if not cuts_longer_sides(grid, extents) or any(
+                a == b for extent, weights in zip(extents, sizes) for a, b in pairwise(cut_points(extent, weights))
+            ):
                 continue
-            share = ByTiles(rows, columns, groups[0], groups[1], early)
+            share = msgspec.structs.replace(
+                share_of(sizes), forward_groups=groups[0], backward_groups=groups[1], interior_first=early
+            )
             changed = msgspec.structs.replace(stage, devices=draft.devices, share=share)
             gridded = msgspec.structs.replace(plan, stages=(*plan.stages[:place], changed, *plan.stages[place + 1 :]))
             possible.append(gridded)

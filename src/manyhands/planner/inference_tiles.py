@@ -28,7 +28,7 @@ from manyhands.planner.hybrid import coarse_cuts
 from manyhands.planner.pricing import Named, Pricer, subcluster
 from manyhands.planner.simple import proportional
 from manyhands.planner.task import Grid, PlanCandidate, Task
-from manyhands.planner.tile_plans import grids, tile_stages
+from manyhands.planner.tile_plans import cuts_longer_sides, grids, image_extents, tile_stages
 from manyhands.planner.tiles import TilePrices
 from manyhands.schedule.tileable import maps_of, tileable_layers
 
@@ -159,7 +159,7 @@ def _promising_grids(task: Task) -> list[tuple[float, Plan, TilePrices]]:
         raise BadPlan(f"Tiles need at least two devices; cluster {task.cluster.name} has {len(names)}.")
     for count in sorted({len(names), *range(2, min(len(names), MOST_COUNTS + 1))}, reverse=True):
         subtask = replace(task, cluster=subcluster(task.cluster, names[:count]))
-        for grid in grids(count):
+        for grid in grids(count, max(2, len(image_extents(task.network)))):
             if not is_worth(task.network, grid):
                 continue
             try:
@@ -178,16 +178,19 @@ def _promising_grids(task: Task) -> list[tuple[float, Plan, TilePrices]]:
 
 
 def is_worth(network: Network, grid: Grid) -> bool:
-    """Return whether a grid may be the best of its number of tiles: it cuts the longer side of the maps more often."""
-    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
-    return (grid[0] - grid[1]) * (height - width) > 0 or (height == width and grid[0] >= grid[1])
+    """Return whether a grid may be the best of its number of tiles: it cuts the longer side of the maps more often, of
+    two sides."""
+    extents = image_extents(network)
+    if len(extents) != len(grid):
+        return True
+    return cuts_longer_sides(grid, extents) and (len(grid) > 2 or grid[0] != grid[1] or extents[0] == extents[1])
 
 
 def _grouped(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
     """Yield a grid that exchanges at every layer, and the same grid with the most promising groups and depths."""
     share = plan.stages[0].share
     assert isinstance(share, ByTiles)
-    name = f"tiles {len(share.rows)}x{len(share.columns)}"
+    name = f"tiles {share.grid_text}"
     layers, end = task.network.layers, tile_ends(task.network)[0]
     yield _every_layer(task, plan)
     for depth, groups in _cheapest(task, plan, prices)[:MOST_OF_GRID]:
@@ -200,7 +203,7 @@ def _grouped(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
 def _every_layer(task: Task, plan: Plan) -> Named:
     share = plan.stages[0].share
     assert isinstance(share, ByTiles)
-    name = f"tiles {len(share.rows)}x{len(share.columns)}, every layer"
+    name = f"tiles {share.grid_text}, every layer"
     return name, _ended(task, plan, tile_ends(task.network)[0])
 
 
@@ -284,7 +287,7 @@ def _fused(task: Task, plan: Plan, prices: TilePrices) -> Iterator[Named]:
     ]
     for _, depth in sorted(priced)[:MOST_OF_GRID]:
         where = f" up to {layers[depth].name}" if depth < len(layers) else ""
-        words = f"{len(share.rows)}x{len(share.columns)} fused{where}"
+        words = f"{share.grid_text} fused{where}"
         yield words, _ended(task, _regrouped(plan, depth, (0,)), depth)
 
 

@@ -14,7 +14,8 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.planner.recomputing import within_memory
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
+"""Rows and columns of tiles, or depths, rows and columns."""
 Weights = tuple[float, ...] | None
 MOST_TRIED = 5
 """The finer ways to cut a batch that are tried until it fits in memory, besides the finest."""
@@ -39,6 +40,12 @@ class TileOptions:
     backward_groups: tuple[LayerName, ...] | None = None
     is_grouped: bool = False
     """Whether the groups are fixed by the user, not chosen."""
+    depths: Weights = None
+
+    @property
+    def sizes(self) -> tuple[Weights, Weights, Weights]:
+        """The relative sizes of tiles along depth, rows and columns, where they are fixed."""
+        return (self.depths, self.rows, self.columns)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The rows and columns of every map that each tile of a grid computes, reads and holds."""
+"""The rows and columns, and depths, of every map that each tile of a grid computes, reads and holds."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import numpy
 
 from manyhands.facts.boxes import Interval, cut_points
 from manyhands.facts.network import Network, Op
 from manyhands.facts.plan import Plan
+from manyhands.facts.reads import Read, Rule
 from manyhands.planner.shares import Numbers
 from manyhands.schedule.tiles import TileGeometry
-
-AXES = (-2, -1)
-"""Rows and columns, the last two axes of a map."""
 
 
 def hull(first: Interval, second: Interval) -> Interval:
@@ -44,28 +43,32 @@ class _Needs:
 
 
 class TileIntervals:
-    """The rows and columns of one tiled stage. Rows and columns are handled separately: a grid of R x C tiles has R + C
-    intervals on each map, not R * C boxes."""
+    """The intervals of one tiled stage. Each direction is handled by itself: a grid of R x C tiles has R + C intervals
+    on each map, not R * C boxes. A direction is a place in a map's spatial axes: 0 and 1 are rows and columns; where
+    maps have a depth, 0 is that, and 1 and 2 are rows and columns."""
 
     def __init__(self, plan: Plan, stage: int, network: Network) -> None:
         self.network = network
         self.geometry = TileGeometry(plan, stage, network)
-        share = self.geometry.share
-        self.weights = {-2: share.rows, -1: share.columns}
+        self.weights = self.geometry.cuts
+        self.axes = range(len(self.weights))
+        """The directions in which maps are cut."""
         self.devices = self.geometry.devices
         self._owned: dict[tuple[int, str], list[Interval]] = {}
-        self._extents: dict[str, tuple[int, int]] = {}
-        columns = len(share.columns)
+        self._extents: dict[str, tuple[int, ...]] = {}
         places = numpy.arange(len(self.devices))
-        self._line = {-2: places // columns, -1: places % columns}
-        """Axis -> the row, or column, of the grid that each device is in."""
+        self._line = dict(zip(self.axes, numpy.unravel_index(places, tuple(len(sizes) for sizes in self.weights))))
+        """Direction -> the row, column or depth of the grid that each device is in."""
 
-    def _extent(self, tensor: str) -> tuple[int, int]:
-        """Return rows and columns of a map."""
+    def _extent(self, tensor: str) -> tuple[int, ...]:
+        """Return the extents of a map: rows and columns, or depth, rows and columns."""
         if tensor not in self._extents:
-            *_, rows, columns = self.geometry.shape(tensor)
-            self._extents[tensor] = (rows, columns)
+            self._extents[tensor] = self.network.extents(tensor)
         return self._extents[tensor]
+
+    def _rule(self, read: Read, axis: int) -> Rule:
+        """Return the rule of a map that is read, in one direction."""
+        return read.rules[self.network.spatial[read.tensor][axis]]
 
     def owned(self, axis: int, tensor: str) -> list[Interval]:
         key = (axis, tensor)
@@ -74,17 +77,16 @@ class TileIntervals:
         return self._owned[key]
 
     def _areas(self, intervals: dict[int, list[Interval]]) -> Numbers:
-        """Return each device's positions of a map that has these rows and columns of the grid."""
-        high, wide = (
-            numpy.array([length(interval) for interval in intervals[axis]], float)[self._line[axis]] for axis in AXES
-        )
-        areas: Numbers = high * wide
+        """Return each device's positions of a map of which the grid's lines have these intervals."""
+        areas: Numbers = numpy.ones(len(self.devices))
+        for axis in self.axes:
+            areas = areas * numpy.array([length(each) for each in intervals[axis]], float)[self._line[axis]]
         return areas
 
     def _parts(self, tensor: str) -> Numbers:
         """Return the fraction of a map that each device owns."""
-        rows, columns = self._extent(tensor)
-        parts: Numbers = self._areas({axis: self.owned(axis, tensor) for axis in AXES}) / (rows * columns)
+        owned = {axis: self.owned(axis, tensor) for axis in self.axes}
+        parts: Numbers = self._areas(owned) / prod(self._extent(tensor))
         return parts
 
     def _ops(self, first: int, last: int) -> Iterator[tuple[int, Op]]:
@@ -94,13 +96,18 @@ class TileIntervals:
             if op.outputs and op.outputs[0] in self.geometry.maps:
                 yield index, op
 
+    def _made(self, first: int, last: int) -> Iterator[tuple[str, Op]]:
+        """Yield the maps that a range makes, with the operators that make them: some make several."""
+        for _, op in self._ops(first, last):
+            for name in op.outputs:
+                yield name, op
+
     def _forward_needs(self, axis: int, first: int, last: int) -> _Needs:
         """Return what a forward group computes and reads on one axis, walking from its last operator."""
         maps, count = self.geometry.maps, len(self.weights[axis])
         need: dict[str, list[Interval]] = {}
         made = set()
-        for _, op in reversed(list(self._ops(first, last))):
-            name = op.outputs[0]
+        for name, op in reversed(list(self._made(first, last))):
             made.add(name)
             readers = self.network.readers.get(name, ())
             if any(reader >= last for reader in readers) or name in self.network.outputs or self.geometry.adds_up(op):
@@ -109,7 +116,7 @@ class TileIntervals:
             for read in op.reads if name in need else ():
                 if read.tensor not in maps:
                     continue
-                extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
+                extent, rule = self._extent(read.tensor)[axis], self._rule(read, axis)
                 demanded = [rule.demand(interval, extent) for interval in need[name]]
                 needed = need.get(read.tensor, [(0, 0)] * count)
                 need[read.tensor] = [hull(a, b) for a, b in zip(needed, demanded)]
@@ -121,13 +128,12 @@ class TileIntervals:
     def _backward_regions(self, axis: int, first: int, last: int) -> dict[str, list[Interval]]:
         """Return what a backward group computes on one axis, walking from its first operator."""
         grown: dict[str, list[Interval]] = {}
-        for _, op in self._ops(first, last):
-            name = op.outputs[0]
+        for name, op in self._made(first, last):
             region = list(self.owned(axis, name))
             for read in op.reads:
                 if read.tensor in self.geometry.maps and self.network.tensors[read.tensor].differentiable:
                     of_input = grown.get(read.tensor) or self.owned(axis, read.tensor)
-                    extent, rule = self._extent(name)[axis], read.rules[axis]
+                    extent, rule = self._extent(name)[axis], self._rule(read, axis)
                     region = [hull(a, rule.touched(b, extent)) for a, b in zip(region, of_input)]
             grown[name] = region
         return grown
@@ -137,12 +143,12 @@ class TileIntervals:
         """The intervals that forward leaves on each place of the grid if it exchanges before every operator that reads
         beyond its tile."""
         held: dict[int, dict[str, list[Interval]]] = {}
-        for axis in AXES:
+        for axis in self.axes:
             by_tensor: dict[str, list[Interval]] = {t: list(self.owned(axis, t)) for t in self.geometry.maps}
             for _, op in self._ops(self.geometry.first, self.geometry.last):
                 for read in op.reads:
                     if read.tensor in by_tensor:
-                        extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
+                        extent, rule = self._extent(read.tensor)[axis], self._rule(read, axis)
                         demanded = [rule.demand(i, extent) for i in self.owned(axis, op.outputs[0])]
                         by_tensor[read.tensor] = [hull(a, b) for a, b in zip(by_tensor[read.tensor], demanded)]
             held[axis] = by_tensor
@@ -168,7 +174,7 @@ class TileIntervals:
             for read in op.reads:
                 if read.tensor not in self.geometry.maps:
                     continue
-                extent, rule = self._extent(read.tensor)[axis], read.rules[axis]
+                extent, rule = self._extent(read.tensor)[axis], self._rule(read, axis)
                 if read.tensor in op.derives_from:
                     want(read.tensor, [rule.demand(i, extent) for i in regions[name]])
                 if trains:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, product
+from math import prod
 
 import msgspec
 
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.errors import BadPlan, OutOfMemory
+from manyhands.facts.network import Network
 from manyhands.facts.plan import ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.planner.task import Grid, Price, Task, Weights
@@ -21,16 +24,17 @@ MOST_OF_MANY = 2
 """With more tiles than this a simulation takes long: fewer groupings are simulated, and no interior first."""
 
 
-def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights = None) -> Plan:
+def tile_stages(task: Task, grid: Grid, sizes: Sequence[Weights] = (None, None, None)) -> Plan:
     """Return a grid of tiles over every device, up to global pooling; the tail, if there is one, on the fastest of
     them.
 
-    Heights and widths in proportion to speed, unless given; boundary data is exchanged at every layer.
+    Their `sizes` along depth, rows and columns are in proportion to speed, unless given; boundary data is exchanged at
+    every layer.
     """
     network, names = task.network, task.cluster.names
-    if grid[0] * grid[1] != len(names):
+    if prod(grid) != len(names):
         raise BadPlan(
-            f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; cluster {task.cluster.name} has "
+            f"A grid of {'x'.join(map(str, grid))} has {prod(grid)} tiles; cluster {task.cluster.name} has "
             f"{len(names)} tile slots.",
             hint="Give as many tiles as there are devices (times their slots).",
         )
@@ -45,18 +49,42 @@ def tile_stages(task: Task, grid: Grid, rows: Weights = None, columns: Weights =
             hint="Share it by samples, or as a pipeline: strategy 'samples' (--share samples), or 'pipeline'.",
         )
     speeds = [1.0 / task.step_seconds(name, task.batch_size) for name in names]
-    by_row = [sum(speeds[r * grid[1] : (r + 1) * grid[1]]) for r in range(grid[0])]
-    by_column = [sum(speeds[c :: grid[1]]) for c in range(grid[1])]
-    _, _, height, width = network.tensors[network.ops[0].inputs[0]].shape
-    share = ByTiles(
-        tile_shares(by_row, height) if rows is None else rows,
-        tile_shares(by_column, width) if columns is None else columns,
-    )
-    stages = [Stage((0, last), names, share)]
+    extents = image_extents(network)
+    if len(grid) > len(extents):
+        raise BadPlan(
+            f"A grid of {'x'.join(map(str, grid))} cuts the depth of maps; those of {network.name} have rows and "
+            "columns only.",
+            hint="Give rows x columns, like 2x2.",
+        )
+    made = zip(tile_sizes(grid, speeds, extents[-len(grid) :]), sizes[-len(grid) :], strict=True)
+    stages = [Stage((0, last), names, share_of([even if given is None else given for even, given in made]))]
     if last < len(network.layers):
         stages.append(Stage((last, len(network.layers)), (task.fastest(),)))
     plan = task.plan(stages, task.micro_batches or 1)
     return plan if plan.may_repeat_devices or len(stages) == 1 else msgspec.structs.replace(plan, order="sequential")
+
+
+def image_extents(network: Network) -> tuple[int, ...]:
+    """Return the extents of the first map that is read: rows and columns, or depth, rows and columns."""
+    image = network.first_map(0)
+    return () if image is None else network.extents(image.name)
+
+
+def tile_sizes(grid: Grid, speeds: Sequence[float], extents: Sequence[int]) -> list[tuple[float, ...]]:
+    """Return the relative sizes of a grid's tiles in each direction, in proportion to the speeds of their devices."""
+    cells = list(product(*map(range, grid)))
+    return [
+        tile_shares(
+            [sum(speed for speed, cell in zip(speeds, cells) if cell[axis] == line) for line in range(count)], extent
+        )
+        for axis, (count, extent) in enumerate(zip(grid, extents, strict=True))
+    ]
+
+
+def share_of(sizes: Sequence[tuple[float, ...]]) -> ByTiles:
+    """Return the share with tiles of these relative sizes: of rows and columns, or of depths, rows and columns."""
+    *depths, rows, columns = sizes
+    return ByTiles(rows, columns, depths=depths[0] if depths and len(depths[0]) > 1 else ())
 
 
 def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
@@ -71,19 +99,37 @@ def tile_shares(speeds: list[float], extent: int) -> tuple[float, ...]:
     return shares
 
 
-def grids(count: int) -> list[Grid]:
-    """Return rows x columns of so many tiles, most rows first: rows of a map are contiguous in memory."""
-    return [(rows, count // rows) for rows in range(count, 0, -1) if count % rows == 0]
+def grids(count: int, directions: int = 2) -> list[Grid]:
+    """Return the grids of so many tiles in two or three directions, those first that cut the first direction most: what
+    lies along the others is contiguous in memory."""
+    if directions == 1:
+        return [(count,)]
+    return [
+        (first, *others)
+        for first in range(count, 0, -1) if count % first == 0
+        for others in grids(count // first, directions - 1)
+    ]  # fmt: skip
+
+
+def cuts_longer_sides(grid: Grid, extents: Sequence[int]) -> bool:
+    """Return whether a grid may be the best of its number of tiles: it cuts no side of a map more often than a longer
+    one."""
+    sides = list(zip(grid, extents, strict=True))
+    return all(
+        (count - other_count) * (extent - other) >= 0 and (extent != other or count >= other_count)
+        for place, (count, extent) in enumerate(sides)
+        for other_count, other in sides[place + 1 :]
+    )
 
 
 def gridded(task: Task) -> Plan:
     """Return tiles over all devices, in the cheapest grid by the tiles' own prices, unless the task fixes it."""
     options = task.tiles
     if options.grid is not None:
-        return resolve(tile_stages(task, options.grid, options.rows, options.columns), task.network, task.cluster)
+        return resolve(tile_stages(task, options.grid, options.sizes), task.network, task.cluster)
     ranked = []
     refusal: BadPlan | None = None
-    for grid in grids(len(task.cluster.names)):
+    for grid in grids(len(task.cluster.names), max(2, len(image_extents(task.network)))):
         try:
             plan = resolve(tile_stages(task, grid), task.network, task.cluster)
         except BadPlan as error:  # too many rows, or columns, for the map

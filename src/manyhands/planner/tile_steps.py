@@ -6,7 +6,7 @@
                          exchanged before every operator that reads beyond (groups are chosen later, by tiles.py)
     sums                 of batch norm and its like, at every one of them, and of weight gradients at the end
 
-A grid is one column of tiles, or, for devices of one kind, the grid with the least to exchange.
+A grid is one column of tiles, or, for devices of one kind, the grid with the least to exchange; a depth is not cut.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Tiling:
         for index, layer in enumerate(network.layers):
             _, obstacle = maps_of(network, layer.first, len(network.ops))
             last = count if obstacle is None else network.layer_of_op[obstacle]
-            image = next((name for name in network.ops[layer.first].inputs if _is_map(network, name)), None)
-            if last > index and image is not None:
+            image = network.first_map(layer.first) if last > index else None
+            if image is not None:
                 end[index] = last
-                rows[index], columns[index] = network.tensors[image].shape[-2:]
+                rows[index], columns[index] = network.extents(image.name)[-2:]
             for op in network.ops[layer.first : layer.last]:
                 high, wide = _beyond(network, op, -2), _beyond(network, op, -1)
                 above[index + 1] += high
@@ -71,23 +71,19 @@ class Tiling:
         return Tiling(end, rows, columns, above.cumsum(), beside.cumsum(), exchanges.cumsum(), sums.cumsum())
 
 
-def _is_map(network: Network, tensor: str) -> bool:
-    shape = network.tensors[tensor].shape
-    return len(shape) in (4, 5) and shape[-1] * shape[-2] > 1
-
-
 def _beyond(network: Network, op: Op, axis: int) -> float:
-    """Return the bytes of one sample that the middle one of three tiles reads from its neighbours."""
-    if not op.outputs or not _is_map(network, op.outputs[0]) or op.tiling == "pool":
+    """Return the bytes of one sample that the middle one of three tiles reads from its neighbours; `axis` is a place in
+    the spatial axes."""
+    if not op.outputs or not network.is_map(op.outputs[0]) or op.tiling not in ("local", "norm"):
         return 0.0
-    region = _middle(network.tensors[op.outputs[0]].shape[axis])
+    region = _middle(network.extents(op.outputs[0])[axis])
     beyond = 0.0
     for read in op.reads:
-        if not _is_map(network, read.tensor) or len(read.rules) < -axis:
+        if not network.is_map(read.tensor):
             continue
-        spec = network.tensors[read.tensor]
-        extent = spec.shape[axis]
-        low, high = read.rules[axis].demand(region, extent)
+        spec, place = network.tensors[read.tensor], network.spatial[read.tensor][axis]
+        extent = spec.shape[place]
+        low, high = read.rules[place].demand(region, extent)
         owned = _middle(extent)
         lines = max(0, high - low) - max(0, min(high, owned[1]) - max(low, owned[0]))
         beyond += lines * spec.elements / extent * DTYPE_BYTES[spec.dtype]

@@ -27,7 +27,7 @@ from manyhands.facts.profile import Profile
 from manyhands.planner.cost import CostModel
 from manyhands.planner.grouping import cheapest_groups
 from manyhands.planner.shares import Numbers
-from manyhands.planner.tile_intervals import AXES, TileIntervals, overlap
+from manyhands.planner.tile_intervals import TileIntervals, overlap
 
 SPLIT_COST = 0.05
 """The extra computing time of an operator in bands, as a fraction (-2 to +3 % on large tiles, and a copy)."""
@@ -122,35 +122,35 @@ class TilePrices(TileIntervals):
 
     def _bytes(self, tensor: str) -> int:
         """Return the bytes of one position of a map: all channels of all samples."""
-        return prod(self.geometry.shape(tensor)[:-2]) * DTYPE_BYTES[self.network.tensors[tensor].dtype]
+        elements = prod(self.geometry.shape(tensor)) // prod(self._extent(tensor))
+        return elements * DTYPE_BYTES[self.network.tensors[tensor].dtype]
 
     def _beyond(self, tensor: str, needed: dict[int, list[Interval]], have: dict[int, list[Interval]]) -> Numbers:
         """Return the bytes of each device's box that lie outside another box."""
-        common = {axis: [overlap(a, b) for a, b in zip(needed[axis], have[axis])] for axis in AXES}
+        common = {axis: [overlap(a, b) for a, b in zip(needed[axis], have[axis])] for axis in self.axes}
         beyond: Numbers = (self._areas(needed) - self._areas(common)) * self._bytes(tensor)
         return beyond
 
     def forward(self, first: int, last: int, *, both_ways: bool) -> float:
         """Return the seconds of a forward group; with `both_ways` also of its adjoint, which exchanges the same
         boxes."""
-        needs = {axis: self._forward_needs(axis, first, last) for axis in AXES}
+        needs = {axis: self._forward_needs(axis, first, last) for axis in self.axes}
         byte_seconds, exchange_seconds = self._links
         compute, hidden = numpy.zeros(len(self.devices)), numpy.zeros(len(self.devices))
         for index, op in self._ops(first, last):
-            high, wide = (needs[axis].made.get(op.outputs[0]) for axis in AXES)
-            if high is None or wide is None:
+            name = op.outputs[0]
+            if any(name not in needs[axis].made for axis in self.axes):
                 continue
-            rows, columns = self._extent(op.outputs[0])
-            part = self._areas({-2: high, -1: wide}) / (rows * columns)
+            part = self._areas({axis: needs[axis].made[name] for axis in self.axes}) / prod(self._extent(name))
             ahead, back = (seconds[index - self.geometry.first] for seconds in self._seconds)
             compute += part * (ahead + back if both_ways else ahead)
-            if index == first and self.network.backward_passes(op) == 2:
+            if index == first and self.geometry.splits_backward(index):
                 hidden = part * back / 2  # its weight gradients are computed while the rim travels
         fetched = numpy.zeros(len(self.devices))
-        for tensor in needs[-2].read:
+        for tensor in needs[0].read:
             if self.geometry.is_made_here(tensor):
-                needed = {axis: needs[axis].read[tensor] for axis in AXES}
-                fetched += self._beyond(tensor, needed, {a: self.owned(a, tensor) for a in AXES})
+                needed = {axis: needs[axis].read[tensor] for axis in self.axes}
+                fetched += self._beyond(tensor, needed, {a: self.owned(a, tensor) for a in self.axes})
         exchange = numpy.where(fetched > 0, fetched * byte_seconds + exchange_seconds, 0.0)
         if both_ways:
             exchange = exchange + numpy.maximum(0.0, exchange - hidden)
@@ -158,27 +158,28 @@ class TilePrices(TileIntervals):
 
     def backward(self, first: int, last: int) -> tuple[float, float]:
         """Return the seconds of a backward group, and how many of them go into fetching activations."""
-        regions = {axis: self._backward_regions(axis, first, last) for axis in AXES}
-        needed = {axis: self._wanted(axis, first, last, regions[axis]) for axis in AXES}
+        regions = {axis: self._backward_regions(axis, first, last) for axis in self.axes}
+        needed = {axis: self._wanted(axis, first, last, regions[axis]) for axis in self.axes}
         byte_seconds, exchange_seconds = self._links
         compute, deltas, values = (numpy.zeros(len(self.devices)) for _ in range(3))
         for index, op in self._ops(first, last):
             name = op.outputs[0]
             if not self.network.tensors[name].differentiable:
                 continue
-            rows, columns = self._extent(name)
-            region = {axis: regions[axis][name] for axis in AXES}
-            part = self._areas(region) / (rows * columns)
+            region = {axis: regions[axis][name] for axis in self.axes}
+            part = self._areas(region) / prod(self._extent(name))
             if self.network.backward_passes(op) == 2:
                 part = (part + self._parts(name)) / 2
             compute += part * self._seconds[1][index - self.geometry.first]
-            readers = self.network.readers.get(name, ())
-            if name in self.network.outputs or any(not first <= reader < last for reader in readers):
-                deltas += self._beyond(name, region, {a: self.owned(a, name) for a in AXES})
-        for tensor in needed[-2]:
+            for made in op.outputs:
+                readers = self.network.readers.get(made, ())
+                if made in self.network.outputs or any(not first <= reader < last for reader in readers):
+                    grown = {axis: regions[axis][made] for axis in self.axes}
+                    deltas += self._beyond(made, grown, {a: self.owned(a, made) for a in self.axes})
+        for tensor in needed[0]:
             if tensor not in self.network.inputs:
-                intervals = {axis: needed[axis][tensor] for axis in AXES}
-                values += self._beyond(tensor, intervals, {a: self._held[a][tensor] for a in AXES})
+                intervals = {axis: needed[axis][tensor] for axis in self.axes}
+                values += self._beyond(tensor, intervals, {a: self._held[a][tensor] for a in self.axes})
         moved = deltas + values
         seconds = compute + moved * byte_seconds + numpy.where(moved > 0, exchange_seconds, 0.0)
         slowest = max(range(len(seconds)), key=lambda place: (seconds[place], values[place] * byte_seconds[place]))

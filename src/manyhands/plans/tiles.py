@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 def tile_plan(
     graph: Graph | Network | str,
     cluster: Cluster | str | Path,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     rows: Sequence[float] | None = None,
     columns: Sequence[float] | None = None,
     forward_groups: Sequence[LayerName] | None = None,
     backward_groups: Sequence[LayerName] | None = None,
     *,
+    depths: Sequence[float] | None = None,
     batch_size: int = 1,
     reduce: Literal["allreduce", "gateway"] = "allreduce",
 ) -> Plan:
-    """Return a plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row.
+    """Return a plan of `grid` = (rows, columns) tiles over all devices of a cluster, row by row. For volumes and video,
+    maps of (sample, channel, depth, row, column), `grid` may be (depths, rows, columns).
 
     What cannot be tiled follows on the fastest of them. A plan of tiles fits any batch size.
 
-    rows, columns     relative heights and widths; None: in proportion to the devices' speed
+    rows, columns     relative heights and widths; None: in proportion to the devices' speed; `depths` likewise
     forward_groups    layers, by number or name, or operators by name, at which boundary data is exchanged; the first
                       must be the first layer. None: before every operator that reads beyond its own tile
     backward_groups   the same for gradients; None: the adjoint of forward
@@ -53,19 +55,23 @@ def tile_plan(
     network = network_of(graph)
     machines = cluster_of(cluster)
     options = TileOptions(
-        _grid(grid), _weights("rows", rows, grid[0]), _weights("columns", columns, grid[1]),
+        _grid(grid), _weights("rows", rows, grid[-2]), _weights("columns", columns, grid[-1]),
         None if forward_groups is None else tuple(forward_groups),
         None if backward_groups is None else tuple(backward_groups), is_grouped=True,
+        depths=_weights("depths", depths, grid[0] if len(grid) == 3 else 1),
     )  # fmt: skip
     made = plan(network, machines, batch_size=batch_size, strategy="tiles", tiles=options).plan
     stages = (msgspec.structs.replace(made.stages[0], reduce=reduce), *made.stages[1:])
     return resolve(msgspec.structs.replace(made, stages=stages), network, machines)
 
 
-def _grid(grid: tuple[int, int]) -> tuple[int, int]:
-    if len(grid) != 2 or not all(isinstance(n, int) and n >= 1 for n in grid):
-        raise BadValue(f"grid is {grid!r}; it must be two whole numbers of at least 1: (rows, columns).")
-    return (grid[0], grid[1])
+def _grid(grid: tuple[int, ...]) -> tuple[int, ...]:
+    if len(grid) not in (2, 3) or not all(isinstance(n, int) and n >= 1 for n in grid):
+        raise BadValue(
+            f"grid is {grid!r}; it must be two whole numbers of at least 1: (rows, columns), or three: (depths, rows, "
+            "columns)."
+        )
+    return tuple(grid)
 
 
 def _weights(name: str, weights: Sequence[float] | None, count: int) -> tuple[float, ...] | None:
@@ -75,13 +81,15 @@ def _weights(name: str, weights: Sequence[float] | None, count: int) -> tuple[fl
     return None if weights is None else tuple(weights)
 
 
-def parse_grid(text: str) -> tuple[int, int]:
-    """Parse a grid: '3x2' -> (3, 2), three rows of two tiles."""
-    match = re.fullmatch(r"([0-9]{1,6})[xX]([0-9]{1,6})", text.strip())
-    grid = (int(match[1]), int(match[2])) if match else (0, 0)
+def parse_grid(text: str) -> tuple[int, ...]:
+    """Parse a grid: '3x2' -> (3, 2), three rows of two tiles; '2x3x2' -> two such layers, one behind the other."""
+    match = re.fullmatch(r"[0-9]{1,6}([xX][0-9]{1,6}){1,2}", text.strip())
+    grid = tuple(int(part) for part in re.split("[xX]", text.strip())) if match else (0, 0)
     if min(grid) < 1:
         raise BadValue(
-            f"--grid '{text}' is not a grid of tiles.", hint="Write it like 3x2 (rows x columns), both at least 1."
+            f"--grid '{text}' is not a grid of tiles.",
+            hint="Write it like 3x2 (rows x columns), both at least 1; of volumes and video also like 2x3x2 (depths x "
+            "rows x columns).",
         )
     return grid
 
@@ -118,7 +126,13 @@ def parse_tile_costs(
             f"{' and '.join(conflicting)} cannot be given beside --costs, which makes no plan: it prices one interior "
             "tile."
         )
-    return parse_grid(grid), prices
+    shape = parse_grid(grid)
+    if len(shape) != 2:
+        raise BadValue(
+            f"--costs {costs} prices tiles of rows and columns, as the paper does; --grid {grid} cuts a depth too.",
+            hint="Leave --costs out: real plans are priced for volumes, too.",
+        )
+    return (shape[0], shape[1]), prices
 
 
 def tile_groups(network: Network | str, grid: tuple[int, int], costs: Costs) -> TileGroups:
@@ -173,25 +187,29 @@ def parse_weights(option: str, text: str) -> tuple[float, ...]:
     return weights
 
 
-def tile_options(grid: str | None, rows: str | None, columns: str | None) -> TileOptions:
-    """Return the tile options that a user typed. Rows or columns alone determine the grid."""
+def tile_options(grid: str | None, rows: str | None, columns: str | None, depths: str | None = None) -> TileOptions:
+    """Return the tile options that a user typed. Rows, columns or depths alone determine the grid."""
     heights = parse_weights("--rows", rows) if rows else None
     widths = parse_weights("--columns", columns) if columns else None
-    if grid is None and heights is None and widths is None:
+    layers = parse_weights("--depths", depths) if depths else None
+    if grid is None and heights is None and widths is None and layers is None:
         return TileOptions()
-    shape = parse_grid(grid) if grid is not None else (len(heights or (1,)), len(widths or (1,)))
-    return TileOptions(shape, _weights("--rows", heights, shape[0]), _weights("--columns", widths, shape[1]))
+    given = [each for each in (layers, heights or (1.0,), widths or (1.0,)) if each is not None]
+    shape = parse_grid(grid) if grid is not None else tuple(len(each) for each in given)
+    return TileOptions(
+        shape, _weights("--rows", heights, shape[-2]), _weights("--columns", widths, shape[-1]),
+        depths=_weights("--depths", layers, shape[0] if len(shape) == 3 else 1),
+    )  # fmt: skip
 
 
 def check_tiles(network: Network, options: TileOptions | None) -> None:
     """Check, before anything starts, that every tile has some part of the image."""
     image = network.tensors[network.inputs[0]]
-    if options is None or options.grid is None or len(image.shape) != 4:
+    if options is None or options.grid is None:
         return
-    for axis, count, weights, extent in (
-        ("rows", options.grid[0], options.rows, image.shape[2]),
-        ("columns", options.grid[1], options.columns, image.shape[3]),
-    ):  # fmt: skip
+    names, extents = ("columns", "rows", "depths"), network.extents(image.name)[::-1]
+    cuts = [*zip(names, options.grid[::-1], options.sizes[::-1], extents)]
+    for axis, count, weights, extent in reversed(cuts):
         if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
             cut = f" as {','.join(f'{weight:g}' for weight in weights)}" if weights else ""
             raise BadPlan(

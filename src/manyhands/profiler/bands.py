@@ -31,16 +31,15 @@ def needed_bytes(network: Network, samples: int) -> int:
 def possible_parts(network: Network) -> tuple[int, ...]:
     """Return the numbers of bands into which the input may be cut so that every map's rows are divided evenly;
     1 first."""
-    inputs = [network.tensors[name] for name in network.inputs]
     last = tileable_layers(network)[0]
-    if not last or any(len(size.shape) != 4 for size in inputs):
+    if not last or any(len(network.extents(name)) < 2 for name in network.inputs):
         return (1,)
-    rows = inputs[0].shape[2]
+    rows = network.extents(network.inputs[0])[-2]
     maps = [
-        network.tensors[name].shape[2]
+        network.extents(name)[-2]
         for op in network.ops[: network.layers[last - 1].last]
         for name in op.outputs
-        if len(network.tensors[name].shape) == 4
+        if network.extents(name)
     ]
     counts = [1]
     while rows // (2 * counts[-1]) >= LEAST_ROWS and not any(
@@ -71,7 +70,8 @@ def band_inputs(graph: Graph, samples: int, device: torch.device, parts: int) ->
     whole = random_inputs(graph, samples, device)
     if parts == 1:
         return whole
-    return {name: tensor[:, :, : tensor.shape[2] // parts].contiguous() for name, tensor in whole.items()}
+    axes = {name: graph.network.spatial[name][-2] for name in whole}
+    return {n: tensor.narrow(axes[n], 0, tensor.shape[axes[n]] // parts).contiguous() for n, tensor in whole.items()}
 
 
 def whole_seconds(network: Network, seconds: Sequence[float], parts: int) -> list[float]:

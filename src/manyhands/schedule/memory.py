@@ -134,7 +134,7 @@ class _StageBytes:
         self._kept = {
             span[0]: sum(_tensor_bytes(network, name, 1) * share for name in names) for span, names in entered.items()
         }
-        self._workspace = [op.moved_bytes * samples * part for op, part in zip(geometry.ops, parts)]
+        self._workspace = [op.moved_bytes * op.work_samples(samples) * part for op, part in zip(geometry.ops, parts)]
         weights = [_trained_bytes(network, op, geometry, device) for op in geometry.ops]
         is_added = plan.micro_batches > 1 and plan.order != "replay"
         self._backward = [work + size * is_added for work, size in zip(self._workspace, weights)]

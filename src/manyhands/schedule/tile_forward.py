@@ -1,7 +1,7 @@
 """The boxes of a tiled stage's forward pass (TILE §4): which device owns, computes and fetches what.
 
-    map          (sample, channel, row, column): each device owns one box of the grid. Channels may be two axes, group
-                 and channel of it: rows and columns are the last two
+    map          (sample, channel, row, column), in any order of axes, or with a depth: each device owns one box of the
+                 grid, cut along the spatial axes (facts/spatial_axes.py)
     replicated   what was made by adding up over a whole map (global pooling, squeeze-excitation), and what is made from
                  such tensors alone: every device has all of it, and of its gradient its own part of a sum
 
@@ -53,7 +53,22 @@ class TileForwardGeometry(StageGeometry):
         tensors, obstacle = maps_of(self.network, self.first, self.last)
         if obstacle is not None:
             raise self._cannot(self.network.ops[obstacle])
+        self._check_depth(tensors)
         return tensors
+
+    def _check_depth(self, maps: frozenset[str]) -> None:
+        flat = next((name for name in sorted(maps) if len(self.network.spatial[name]) == 2), None)
+        if flat is not None and len(self.share.cuts[0]) > 1:
+            raise BadPlan(
+                f"stages[{self.index}].share.depths is {list(self.share.depths)}, but {flat} of shape "
+                f"{self.network.tensors[flat].shape} has rows and columns only.",
+                hint="Leave depths out: they are for volumes and video, (sample, channel, depth, row, column).",
+            )
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[float, ...], ...]:
+        """The relative sizes of tiles along each spatial axis of this stage's maps."""
+        return self.share.cuts[-max((len(self.network.spatial[name]) for name in self.maps), default=2) :]
 
     def _cannot(self, op: Op) -> BadPlan:
         layer = self.network.layers[self.network.layer_of_op[self.network.op_index[op.name]]]
@@ -78,10 +93,10 @@ class TileForwardGeometry(StageGeometry):
         """Return whether an operator reads more of a map than the place that it makes."""
         if op.tiling == "pool":
             return False
-        rank = len(self.network.tensors[op.outputs[0]].shape) if op.outputs else 0
+        spatial = self.network.spatial
         return any(
-            rule != Window(axis) for read in op.reads if read.tensor in self.maps
-            for axis, rule in enumerate(read.rules[-2:], rank - 2)
+            read.rules[axis] != Window(made) for read in op.reads if read.tensor in self.maps
+            for axis, made in zip(spatial[read.tensor], spatial[op.outputs[0]], strict=True)
         )  # fmt: skip
 
     # Forward
@@ -90,7 +105,7 @@ class TileForwardGeometry(StageGeometry):
         shape = self.shape(tensor)
         if tensor not in self.maps:
             return Layout.whole(shape, self.devices)
-        return Layout.grid(shape, len(shape) - 2, len(shape) - 1, self.share.rows, self.share.columns, self.devices)
+        return Layout.grid(shape, self.network.spatial[tensor], self.cuts, self.devices)
 
     def own(self, device: str, tensor: str) -> Box:
         return self.owned(tensor).hull(device)
@@ -197,14 +212,15 @@ class TileForwardGeometry(StageGeometry):
             if read.tensor not in self.maps or not self.is_made_here(read.tensor):
                 continue
             have = self.computed[device].get(read.tensor) or self.own(device, read.tensor)
-            for axis in (2, 3):
+            spatial = self.network.spatial
+            for axis, made in zip(spatial[read.tensor], spatial[op.outputs[0]], strict=True):
                 rule, extent, (low, high) = read.rules[axis], self.shape(read.tensor)[axis], have.intervals[axis]
-                first, last = intervals[axis]
+                first, last = intervals[made]
                 while first < last and rule.demand((first, first + 1), extent)[0] < low:
                     first += 1
                 while first < last and rule.demand((last - 1, last), extent)[1] > high:
                     last -= 1
-                intervals[axis] = (first, last)
+                intervals[made] = (first, last)
         return Box(tuple(intervals))
 
     def passing(self, tensor: str) -> Layout:

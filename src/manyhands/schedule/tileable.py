@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from manyhands.facts.network import Network, Op
-
-MAP_AXES = (4, 5)
 
 
 def maps_of(network: Network, first: int, last: int) -> tuple[frozenset[str], int | None]:
-    """Return the tensors of operators [first, last) that can be cut into tiles, and the first operator in the way."""
+    """Return the tensors of operators [first, last) that can be cut into tiles, and the first operator in the way.
+
+    All have rows and columns, or all have a depth besides.
+    """
     made = {name for op in network.ops[first:last] for name in op.outputs}
     maps: set[str] = set()
+    axes = 0
     for index in range(first, last):
         op = network.ops[index]
-        maps.update(name for name in op.inputs if name not in made and _is_map(network, name, least=2))
+        entering = [name for name in op.inputs if name not in made and network.is_map(name)]
+        axes = axes or max((len(network.spatial[name]) for name in entering), default=0)
+        maps.update(entering)
+        if any(len(network.spatial[name]) != axes for name in entering):
+            return frozenset(maps), index
         if not op.outputs or not any(name in maps for name in op.inputs):
             continue
-        if op.tiling in ("local", "norm") and all(_is_map(network, name, least=1) for name in op.outputs):
+        if op.tiling in ("local", "norm") and _makes_maps(network, index, maps):
             maps.update(op.outputs)
         elif op.tiling != "pool":
             return frozenset(maps), index
     return frozenset(maps), None if maps else first
 
 
-def _is_map(network: Network, tensor: str, least: int) -> bool:
-    spec = network.tensors[tensor]
-    is_map = len(spec.shape) in MAP_AXES and spec.batch_axis == 0 and not spec.pairs_samples
-    return is_map and prod(spec.shape[-2:]) >= least
+def _makes_maps(network: Network, index: int, maps: set[str]) -> bool:
+    """Return whether what an operator makes are maps that follow those it reads: what serves all places of a map must
+    not be a map of its own."""
+    op, followed = network.ops[index], network.followed[index]
+    return all(network.is_map(name, least=1) for name in op.outputs) and all(
+        name in followed for name in op.inputs if name in maps
+    )
 
 
 def tileable_layers(network: Network) -> tuple[int, Op | None]:

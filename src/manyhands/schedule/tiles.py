@@ -79,10 +79,12 @@ class TileGeometry(TileForwardGeometry):
     # Lowering
 
     def splits_backward(self, index: int) -> bool:
-        """Return whether an operator works on maps, with weights that are trained and inputs that have gradients."""
+        """Return whether an operator works on maps, with weights that are trained and inputs that have gradients; not
+        one whose weight is computed: the operators that did so are differentiated next."""
         op = self.network.ops[index]
         trains = any(self.network.weights[name].trainable for name in op.weights)
-        if not op.macs or not trains:
+        computed = any(name not in self.maps and self.network.tensors[name].differentiable for name in op.inputs)
+        if not op.macs or not trains or computed:
             return False
         return any(name in self.maps and self.network.tensors[name].differentiable for name in op.inputs)
 

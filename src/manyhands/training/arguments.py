@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,11 @@ def _check_share(config: TrainConfig) -> None:
     """Refuse a job in which a device would get no sample of a micro-batch, or no tile."""
     count, tiles = config.count, config.tile_options
     grid = tiles.grid if tiles is not None else None
-    if grid is not None and grid[0] * grid[1] != count:
+    if grid is not None and prod(grid) != count:
         raise BadValue(
-            f"A grid of {grid[0]}x{grid[1]} has {grid[0] * grid[1]} tiles; there are {count} tile slots (devices times "
+            f"A grid of {'x'.join(map(str, grid))} has {prod(grid)} tiles; there are {count} tile slots (devices times "
             "their slots).",
-            hint=f"Give a grid of {count} tiles, or --devices {grid[0] * grid[1]}.",
+            hint=f"Give a grid of {count} tiles, or --devices {prod(grid)}.",
         )
     samples = (config.batch_size or 1) // (config.micro_batches or 1)
     if config.plan == "samples" and samples < count:
@@ -109,7 +110,7 @@ def _resumed(folder: Path, options: dict[str, Any]) -> TrainConfig:
         stored["steps"] = None
     stored |= forgotten_devices(options, stored)
     if "plan" in options:
-        stored |= {"micro_batches": None, "grid": "", "rows": "", "columns": ""}
+        stored |= {"micro_batches": None, "grid": "", "rows": "", "columns": "", "depths": ""}
     try:
         return TrainConfig.from_command({"plan": "samples", **stored, **options})
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,14 @@ class SharingConfig(LearningConfig):
         },
     )  # fmt: skip
     grid: str = option(
-        "", "Of --share tiles: rows x columns, like 2x2.", "--grid", is_keyword=False, default_text="the fastest"
-    )
+        "", "Of --share tiles: rows x columns, like 2x2. Volumes have depths x rows x columns.", "--grid",
+        is_keyword=False, default_text="the fastest",
+    )  # fmt: skip
     rows: str = option(
         "", "Relative heights of the tiles' rows, like 2,1.", "--rows", is_keyword=False, default_text="by speed"
     )
     columns: str = option("", "Relative widths of their columns.", "--columns", is_keyword=False)
+    depths: str = option("", "Relative depths of the tiles of volumes and video.", "--depths", is_keyword=False)
     tiles: TileOptions | None = option(None, 'Grid, rows and columns of plan="tiles".', stored=None)
     reduce: str = option(
         "allreduce", "How the devices of a stage add up gradients.", "--reduce",
@@ -123,8 +126,8 @@ class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
 
     def check(self) -> None:
         super().check()
-        if (self.grid or self.rows or self.columns) and self.plan != "tiles":
-            raise BadValue("--grid, --rows and --columns are for --share tiles.", hint="Add --share tiles.")
+        if (self.grid or self.rows or self.columns or self.depths) and self.plan != "tiles":
+            raise BadValue("--grid, --rows, --columns and --depths are for --share tiles.", hint="Add --share tiles.")
         if self.lengths is not None and self.feed == "start":
             raise BadValue("feed='start' lays out samples of one shape.", hint="Leave out feed, or lengths.")
 
@@ -150,19 +153,19 @@ class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
 
     @property
     def tile_options(self) -> TileOptions | None:
-        """Grid, rows and columns; None: the planner chooses them."""
-        if not (self.grid or self.rows or self.columns):
+        """Grid, rows, columns and depths; None: the planner chooses them."""
+        if not (self.grid or self.rows or self.columns or self.depths):
             return self.tiles
         from manyhands.plans.tiles import tile_options
 
-        return tile_options(self.grid or None, self.rows or None, self.columns or None)
+        return tile_options(self.grid or None, self.rows or None, self.columns or None, self.depths or None)
 
     @property
     def count(self) -> int:
         """The number of workers that the job begins with: one per tile, if a grid is given and no number."""
         grid = self.tile_options.grid if self.tile_options is not None else None
         if grid is not None and self.devices is None and not self.cluster and not self.lab:
-            return grid[0] * grid[1]
+            return prod(grid)
         return super().count
 
     def document(self) -> dict[str, Any]:
