@@ -8,11 +8,11 @@ from itertools import combinations, product
 import msgspec
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manyhands.facts.cluster import Cluster, preset
-from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, UnknownName
+from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, OutOfMemory, UnknownName
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -59,6 +59,11 @@ def drawn_clusters(draw: st.DrawFn, most: int = 4) -> Cluster:
     if draw(st.booleans()):
         document["links"] = [{"between": ["d0", "d1"], "rate": draw(rates), "delay": "1 ms"}]
     return Cluster.from_dict(document)
+
+
+def of_40_megabytes(count: int) -> Cluster:
+    devices = [{"name": f"d{number}", "kind": "pi3", "memory": "40 MB"} for number in range(count)]
+    return Cluster.from_dict({"name": "small", "devices": devices, "link": {"rate": "100 Mbit/s", "delay": "1 ms"}})
 
 
 def task_of(network: Network, cluster: Cluster, batch_size: int) -> Task:
@@ -172,10 +177,19 @@ def test_asked_for_by_name(tiny: Network) -> None:
 
 
 @settings(max_examples=6, deadline=None)
+@example(of_40_megabytes(2), 4)
 @given(drawn_clusters(), st.sampled_from((1, 4, 16)))
 def test_every_mixed_plan_can_run(resnet: Network, cluster: Cluster, batch_size: int) -> None:
+    """A refusal is right where one layer's weights, gradients and momentum are more than any device has."""
     end = tileable_layers(resnet)[0]
-    for plan in mixed_plans(task_of(resnet, cluster, batch_size)):
+    try:
+        plans = mixed_plans(task_of(resnet, cluster, batch_size))
+    except OutOfMemory:
+        largest = max(sum(3 * resnet.weights[name].bytes for name in layer.weights) for layer in resnet.layers)
+        assert largest > max(device.memory_bytes for device in cluster.devices)
+        return
+    assert plans
+    for plan in plans:
         resolved = resolve(plan, resnet, cluster)
         assert is_mixed(resolved, end)
         Schedule(resolved, resnet)

@@ -169,6 +169,19 @@ def test_data_arrives(transport: Transport, closing: ExitStack, size: int) -> No
     assert not a.is_connected("c")
 
 
+def test_bytes_that_are_not_the_plans_are_counted_apart(transport: Transport, closing: ExitStack) -> None:
+    a, b = connected(transport, closing, 4)
+    b.mailbox.expect("a", "state", 6)
+    a.send("b", 0, "state", [octets(7, 6)], unplanned=True)
+    a.send("b", 0, "x", [octets(9, 4)])
+    for topic, octet, size in (("state", 7, 6), ("x", 9, 4)):
+        into = octets(0, size)
+        b.mailbox.receive("a", 0, topic, [into])
+        assert torch.equal(into, octets(octet, size))
+    assert a.sent_bytes["b"] == b.mailbox.received_bytes["a"] == 4
+    assert a.unplanned_bytes == {"b": 6}
+
+
 def test_data_of_another_generation_is_refused(transport: Transport, closing: ExitStack) -> None:
     a, b = connected(transport, closing)
     b.mailbox.open(1, {("a", "x"): 4})

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import manyhands as mh
+from manyhands.facts.errors import CaptureFailed
+from manyhands.graph import verify
 from manyhands.graph.weights import Weights
 from manyhands.weights.mapped import give_back_pages, is_mapped, refuse_without_values, stored_tensors
 
@@ -162,3 +164,25 @@ def test_a_part_of_mapped_weights_trains_as_from_memory_and_the_rest_stays_in_it
     assert {"layers.0.weight"} < stored[0]
     assert not any(name.startswith("layers.") for name in stored[1])
     assert {"embedding.weight", "scale"} <= stored[1]
+
+
+@pytest.mark.parametrize(("factor", "is_refused"), [(1 + 1e-5, False), (1.01, True)])
+def test_the_self_check_reads_mapped_weights_in_their_own_type(
+    file: Path, factor: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 it would need memory for all of them."""
+    module = mapped(file)
+    module.layers[1].weight.register_hook(lambda gradient: gradient * factor)
+    loss = torch.nn.functional.mse_loss
+    target = torch.randn(2, 5, module.output.out_features)
+    graph = mh.capture(module, TOKENS, loss=loss, target=target)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the weights were copied")
+
+    monkeypatch.setattr(verify, "cast_to_double", cast)
+    if is_refused:
+        with pytest.raises(CaptureFailed, match="does not train as the module does"):
+            verify.verify(graph, module, loss, TOKENS, target)
+    else:
+        assert verify.verify(graph, module, loss, TOKENS, target).difference == pytest.approx(1e-5, rel=0.1)

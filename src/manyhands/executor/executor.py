@@ -148,6 +148,7 @@ class Executor:
         log = self.recorder.log
         log.elements = sum(runner.elements for part in self.parts.values() for runner in part.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
+        log.state_bytes = dict(self.endpoint.unplanned_bytes)
         log.refused_frames = self.endpoint.mailbox.refused
         return log
 

@@ -117,7 +117,7 @@ class Feeder:
             for part in self.parts[device]
             if part.is_of_samples
         ]
-        self.endpoint.send(device, step, SAMPLES, [row.contiguous() for row in rows])
+        self.endpoint.send(device, step, SAMPLES, [row.contiguous() for row in rows], unplanned=True)
 
     def send(self, step: int, inputs: Any, targets: Any = None, place: int = 0) -> None:
         """Send one batch to every device that needs some of it; does not wait.

@@ -52,7 +52,7 @@ class DeviceLog(msgspec.Struct):
     """The same bytes by part: features, deltas (gradients of features), weights (with gradients and optimiser),
     buffers."""
     sent_bytes: dict[str, int] = {}
-    """Payload bytes handed to the link, by receiver."""
+    """Payload bytes handed to the link for the plan, by receiver."""
     received_bytes: dict[str, int] = {}
     state_bytes: dict[str, int] = {}
     """Bytes of weights and optimiser state sent to each device, as a backup or to go on with; in neither of the

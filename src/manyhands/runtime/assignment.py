@@ -1,16 +1,12 @@
-"""One generation that a worker takes part in: the command for it, and what the worker has sent so far."""
+"""One generation that a worker takes part in: the command for it, and the state that was offered and is to come."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
 from manyhands.executor.executor import Executor
-from manyhands.executor.log import DeviceLog
 from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.control_messages import Prepare
 from manyhands.runtime.control_parts import Seen, TensorEntry
@@ -35,24 +31,10 @@ class Assignment:
     """The tensors of each copy that was offered, in the order they travel."""
     arriving: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Source -> memory for the tensors that it sends at the start."""
-    state_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of state sent to each peer."""
 
     @property
     def generation(self) -> int:
         return self.command.generation
-
-    def sent_bytes(self, sent: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes sent to each peer for the plan: all those sent, without copies of state."""
-        counts = {to: count - self.state_bytes.get(to, 0) for to, count in sent.items()}
-        return {to: count for to, count in counts.items() if count}
-
-    def log(self, executor: Executor) -> DeviceLog:
-        """Return the device's log, with the bytes of state kept apart from those that the plan sends."""
-        log = executor.log
-        return msgspec.structs.replace(
-            log, sent_bytes=self.sent_bytes(log.sent_bytes), state_bytes=dict(self.state_bytes)
-        )
 
 
 def seen_round(executor: Executor) -> Seen | None:

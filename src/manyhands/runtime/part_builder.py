@@ -72,6 +72,7 @@ class PartBuilder:
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
+        self.endpoint.unplanned_bytes.clear()
         self.endpoint.mailbox.received_bytes.clear()
         executor = Executor(graph, schedule, self.endpoint, weights, stepper, options, lengths)
         self.endpoint.mailbox.open(generation, executor.expected_by_step(), job.steps_done, plan.steps_per_round)

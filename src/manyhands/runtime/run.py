@@ -202,7 +202,7 @@ class Run:
     def _start(self) -> None:
         keepers, order = self.keepers, self.order
         for name, tensors in self.handout.given_here():
-            self.coordinator.endpoint.send(name, self.first, STATE, tensors)
+            self.coordinator.endpoint.send(name, self.first, STATE, tensors, unplanned=True)
         self.feed.preload({name: self.members[name] for name in self.names}, self.first)
         for name in self.participants:
             snapshots = order.snapshots if name in keepers else ()

@@ -37,7 +37,7 @@ class StateExchange:
         copy = self._keeping.at(step)
         for peer, names in assignment.command.gives.items():
             self._check_kept(copy, names, step)
-            self._send_tensors(assignment, peer, step, STATE, [copy[name] for name in names])
+            self._send_tensors(peer, step, STATE, [copy[name] for name in names])
 
     def make_room_for_start(self, assignment: Assignment, executor: Executor) -> None:
         """Make room for the state that others send at the start, before it comes: it is not kept twice then. Weights
@@ -144,7 +144,7 @@ class StateExchange:
                 self._send(State(assignment.generation, message.step, None, {}, sums, has_changed=True))
                 return
         name = topic(message.step, message.attempt)
-        self._send_tensors(assignment, message.to, message.step, name, [copy[tensor_name] for tensor_name in names])
+        self._send_tensors(message.to, message.step, name, [copy[tensor_name] for tensor_name in names])
 
     def make_room(self, assignment: Assignment | None, message: Hold) -> None:
         """Make room for a copy of another worker's state."""
@@ -157,12 +157,8 @@ class StateExchange:
         for held in self._keeping.collect():
             self._send(held)
 
-    def _send_tensors(
-        self, assignment: Assignment, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]
-    ) -> None:
-        parts = [_sendable(tensor) for tensor in tensors]
-        assignment.state_bytes[to] += sum(part.numel() * part.element_size() for part in parts)
-        self.endpoint.send(to, step, name, parts)
+    def _send_tensors(self, to: str, step: int, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        self.endpoint.send(to, step, name, [_sendable(tensor) for tensor in tensors], unplanned=True)
 
 
 def constants_of(executor: Executor) -> frozenset[str]:

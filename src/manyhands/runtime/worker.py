@@ -267,7 +267,7 @@ class Worker:
                 if command.diagnose_step >= 0 and self.prepared is not None and self.prepared.executor is not None:
                     self._send(Diagnosis(generation, self.prepared.executor.diagnose(command.diagnose_step)))
                 if command.with_log and self.prepared is not None and self.prepared.executor is not None:
-                    self._send(Done(generation, self.prepared.log(self.prepared.executor)))
+                    self._send(Done(generation, self.prepared.executor.log))
                 self._drop()
         except Stopped:
             pass
@@ -350,7 +350,7 @@ class Worker:
             self._send(  # before a copy of the state is offered
                 Progress(
                     command.generation, steps_done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
-                    arrivals_at(self.endpoint), prepared.sent_bytes(self.endpoint.sent_bytes), seen_round(executor),
+                    arrivals_at(self.endpoint), dict(self.endpoint.sent_bytes), seen_round(executor),
                     tuple(result.sums), result.not_finite_from,
                 )
             )  # fmt: skip
@@ -359,7 +359,7 @@ class Worker:
             self.exchange.report_copies()
         if executor.last_step is not None and executor.last_step < command.last_step:
             return
-        self._send(Done(command.generation, prepared.log(executor)))
+        self._send(Done(command.generation, executor.log))
         self.is_under_way = False
 
     def _prepare_probe(self, command: ProbeLinks) -> None:

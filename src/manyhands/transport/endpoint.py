@@ -44,14 +44,18 @@ class Endpoint(Protocol):
     name: str
     mailbox: Mailbox
     sent_bytes: Counter[str]
-    """Payload bytes handed to the link, by peer."""
+    """Payload bytes handed to the link for the plan, by peer."""
+    unplanned_bytes: Counter[str]
+    """Payload bytes of all other messages, by peer: those that the receiver expects at any step."""
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
+    def send(
+        self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False, unplanned: bool = False
+    ) -> None:
         """Hand a message to the link and return.
 
         `parts` are sent one after another; they must not change until the receiver has them, or until `release`. An
-        urgent message overtakes others between two chunks. A lost peer is an error of the next wait for it, not of this
-        call.
+        urgent message overtakes others between two chunks; `unplanned` says which counter has its bytes. A lost peer is
+        an error of the next wait for it, not of this call.
         """
 
     def release(self) -> None:

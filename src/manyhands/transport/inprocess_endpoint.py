@@ -34,6 +34,7 @@ class RendezvousEndpoint:
         self.transport, self.name, self.address, self.security = transport, name, address, security
         self.mailbox = Mailbox(name, limit_seconds=transport.limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
+        self.unplanned_bytes: Counter[str] = Counter()
         self.silence_seconds = HEARTBEAT_TIMEOUT_SECONDS * security.timeout_factor
         """Silence is not detected here, only breaks are."""
         self._peers: dict[str, tuple[_Link, RendezvousEndpoint]] = {}
@@ -97,7 +98,9 @@ class RendezvousEndpoint:
     def missing_peers(self) -> set[str]:
         return {peer for peer in self._wanted if peer not in self._peers}
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
+    def send(
+        self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False, unplanned: bool = False
+    ) -> None:
         if self.transport.before_send is not None:
             self.transport.before_send(self.name, to, step, topic)
         size = byte_count(parts)
@@ -110,7 +113,7 @@ class RendezvousEndpoint:
                     f"{self.name} cannot send '{topic:.200}' to {to}: it was never connected to it.",
                     hint="Call connect() with its address first.",
                 )
-            self.sent_bytes[to] += size
+            (self.unplanned_bytes if unplanned else self.sent_bytes)[to] += size
             link, other = self._peers[to]
             header = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
             for head, payload in frames(header, content):

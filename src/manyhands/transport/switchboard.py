@@ -50,15 +50,18 @@ class InProcessEndpoint:
         self.board, self.name = board, name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
+        self.unplanned_bytes: Counter[str] = Counter()
         self._messages = 0
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
+    def send(
+        self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False, unplanned: bool = False
+    ) -> None:
         size = byte_count(parts)
         content = b"".join(as_bytes(part) for part in parts)
         with self.board.lock:
             self._messages += 1
             dies = self.board.dies_now(self.name, self._messages)
-            self.sent_bytes[to] += size
+            (self.unplanned_bytes if unplanned else self.sent_bytes)[to] += size
         header = Header(self.name, self.mailbox.generation, step, topic, size, 0, 0)
         for head, payload in frames(header, content):
             part = payload[: len(payload) // 2] if dies else payload

@@ -59,6 +59,7 @@ class TcpEndpoint:
         self.name = name
         self.mailbox = Mailbox(name, limit_seconds=limit_seconds)
         self.sent_bytes: Counter[str] = Counter()
+        self.unplanned_bytes: Counter[str] = Counter()
         self.silence_seconds = silence_seconds or HEARTBEAT_TIMEOUT_SECONDS * security.timeout_factor
         self.sharing = sharing or SharingSetting.of_environment()
         self._met_at: dict[str, int] = {}
@@ -124,7 +125,9 @@ class TcpEndpoint:
         """See `transport.ConnectedEndpoint`."""
         return {peer for peer in self._wanted if peer not in self._connections}
 
-    def send(self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False) -> None:
+    def send(
+        self, to: str, step: int, topic: str, parts: Sequence[Memory], *, urgent: bool = False, unplanned: bool = False
+    ) -> None:
         """Hand a message over. The first chunk leaves in this thread if the link has room, the rest in the loop's
         thread."""
         connection = self._connections.get(to)
@@ -137,7 +140,7 @@ class TcpEndpoint:
         if len(topic) > LONGEST_TOPIC:  # found here, before anything is queued
             raise BadValue(f"'{topic:.80}...' is a name of {len(topic)} letters; at most {LONGEST_TOPIC} travel.")
         with self._lock:
-            self.sent_bytes[to] += size
+            (self.unplanned_bytes if unplanned else self.sent_bytes)[to] += size
         outbox = connection.outbox
         longest = CHUNK_BYTES if outbox.ring is None else SHARED_CHUNK_BYTES
         start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, longest))
