@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manyhands.graph.capture import capture
+from manyhands.graph.check import check_graph
+from manyhands.graph.document import to_document
+from manyhands.graph.document_reader import read_document
 
 
 def part(x: Tensor) -> Tensor:
@@ -17,6 +20,12 @@ def part(x: Tensor) -> Tensor:
     y[:, 2:4] = x[:, :2]
     y[:, 5] = 1.0
     return y + x
+
+
+def to_the_end(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 3:] = x[:, :5]
+    return y
 
 
 def read_through_an_older_view(x: Tensor) -> Tensor:
@@ -59,7 +68,7 @@ def rolled_window_mask(x: Tensor) -> Tensor:
     return x + mask.sum(0)
 
 
-WRITES = [part, read_through_an_older_view, read_before_and_after, through_several_views, narrowed, masked,
+WRITES = [part, to_the_end, read_through_an_older_view, read_before_and_after, through_several_views, narrowed, masked,
           rolled_window_mask]  # fmt: skip
 
 
@@ -79,3 +88,4 @@ def test_values_and_gradients_are_the_modules_own(function: Callable[[Tensor], T
     target = torch.zeros_like(module(x.clone())).detach()
     graph = capture(module, x, loss=F.mse_loss, target=target, verify=True)
     assert [op.name for op in graph.network.ops if op.mixes_samples] == []
+    check_graph(read_document(to_document(graph)))  # as a worker does

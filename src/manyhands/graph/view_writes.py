@@ -115,7 +115,9 @@ def _scattered(write_node: Node, state: Conversion, view: Node, name: str, paren
     if operator == "slice":
         defaults: tuple[Argument, ...] = (0, None, None, 1)
         axis, start, end, step = [*view.arguments[1:], *defaults[len(view.arguments) - 1 :]]
-        if start in (0, None) and step == 1 and (end is None or (isinstance(end, int) and end >= _FULL)):
+        if isinstance(end, int) and end >= _FULL:
+            end = None
+        if start in (0, None) and step == 1 and end is None:
             return value
         return _added(write_node, state, "aten.slice_scatter.default", (before, value, axis, start, end, step), source)
     if operator == "select":

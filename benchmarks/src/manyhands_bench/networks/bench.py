@@ -33,6 +33,8 @@ QUICK_NETWORKS = 12
 LIMIT_SECONDS = 900.0
 LEAST_MEMORY_BYTES = 8 * 2**30
 """The limit of each process: this, or its part of the machine's memory if that is more."""
+TRAINED_MEMORY = 3.0
+"""The factor of that limit for networks that are trained: plain PyTorch, a coordinator and two workers hold each."""
 SHARES_TRAINED = ("samples", "pipeline", "tiles")
 """Ways of sharing, which the drawn networks are trained with in turn."""
 _PACKAGES = ("torch", "torchvision", "timm", "transformers")
@@ -85,6 +87,7 @@ def figures_of(outcomes: Sequence[NetworkOutcome]) -> Figures:
     figures["networks_trained"] = ", ".join(
         f"{outcome.name} by {outcome.trained_by or 'nothing'}"
         + (f" ({outcome.trained_difference:.1e})" if outcome.trained_difference is not None else "")
+        + (f" (reordered: {outcome.reordered_difference:.1e})" if outcome.reordered_difference is not None else "")
         for outcome in drawn
     )
     for library, package in missing_packages().items():
@@ -155,7 +158,11 @@ def _outcome_of(end: TaskEnd) -> NetworkOutcome:
 def _limits(options: NetworksOptions) -> ProcessLimits:
     processes = options.processes or identify(1).cores
     part = psutil.virtual_memory().total // processes
-    return ProcessLimits(processes, LIMIT_SECONDS, max(part, LEAST_MEMORY_BYTES))
+    return ProcessLimits(processes, LIMIT_SECONDS, max(part, LEAST_MEMORY_BYTES), _memory_factor)
+
+
+def _memory_factor(task: NetworkTask) -> float:
+    return TRAINED_MEMORY if task.preferred else 1.0
 
 
 def _pairs_of_cores() -> list[tuple[int, ...]]:

@@ -22,9 +22,9 @@ from manyhands.graph.graph import Graph
 from manyhands.plans.planning import plan as make_plan
 from manyhands_bench.networks.catalogue import subject_named
 from manyhands_bench.networks.forward import forward_difference
-from manyhands_bench.networks.outcome import NetworkOutcome, Step
+from manyhands_bench.networks.outcome import TRAINED_LIMIT, NetworkOutcome, Step
 from manyhands_bench.networks.subject import Subject, call, in_float64, squared_error, target_for
-from manyhands_bench.networks.trained import trained_difference
+from manyhands_bench.networks.trained import reordered_difference, trained_difference
 
 CAPTURED_SAMPLES, COMPARED_SAMPLES, PLANNED_SAMPLES = 3, 2, 4
 """Samples of the batch that is captured, of the one on which graph and module are compared, and of a plan's."""
@@ -66,6 +66,8 @@ def examine(name: str, preferred: str, folder: Path, report: Report, is_drawn: b
                 share = possible[0] if possible else "samples"
                 outcome.trained_by = share
                 outcome.trained_difference = trained_difference(name, share, folder)
+                if not outcome.trained_difference <= TRAINED_LIMIT:
+                    outcome.reordered_difference = reordered_difference(name)
     return _finished(outcome, begin)
 
 
@@ -84,7 +86,7 @@ def _built(name: str) -> _Built:
     """Return a network in float64, where it makes tensors of the default type as it runs with that default; where it
     does not run so either, in its own type."""
     for dtype in (torch.float32, torch.float64):
-        with default_dtype(dtype), contextlib.suppress(RuntimeError):
+        with default_dtype(dtype), contextlib.suppress(RuntimeError, TypeError):
             subject = subject_named(name)
             subject.module.double()
             return _run_plain(replace(subject, batch=_doubled(subject)))

@@ -14,6 +14,8 @@ from manyhands.facts.errors import ManyhandsError
 Library = Literal["torchvision", "timm", "hf"]
 LIBRARIES: tuple[Library, ...] = ("torchvision", "timm", "hf")
 Step = Literal["build", "capture", "forward", "samples", "pipeline", "tiles", "train"]
+TRAINED_LIMIT = 1e-9
+"""The largest relative difference to plain PyTorch after training steps that counts as equal."""
 LINES = "networks.jsonl"
 _LINE = re.compile(r"\S+\.py:\d+")
 _LONGEST = 2000
@@ -63,6 +65,9 @@ class NetworkOutcome(msgspec.Struct):
     """The way of sharing it was trained with."""
     trained_difference: float | None = None
     """The largest difference of a loss or a weight to plain PyTorch after the training steps."""
+    reordered_difference: float | None = None
+    """Where that is more than counts as equal: the same between plain PyTorch and itself with the samples of each batch
+    in reverse order."""
     problems: list[Problem] = []
     step: Step = "build"
     """The step under way, or the last."""

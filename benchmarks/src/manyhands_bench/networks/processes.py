@@ -52,6 +52,8 @@ class ProcessLimits:
     processes: int
     seconds: float
     memory_bytes: int
+    memory_factor: Callable[[Any], float] = lambda task: 1.0
+    """Task -> how many times `memory_bytes` it and its children may hold."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ def _look(task: _Running, limits: ProcessLimits) -> TaskEnd | None:
     if seconds > limits.seconds:
         return _ended(task, "timeout", f"It had not ended after {limits.seconds:g} s.")
     held = _memory(task.process.pid)
-    if held > limits.memory_bytes:
-        limit = limits.memory_bytes / 2**30
+    most_bytes = limits.memory_bytes * limits.memory_factor(task.task)
+    if held > most_bytes:
+        limit = most_bytes / 2**30
         return _ended(task, "memory", f"It held {held / 2**30:.1f} GiB; the limit is {limit:.1f} GiB.")
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,8 @@ def trained_difference(name: str, share: str, folder: Path) -> float:
 
     Dropout and the like draw nothing here (`calm`): PyTorch draws other numbers.
     """
-    torch.manual_seed(0)
-    subject = subject_named(name)
-    module = calm(subject.module).double().train()
-    inputs = in_float64(subject.batch(STEPS * SAMPLES))
+    module, inputs, targets = _module_and_data(name)
     twin = copy.deepcopy(module)
-    with torch.no_grad():
-        targets = target_for(call(copy.deepcopy(module), inputs)).double()
     losses = _plain_steps(twin, inputs, targets)
     before = [weight.detach().clone() for weight in module.parameters()]
     try:
@@ -62,16 +58,48 @@ def trained_difference(name: str, share: str, folder: Path) -> float:
             module, _Pairs(inputs, targets), loss=squared_error,
             optimizer=mh.Optimizer("SGD", lr=RATE, momentum=MOMENTUM), batch_size=SAMPLES, steps=STEPS, shuffle=False,
             cluster="local:2", plan=share, folder=folder, silence_seconds=SILENCE_SECONDS, name=name,
+            micro_batches=1 if _has_batch_norm(module) else None,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     devices = {device for stage in result.plan.stages for device in stage.devices}
     assert len(devices) > 1, f"trained by '{share}' on one device"
     assert not all(map(torch.equal, before, module.parameters())), "no weight has changed"
+    return _difference(module, result.losses, twin, losses)
+
+
+def reordered_difference(name: str) -> float:
+    """Return the same difference between plain PyTorch and itself with the samples of each batch in reverse order: what
+    the rounding of sums alone does to this network."""
+    module, inputs, targets = _module_and_data(name)
+    twin = copy.deepcopy(module)
+    losses = _plain_steps(twin, inputs, targets)
+    order = torch.arange(STEPS * SAMPLES).view(STEPS, SAMPLES).flip(1).flatten()
+    reordered = tree_map_only(torch.Tensor, lambda tensor: tensor[order], inputs)
+    return _difference(module, _plain_steps(module, reordered, targets[order]), twin, losses)
+
+
+def _module_and_data(name: str) -> tuple[nn.Module, Any, torch.Tensor]:
+    """Return a network in float64, and inputs and targets for all steps; the same each time."""
+    torch.manual_seed(0)
+    subject = subject_named(name)
+    module = calm(subject.module).double().train()
+    inputs = in_float64(subject.batch(STEPS * SAMPLES))
+    with torch.no_grad():
+        return module, inputs, target_for(call(copy.deepcopy(module), inputs)).double()
+
+
+def _difference(module: nn.Module, losses: Sequence[float], twin: nn.Module, twin_losses: Sequence[float]) -> float:
     return max(
-        *(relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(result.losses, losses, strict=True)),
+        *(relative(torch.tensor(a), torch.tensor(b)) for a, b in zip(losses, twin_losses, strict=True)),
         *(relative(tensor, expected, NEGLIGIBLE) for tensor, expected in _pairs_of(module, twin)),
     )
+
+
+def _has_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module takes statistics over its batch: with several micro-batches they are over each of them,
+    which one device's step is not."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
 
 
 def _plain_steps(module: nn.Module, inputs: Any, targets: torch.Tensor) -> list[float]:
