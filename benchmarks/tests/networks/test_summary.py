@@ -42,7 +42,7 @@ def test_shares_count_all_but_detectors_and_those_that_do_not_run() -> None:
         "networks": 5, "networks_not_run": 1, "captured_share": 3 / 4, "captured_torchvision": 1.0,
         "captured_timm": 1 / 2, "captured_hf": 1.0, "captured_detectors": 0.0, "networks_detectors": 1,
         "samples_share": 2 / 4, "pipeline_share": 3 / 4, "tiles_share_convolutional": 1 / 2,
-        "networks_convolutional": 2, "trained_exact_share": 1 / 2, 
+        "networks_convolutional": 2, "trained_exact_share": 1 / 2,
         "trained_within_rounding_share": 1 / 2, "networks_drawn": 2, "forward_equal_share": 2 / 3,
         "bare_errors": 0, "networks_torchvision": 1, "networks_timm": 2, "networks_hf": 1,
     }  # fmt: skip

@@ -11,6 +11,8 @@ from manyhands.facts.units import format_bytes
 
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _PROCESSES = Path("/proc")
+KILLED_IN_GROUP = "killed by the kernel because memory ran out"
+"""What is reported where a process' own control group counted the kill."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def killed_for_memory(before: MemoryKills) -> str:
     if before.group is not None and _group_kills(before.group) > before.in_group:
         limit = limit_bytes(before.group)
         of = f" (its control group may have {format_bytes(limit)})" if limit else ""
-        return f"killed by the kernel because memory ran out{of}"
+        return f"{KILLED_IN_GROUP}{of}"
     if _count(_PROCESSES / "vmstat", "oom_kill") > before.on_machine:
         return "perhaps killed by the kernel: memory ran out on this machine meanwhile"
     return ""

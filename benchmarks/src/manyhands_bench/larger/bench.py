@@ -55,10 +55,11 @@ def _figures(size: Size, folder: Path, out: Path | None, say: Progress) -> Figur
         "stages": len(spread["plan"]["stages"]), "step_seconds": spread["step_seconds"],
         "reference_step_seconds": plain["seconds"] / len(pairs), "checkpoint_bytes": spread["checkpoint_bytes"],
         "peak_bytes_reference": plain["peak_bytes"], "peak_bytes_coordinator": spread["peak_bytes"],
+        "anonymous_peak_bytes_coordinator": spread["anonymous_peak_bytes"],
         **{f"peak_bytes_{name}": peak for name, peak in sorted(spread["device_peak_bytes"].items())},
         "refused_alone": int(alone["refused"].get("kind") == "OutOfMemory"),
-        "refusal": str(alone["refused"].get("error", "")), "killed_alone": int(alone["forced"].get("oom_kills", 0) > 0),
-        "kill": str(alone["forced"].get("error", "")),
+        "refusal": str(alone["refused"].get("error", "")),
+        "killed_alone": int(alone["forced"].get("was_killed", False)), "kill": str(alone["forced"].get("error", "")),
     }  # fmt: skip
 
 

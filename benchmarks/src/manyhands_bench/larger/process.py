@@ -25,6 +25,7 @@ from manyhands.facts.device import Device
 from manyhands.facts.link import Link
 from manyhands.lab import groups
 from manyhands.profiler.this_machine import this_machine
+from manyhands.runtime.memory_kills import KILLED_IN_GROUP
 from manyhands_bench.larger.network import WEIGHTS_FILE, Size, adapted, batches, built, without_memory
 
 LEARNING_RATE = 1e-3
@@ -37,6 +38,12 @@ _ROOMY = 5
 def peak_bytes() -> int:
     """Return the most memory that this process has had, pages of mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process now, without the pages of mapped files."""
+    words = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return int(words.split()[1]) * 1024
 
 
 def reference(size: Size, folder: Path) -> dict[str, Any]:
@@ -75,13 +82,14 @@ def mapped(size: Size, folder: Path) -> torch.nn.Module:
 
 
 class _Peaks(threading.Thread):
-    """Notes the most memory of every device of the lab, for as long as it is there."""
+    """Notes the most memory of every device of the lab, for as long as it is there, and of this process without the
+    pages of files."""
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         super().__init__(daemon=True)
         self.devices = devices
         self.most: dict[str, int] = {}
-        self.kills: dict[str, int] = {}
+        self.own_most = 0
         self.is_done = False
 
     def run(self) -> None:
@@ -90,7 +98,7 @@ class _Peaks(threading.Thread):
                 with contextlib.suppress(mh.ManyhandsError, OSError):  # before it is there, and after
                     group = groups.find().statistics(LAB, name)
                     self.most[name] = max(self.most.get(name, 0), group.peak_bytes)
-                    self.kills[name] = max(self.kills.get(name, 0), group.oom_kills)
+            self.own_most = max(self.own_most, anonymous_bytes())
             time.sleep(_LOOK_SECONDS)
 
 
@@ -118,16 +126,15 @@ def cluster(size: Size, folder: Path, *, count: int = 0, plan: str | mh.Plan = "
             say=lambda text: print(text, file=sys.stderr),
         )  # fmt: skip
     except mh.ManyhandsError as error:
-        time.sleep(2 * _LOOK_SECONDS)
-        return {"error": error.message, "kind": type(error).__name__, "oom_kills": sum(peaks.kills.values()),
-                "device_peak_bytes": peaks.most}  # fmt: skip
+        return {"error": error.message, "kind": type(error).__name__, "device_peak_bytes": peaks.most,
+                "was_killed": KILLED_IN_GROUP in error.message}  # fmt: skip
     finally:
         peaks.is_done = True
     return {
         "losses": result.losses, "seconds": time.monotonic() - began, "step_seconds": result.measured_seconds,
         "peak_bytes": peak_bytes(), "device_peak_bytes": peaks.most, "plan": result.plan.to_dict(),
         "checkpoint_bytes": sum(file.stat().st_size for file in Path(result.checkpoint).iterdir()),
-        "oom_kills": sum(peaks.kills.values()),
+        "anonymous_peak_bytes": peaks.own_most,
     }  # fmt: skip
 
 
