@@ -188,6 +188,7 @@ def test_any_network_with_axes_in_other_orders(data: st.DataObject) -> None:
         case.check(case.plan(case.tiled(share), micro_batches=data.draw(st.sampled_from((1, 2)))))
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0, 4))], ids=str)
 @pytest.mark.parametrize("build", [lambda: convnext(True), lambda: convnext(False), metaformer, gated],
                          ids=["convnext", "convnext-late", "metaformer", "gated"])  # fmt: skip

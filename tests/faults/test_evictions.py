@@ -127,9 +127,9 @@ def send_too_much(worker: Worker, topics: str = "") -> None:
     """From now on what this worker sends under such topics is one byte longer."""
     send = worker.endpoint.send
 
-    def longer(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
+    def longer(to: str, step: int, topic: str, parts: Any, **options: bool) -> None:
         more = [torch.zeros(1, dtype=torch.uint8)] if topic.startswith(topics) else []
-        send(to, step, topic, [*parts, *more], urgent=urgent)
+        send(to, step, topic, [*parts, *more], **options)
 
     worker.endpoint.send = longer  # type: ignore[method-assign]
 

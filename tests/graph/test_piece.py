@@ -59,6 +59,7 @@ def test_zoo_trains_exactly(example: Example) -> None:
         assert_same(by_pieces(graph, bounds, batch, target), wanted, 1e-12)
 
 
+@pytest.mark.quick("resnet18", "din", "tiny")
 def test_zoo_evaluates_exactly(example: Example) -> None:
     graph = example.graph
     batch = example.batch(3)

@@ -269,7 +269,7 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("what", {**POINTWISE, **MOVES, **SUMS})
 def test_one_operator(what: str) -> None:
     function, shapes = {**POINTWISE, **MOVES, **SUMS}[what]

@@ -59,6 +59,7 @@ def returned(graph: Graph, x: Tensor) -> Tensor:
     return Piece(graph, Weights.copied(graph))(bind_inputs(graph, x))[graph.outputs[0]]
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("order", list(permutations((1, 3, 5))))
 @pytest.mark.parametrize("kind", [ToDepth, ToSpace])
 def test_space_to_depth_and_back(kind: Callable[..., nn.Module], order: tuple[int, ...]) -> None:

@@ -44,12 +44,12 @@ def wrong_messages(kind: str, *, change: float = 1e-3) -> Callable[[Worker], Non
     def does(worker: Worker) -> None:
         send = worker.endpoint.send
 
-        def altered(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
+        def altered(to: str, step: int, topic: str, parts: Any, **options: bool) -> None:
             if "gradients" in topic and f" {kind} " in topic:
                 copies = [torch.frombuffer(bytearray(as_bytes(part)), dtype=torch.float64) for part in parts]
                 copies[0][0] += change
                 parts = [as_bytes(copy) for copy in copies]
-            send(to, step, topic, parts, urgent=urgent)
+            send(to, step, topic, parts, **options)
 
         worker.endpoint.send = altered  # type: ignore[method-assign]
 
@@ -176,10 +176,10 @@ def not_finite_to(peer: str, kind: str = "gradient") -> Callable[[Worker], None]
     def does(worker: Worker) -> None:
         send = worker.endpoint.send
 
-        def altered(to: str, step: int, topic: str, parts: Any, *, urgent: bool = False) -> None:
+        def altered(to: str, step: int, topic: str, parts: Any, **options: bool) -> None:
             if to == peer and f" {kind} " in f" {topic} ":
                 parts = [torch.full_like(part, float("nan")) for part in parts]
-            send(to, step, topic, parts, urgent=urgent)
+            send(to, step, topic, parts, **options)
 
         worker.endpoint.send = altered  # type: ignore[method-assign]
 

@@ -44,6 +44,7 @@ def test_the_full_size_is_about_half_a_billion_numbers() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(0.5e9, rel=0.02)
 
 
+@pytest.mark.slow  # tests/weights/test_mapped.py trains from a file, too
 def test_stages_train_from_the_file_as_one_process_does(folder: Path) -> None:
     plain = process.reference(TINY, folder)
     model, tokens = process.mapped(TINY, folder), network.batches(TINY)
