@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import settings
 
@@ -23,10 +22,6 @@ if sys.dont_write_bytecode:  # hundreds of processes that tests start would each
 # In CI the same examples every time: a change is judged by what it changes. At home each run draws new ones.
 settings.register_profile("house", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("house")
-
-
-BYTES_EACH = 3e9
-"""Of memory, for a process of `-n` and those that it starts."""
 
 
 class _Slow:
@@ -56,16 +51,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return unit_of(nodeid)
 
     return Scheduling(config, log)
-
-
-@pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One process more than there are cores for `-n auto`, where memory allows: a third of the time tests wait, for
-    worker processes above all."""
-    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
-        return None
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
-    return cores + (psutil.virtual_memory().available > (cores + 1) * BYTES_EACH)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
