@@ -290,14 +290,11 @@ class _Layers:
             return self._training_by_layers(inputs, samples)
         timed = _Pass()
         clock = _Clock(self.device, self.alone)
-        values, context, tensors = dict(inputs), Context(samples=samples), self.graph.network.tensors
+        values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
         produced: list[dict[str, torch.Tensor]] = []
         for piece in self.pieces:
-            inputs_here = {name: values[name].detach() for name in piece.inputs}
-            for name, tensor in inputs_here.items():
-                if tensors[name].differentiable:
-                    tensor.requires_grad_()
+            inputs_here = self._entering(piece, values)
             clock.start()
             outputs = piece(inputs_here, context)
             clock.stop()
@@ -310,15 +307,20 @@ class _Layers:
         timed.backward = _backward(entered, produced, seeds, _Clock(self.device, self.alone))
         return timed
 
+    def _entering(self, piece: Piece, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what enters a layer, detached; a gradient is wanted of what has one in training."""
+        entering = {name: values[name].detach() for name in piece.inputs}
+        for name, tensor in entering.items():
+            if self.graph.network.tensors[name].differentiable:
+                tensor.requires_grad_()
+        return entering
+
     def _training_by_layers(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         """Run each layer forward and at once backward, so that only one keeps what its backward pass needs."""
         forward, backward = _Clock(self.device, self.alone), _Clock(self.device, self.alone)
-        values, context, tensors = dict(inputs), Context(samples=samples), self.graph.network.tensors
+        values, context = dict(inputs), Context(samples=samples)
         for piece, unread in zip(self.pieces, self._unread_after):
-            inputs_here = {name: values[name].detach() for name in piece.inputs}
-            for name, tensor in inputs_here.items():
-                if tensors[name].differentiable:
-                    tensor.requires_grad_()
+            inputs_here = self._entering(piece, values)
             forward.start()
             outputs = piece(inputs_here, context)
             forward.stop()
