@@ -32,7 +32,7 @@ def test_a_run_of_0_2_0_goes_on_to_the_weights_of_an_uninterrupted_one(tmp_path:
     last = f"checkpoints/step-{STEPS:06}/model.safetensors"
     ours, theirs = load_file(run / last), load_file(whole / last)
     assert ours.keys() == theirs.keys()
-    before = load_file(run / f"checkpoints/step-{DONE:06}" / "model.safetensors")
+    before = load_file(STORED / f"checkpoints/step-{DONE:06}/model.safetensors")
     moved, apart = distance(theirs, before), distance(theirs, ours)
     assert apart < moved / 20, "other kernels, perhaps of another machine, round in another way; the path is the same"
 
