@@ -135,6 +135,26 @@ def test_drawn_networks_and_shares(data: st.DataObject) -> None:
     assert_answers(model, graph, by_channels(graph, groups, **share))
 
 
+class Sliced(nn.Module):
+    """Slices along channels, which devices that have some of them cannot take: of every second one, and of the rest."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = torch.cat([x[:, 1::2], x[:, ::2]], 1)
+        return self.last(torch.cat([x[:, 1:], torch.relu(x[:, :1])], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
+def test_slices_along_channels(width: int, groups: tuple[int, ...]) -> None:
+    graph = graph_of(model := settled(Sliced(width)))
+    assert_answers(model, graph, by_channels(graph, groups))
+
+
 def test_next_to_other_shares() -> None:
     """Tiles feed channels, channels feed samples, on the same devices and on others."""
     model, graph = decoupled()

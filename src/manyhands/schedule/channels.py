@@ -154,7 +154,12 @@ class ChannelGeometry(StageGeometry):
     def _needs(self, device: str, op: Op, made: dict[str, Box]) -> dict[str, Box]:
         if self.network.op_index[op.name] in self.input_based:
             return {op.inputs[0]: self.own(device, op.inputs[0])}
-        return super()._needs(device, op, made)
+        needed = super()._needs(device, op, made)
+        if any(name in self.split for name in op.outputs):
+            return needed
+        # What is made whole runs with its own arguments, and these (where a slice begins) count all channels.
+        return {name: box.replace(CHANNELS, (0, self.shape(name)[CHANNELS])) if len(box.intervals) > CHANNELS else box
+                for name, box in needed.items()}  # fmt: skip
 
     def needs(self, device: str, index: int) -> dict[str, Box]:
         """Return what a device reads of each input of an operator to make its own part of the output."""
