@@ -57,6 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was collected out of every later garbage collection: with it, each one takes half a second."""
     gc.enable()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # captures make hundreds of thousands of objects, few of them in cycles
 
 
 @pytest.hookimpl(trylast=True)

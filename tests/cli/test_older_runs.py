@@ -19,22 +19,37 @@ STORED = Path(__file__).parents[1] / "job" / "stored_0_2_0" / "run"
 STEPS, DONE = 60, 14
 
 
-@pytest.mark.xdist_group("older runs")
-def test_a_run_of_0_2_0_goes_on_to_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run after it went on to its end."""
+    run = tmp_path_factory.mktemp("older") / "run"
     shutil.copytree(STORED, run)
-    resumed = run_command("train", "--resume", str(run), "--dashboard", "off")
-    assert resumed.returncode == 0, resumed.stderr
+    result = run_command("train", "--resume", str(run), "--dashboard", "off")
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+def test_a_run_of_0_2_0_goes_on_to_its_end(resumed: Path) -> None:
+    rows = [*csv.reader((resumed / "metrics.csv").read_text().splitlines())][1:]
+    assert [int(row[0]) for row in rows] == [*range(STEPS)]
+    losses = [float(row[2]) for row in rows]
+    assert max(losses[DONE : DONE + 5]) < losses[0], "it goes on from what was learnt"
+    assert distance(weights(resumed, STEPS), weights(STORED, DONE)) > 0
+
+
+@pytest.mark.slow
+def test_a_run_of_0_2_0_ends_with_the_weights_of_an_uninterrupted_one(resumed: Path, tmp_path: Path) -> None:
     words = f"--steps {STEPS} --share pipeline --cluster local:2 -b 128 --optimizer SGD:lr=0.05 --micro-batches 4"
-    again = run_command("train", *words.split(), "--dashboard", "off", "--out", str(whole))
+    again = run_command("train", *words.split(), "--dashboard", "off", "--out", str(tmp_path / "whole"))
     assert again.returncode == 0, again.stderr
-    assert len([*csv.reader((run / "metrics.csv").read_text().splitlines())]) == STEPS + 1
-    last = f"checkpoints/step-{STEPS:06}/model.safetensors"
-    ours, theirs = load_file(run / last), load_file(whole / last)
+    ours, theirs, before = weights(resumed, STEPS), weights(tmp_path / "whole", STEPS), weights(STORED, DONE)
     assert ours.keys() == theirs.keys()
-    before = load_file(STORED / f"checkpoints/step-{DONE:06}/model.safetensors")
     moved, apart = distance(theirs, before), distance(theirs, ours)
     assert apart < moved / 20, "other kernels, perhaps of another machine, round in another way; the path is the same"
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoints/step-{step:06}/model.safetensors")
 
 
 def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:

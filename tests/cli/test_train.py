@@ -14,6 +14,7 @@ import yaml
 from command_processes import MARK, Command, leftovers
 from forking import run_command
 
+from manyhands.cli.main import main
 from manyhands.planner.strategies import STRATEGIES
 from manyhands.training.arguments import train_config
 
@@ -162,13 +163,34 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--listen", "here:port"], 10, "HOST:PORT"),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(words: list[str], code: int, said: str, place: Path) -> None:
-    result = run(*words, cwd=place)
-    assert result.returncode == code, result.stderr
-    assert said in result.stderr
-    assert result.stdout == ""
+def test_mistakes_are_found_before_anything_starts(
+    words: list[str],
+    code: int,
+    said: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, since nothing starts; the next test has one of its own."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.argv", ["manyhands", "train", *words])
+    monkeypatch.setenv("MANYHANDS_CONFINE", "off")  # this very process would be
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code == code, printed.err
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
     assert not (place / "runs").exists()
     assert not (place / "other").exists()
+
+
+@pytest.mark.parametrize("words", [["--devices", "2", "--gpus", "3"], ["--resume", "flat"]])
+def test_a_mistake_leaves_no_process(words: list[str], place: Path) -> None:
+    result = run(*words, cwd=place)
+    assert result.returncode in (4, 10), result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ module, example batch ──export.py──▶ ATen program ──convert.py─�
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import nn
+from torch.nn import functional
 
 from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph.arguments import bound_arguments, in_training_mode
@@ -128,6 +130,12 @@ def _with_own_loss(
     )
 
 
+_PyTorchLosses = OrderedDict[Hashable, tuple[Graph, Any]]
+_pytorch_losses: _PyTorchLosses = OrderedDict()
+"""Graphs of PyTorch's own losses, which are as expensive to export as a small network, by all that they depend on."""
+_MOST_PYTORCH_LOSSES = 64
+
+
 def _export_loss(
     graph: Graph, loss: Callable[..., torch.Tensor], examples: list[Any], functions: list[str]
 ) -> tuple[Graph, Any]:
@@ -137,10 +145,34 @@ def _export_loss(
         for place, name in enumerate(tree_leaves(graph.output_tree))
         if (axis := specs[name].second_batch_axis) is not None
     }
-    return export_module(
-        LossModule(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True,
-        second_axes=second_axes,
-    )  # fmt: skip
+
+    def exported() -> tuple[Graph, Any]:
+        return export_module(
+            LossModule(loss), examples, {}, functions, name="loss", granularity="operators", is_loss=True,
+            second_axes=second_axes,
+        )  # fmt: skip
+
+    if getattr(functional, getattr(loss, "__name__", ""), None) is not loss:
+        return exported()
+    key = _facts_of(loss, examples, second_axes)
+    if key not in _pytorch_losses:
+        _pytorch_losses[key] = exported()
+        if len(_pytorch_losses) > _MOST_PYTORCH_LOSSES:
+            _pytorch_losses.popitem(last=False)
+    return _pytorch_losses[key]
+
+
+def _facts_of(loss: Callable[..., torch.Tensor], examples: list[Any], second_axes: Mapping[Any, Any]) -> Hashable:
+    """Return all that the graph of a function without a state depends on: the form of its arguments, and PyTorch's
+    settings."""
+    leaves: list[torch.Tensor] = []
+    tree = flattened(examples, leaves, "the loss")
+    tensors = tuple((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
+    autocast = tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in {leaf.device.type for leaf in leaves}
+    )
+    return (loss, repr(tree), tensors, tuple(second_axes.items()), autocast, torch.get_default_dtype())
 
 
 @contextlib.contextmanager

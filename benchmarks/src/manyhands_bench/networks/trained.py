@@ -19,7 +19,10 @@ from manyhands_bench.networks.forward import relative
 from manyhands_bench.networks.subject import call, in_float64, squared_error, target_for
 
 STEPS, SAMPLES = 2, 4
-RATE, MOMENTUM = 1e-3, 0.9
+LENGTH, MOMENTUM = 1e-3, 0.9
+"""The most that all weights together move in the first step. With one learning rate for all networks the gradient of
+ResNet-152, which is large before training, moves its weights so far that the second step magnifies rounding alone to
+6e-8 (`reordered_difference`); after so short a step PyTorch is within 1e-9 of itself, and a wrong gradient shows."""
 SILENCE_SECONDS = 120.0
 """Seconds without a heartbeat after which a worker is lost: many networks train at once on few cores."""
 NEGLIGIBLE = 1e-3
@@ -51,12 +54,13 @@ def trained_difference(name: str, share: str, folder: Path) -> float:
     """
     module, inputs, targets = _module_and_data(name)
     twin = copy.deepcopy(module)
-    losses = _plain_steps(twin, inputs, targets)
+    rate = _rate(module, inputs, targets)
+    losses = _plain_steps(twin, inputs, targets, rate)
     before = [weight.detach().clone() for weight in module.parameters()]
     try:
         result = mh.train(
             module, _Pairs(inputs, targets), loss=squared_error,
-            optimizer=mh.Optimizer("SGD", lr=RATE, momentum=MOMENTUM), batch_size=SAMPLES, steps=STEPS, shuffle=False,
+            optimizer=mh.Optimizer("SGD", lr=rate, momentum=MOMENTUM), batch_size=SAMPLES, steps=STEPS, shuffle=False,
             cluster="local:2", plan=share, folder=folder, silence_seconds=SILENCE_SECONDS, name=name,
             micro_batches=1 if _has_batch_norm(module) else None,
         )  # fmt: skip
@@ -73,10 +77,11 @@ def reordered_difference(name: str) -> float:
     the rounding of sums alone does to this network."""
     module, inputs, targets = _module_and_data(name)
     twin = copy.deepcopy(module)
-    losses = _plain_steps(twin, inputs, targets)
+    rate = _rate(module, inputs, targets)
+    losses = _plain_steps(twin, inputs, targets, rate)
     order = torch.arange(STEPS * SAMPLES).view(STEPS, SAMPLES).flip(1).flatten()
     reordered = tree_map_only(torch.Tensor, lambda tensor: tensor[order], inputs)
-    return _difference(module, _plain_steps(module, reordered, targets[order]), twin, losses)
+    return _difference(module, _plain_steps(module, reordered, targets[order], rate), twin, losses)
 
 
 def _module_and_data(name: str) -> tuple[nn.Module, Any, torch.Tensor]:
@@ -102,17 +107,29 @@ def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
 
 
-def _plain_steps(module: nn.Module, inputs: Any, targets: torch.Tensor) -> list[float]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
+def _rate(module: nn.Module, inputs: Any, targets: torch.Tensor) -> float:
+    """Return the learning rate with which the first step moves all weights together by LENGTH at most."""
+    probe = copy.deepcopy(module)
+    _loss(probe, inputs, targets, 0).backward()  # type: ignore[no-untyped-call]
+    gradients = [weight.grad for weight in probe.parameters() if weight.grad is not None]
+    return LENGTH / max(1.0, float(torch.nn.utils.get_total_norm(gradients)))
+
+
+def _plain_steps(module: nn.Module, inputs: Any, targets: torch.Tensor, rate: float) -> list[float]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=MOMENTUM)
     losses = []
     for step in range(STEPS):
-        part = slice(step * SAMPLES, (step + 1) * SAMPLES)
         optimizer.zero_grad()
-        loss = squared_error(call(module, _sliced(inputs, part)), targets[part])
+        loss = _loss(module, inputs, targets, step)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def _loss(module: nn.Module, inputs: Any, targets: torch.Tensor, step: int) -> torch.Tensor:
+    part = slice(step * SAMPLES, (step + 1) * SAMPLES)
+    return squared_error(call(module, _sliced(inputs, part)), targets[part])
 
 
 def _pairs_of(module: nn.Module, twin: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
