@@ -133,6 +133,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
         (["--share", "sample"], 3, "Did you mean samples"),
         (["--share", "tiles", "--grid", "2x2", "--devices", "3"], 10, "2x2 has 4 tiles; there are 3 tile slots"),
         (["--share", "tiles", "--grid", "17x1", "--devices", "17"], 5, "17 rows of tiles cannot be cut out of the 16"),
+        (["--share", "tiles", "--grid", "2x1x1"], 5, "holds pictures of 16 rows and 16 columns"),
         (["--share", "tiles", "--grid", "2x"], 10, "is not a grid of tiles"),
         (["--share", "tiles", "--grid", "2x1", "--rows", "1,2,3"], 5, "--rows has 3 numbers; the grid has 2"),
         (["--grid", "2x2"], 10, "are for --share tiles"),

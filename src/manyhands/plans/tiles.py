@@ -208,6 +208,13 @@ def check_tiles(network: Network, options: TileOptions | None) -> None:
     if options is None or options.grid is None:
         return
     names, extents = ("columns", "rows", "depths"), network.extents(image.name)[::-1]
+    if len(extents) == 2 and len(options.grid) == 3:
+        depths, rows, columns = options.grid
+        raise BadPlan(
+            f"The grid {depths}x{rows}x{columns} cuts depths; '{image.name}' holds pictures of {extents[1]} rows and "
+            f"{extents[0]} columns.",
+            hint=f"Write the grid with two numbers, like {rows}x{columns}; three are for volumes and video.",
+        )
     cuts = [*zip(names, options.grid[::-1], options.sizes[::-1], extents)]
     for axis, count, weights, extent in reversed(cuts):
         if any(a == b for a, b in pairwise(cut_points(extent, weights or (1.0,) * count))):
