@@ -65,7 +65,13 @@ class Replayed:
     """A run of some rounds, each device a thread; `late` seconds pass before the server computes."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, data: list[Any], *, late: float = 0.0, optimizer: Optimizer = SGD,
+        self,
+        graph: Graph,
+        plan: Plan,
+        data: list[Any],
+        *,
+        late: float = 0.0,
+        optimizer: Optimizer = SGD,
         clipping: Clipping | None = None,
     ) -> None:
         self.graph, self.data, self.optimizer = graph, data, optimizer
@@ -79,8 +85,12 @@ class Replayed:
             weights = Weights.copied(graph, self.schedule.lowering.work[device].weights())
             stepper = build(optimizer, weights.trainable())
             executor = Executor(
-                graph, self.schedule, board.endpoints[device], weights, stepper,
-                ExecutorOptions(seed=7, clipping=clipping)
+                graph,
+                self.schedule,
+                board.endpoints[device],
+                weights,
+                stepper,
+                ExecutorOptions(seed=7, clipping=clipping),
             )
             board.endpoints[device].mailbox.open(0, executor.expected(), 0, self.plan.steps_per_round)
             self._watch(device, executor, late if device == DOWN else 0.0)

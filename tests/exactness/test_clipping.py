@@ -19,13 +19,12 @@ from language_model import SAMPLES, batch, language, next_word
 from manyhands.facts.clipping import Clipping
 from manyhands.facts.errors import BadPlan, BadValue
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import BySamples, ByTiles, Plan, Replay, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Reduce
-from real_runs import LAYERS
 from replayed import Replayed, batches, captured
 from replayed import plan_for as replay_plan
 from tiled_cases import Case, small_case
@@ -208,8 +207,6 @@ def test_a_split_that_runs_ahead_is_refused(k: int | None) -> None:
     ahead = msgspec.structs.replace(replay_plan(0, gradient_norm=True), warm_up=(3, 1))
     with pytest.raises(BadPlan, match="needs all gradients of one batch at once"):
         resolve(ahead, captured().network)
-    assert Replay(0) == replay_plan(0).replay
-    assert LAYERS
 
 
 # What is refused
@@ -218,14 +215,14 @@ def test_a_split_that_runs_ahead_is_refused(k: int | None) -> None:
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_limit_that_is_none_is_refused(limit: float) -> None:
     with pytest.raises(BadValue, match="must be a number above 0"):
-        Clipping(norm=limit)
+        Clipping(norm=limit).check()
     with pytest.raises(BadValue, match="must be a number above 0"):
-        Clipping(value=limit)
+        Clipping(value=limit).check()
 
 
 def test_both_limits_are_refused() -> None:
     with pytest.raises(BadValue, match="order in which both would be applied"):
-        Clipping(norm=1.0, value=1.0)
+        Clipping(norm=1.0, value=1.0).check()
 
 
 def test_a_plan_without_the_exchange_is_refused() -> None:

@@ -76,7 +76,11 @@ class GraphPart:
         )  # fmt: skip
         self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder)
         self.updates = WeightUpdates(
-            weights, setup.stepper, self.reductions, set(weights.tensors) - trained_weights(graph), options.clipping,
+            weights,
+            setup.stepper,
+            self.reductions,
+            set(weights.tensors) - trained_weights(graph),
+            options.clipping,
             schedule.lowering.norm.parts.get(self.device, ()) if schedule.lowering.norm is not None else (),
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)

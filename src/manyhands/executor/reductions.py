@@ -101,7 +101,9 @@ class Reductions:
             if target == device:
                 came = self.endpoint.mailbox.take(source, self.in_flight.step, name)
                 other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
-                if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
+                if (
+                    reduce.what == "statistics"
+                ):  # of gradients, the norm is the sum of all: it says nothing of its source
                     self.diagnosis.watch(source, [other])
                 rows[source] = other if row.is_cpu else other.to(row.device)
         return [rows[name] for name in reduce.devices]

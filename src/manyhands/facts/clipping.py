@@ -20,7 +20,8 @@ class Clipping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: float | None = None
     """The most that each number of a gradient may be, up and down (torch.nn.utils.clip_grad_value_)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse limits that are none, and both at once."""
         for name, limit in (("clip_norm", self.norm), ("clip_value", self.value)):
             if limit is not None and not (limit > 0 and math.isfinite(limit)):
                 raise BadValue(f"{name} is {limit}; it must be a number above 0.")

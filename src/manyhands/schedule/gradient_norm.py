@@ -1,11 +1,11 @@
 """The norm of all gradients of an update: which device gives which part, and the exchange by which all learn the total.
 
     stage 0    pi-1, pi-2 (samples)     a weight each, in turn: both hold the same sums of gradients ─┐
-    stage 1    pi-3                     all of its weights                                            ├─ [Σ g², not finite]
+    stage 1    pi-3                     all of its weights                                            ├─ [Σ g², …]
     stage 2    pi-4 (gateway), pi-5     pi-4 alone: it has the sums and makes the step                ─┘
 
-Every trained weight is given by one device, tied ones included. Each device sends its part to all others, and all add up
-the parts in the same order: they clip by the same number, and replicas stay alike to the bit.
+Every trained weight is given by one device, tied ones included. Each device sends its part to all others, and all add
+up the parts in the same order: they clip by the same number, and replicas stay alike to the bit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class GradientNorm(NamedTuple):
     """Device -> the weights whose gradients it gives; the devices that step trained weights."""
 
 
-def gradient_norm(
-    geometries: Sequence[StageGeometry], steppers: Mapping[int, tuple[str, ...]]
-) -> GradientNorm | None:
+def gradient_norm(geometries: Sequence[StageGeometry], steppers: Mapping[int, tuple[str, ...]]) -> GradientNorm | None:
     """Return the exchange among all devices that step trained weights; None: nothing is trained. `steppers`: the
     devices of each stage that hold the sums of its gradients and step its weights."""
     network = geometries[0].network

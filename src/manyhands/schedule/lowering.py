@@ -194,7 +194,8 @@ class Lowering:
         partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
         updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
         if self.plan.gradient_norm:
-            self.norm = gradient_norm(self.geometries, {i: self._steppers(i, i in partial) for i in range(len(self.geometries))})
+            steppers = {g.index: self._steppers(g, has_gateway=g.index in partial) for g in self.geometries}
+            self.norm = gradient_norm(self.geometries, steppers)
         for device, work in self.work.items():
             mine = [g for g in work.geometries if g.index in partial and g.devices[0] == device]
             others = [g for g in work.geometries if g.index in partial and g.devices[0] != device]
@@ -207,9 +208,8 @@ class Lowering:
             work.end.extend(Send(other, updated[g.index]) for g in mine for other in g.devices[1:])
             work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)
 
-    def _steppers(self, stage: int, has_gateway: bool) -> tuple[str, ...]:
+    def _steppers(self, geometry: StageGeometry, *, has_gateway: bool) -> tuple[str, ...]:
         """Return the devices of a stage that step its weights. None does if it runs ahead and nothing comes back."""
-        geometry = self.geometries[stage]
         actions = self.work[geometry.devices[0]].backward_actions
         comes_back = any(isinstance(action, Receive) and action.message.kind == "gradient" for action in actions)
         if self.plan.order == "replay" and not geometry.is_last and not comes_back:
