@@ -97,6 +97,32 @@ def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path:
     assert result.bytes_down == STEPS * step[(two.server, two.edge)]
 
 
+def test_the_norm_of_both_sides_is_clipped_as_on_one_device(two: Two, tmp_path: Path) -> None:
+    limits = {"clip_norm": 0.7, "steps": 8}
+    plain = network()
+    plan = Plan("Sequential", BATCH, (Stage((0, LAYERS), (two.edge,)),))
+    expected = mh.train(
+        plain, Pictures(), loss=functional.cross_entropy, optimizer=SGD, batch_size=BATCH, seed=5,
+        cluster=two.session.coordinator, plan=plan, folder=tmp_path / "alone", **limits,
+    )  # fmt: skip
+    result, model = split(two, tmp_path / "run", **limits)
+    assert_close(model.state_dict(), plain.state_dict())
+    assert len(result.grad_norms) == 8
+    assert max(result.grad_norms) > 0.7
+    assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-10, abs=0)
+    assert len(result.plan.devices) == 2
+
+
+@pytest.mark.parametrize("k", [5, None, "auto", "0@0,2@3"])
+def test_a_norm_of_gradients_that_come_late_is_refused(k: Any) -> None:
+    with pytest.raises(BadValue, match="needs the gradients of both sides at once") as refused:
+        SplitConfig(clip_norm=1.0, k=k)
+    assert refused.value.hint == "Give k 0 too, or limit each number: clip_value."
+    assert SplitConfig(clip_value=1.0, k=k).clipping is not None
+    assert SplitConfig(clip_norm=1.0, k=0).clipping is not None
+    assert SplitConfig(clip_norm=1.0, k=k, cut="edge").clipping is not None
+
+
 def test_a_generator_has_its_output_at_the_edge(two: Two, alone: dict[str, Tensor], tmp_path: Path) -> None:
     result, model = split(two, tmp_path / "run", edge_side="downstream")
     assert_close(model.state_dict(), alone)
