@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from msgspec import structs
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from manyhands.facts.precision import SUMMED_IN
+from manyhands.graph import ops
 from manyhands.graph.conversion import Conversion, module_of
 from manyhands.graph.decompose import may_be_cast, typed
 from manyhands.graph.nodes import Argument, Enum, Node, Value, Weight, values_of
@@ -91,20 +91,32 @@ def cast_type(node: Any, state: Conversion) -> torch.dtype | None:
     if lower is None:
         return None
     expected = _dtypes(node.meta["val"])
-    args, kwargs = tree_map(lambda leaf: leaf.meta["val"] if isinstance(leaf, torch.fx.Node) else leaf,
-                            (node.args, node.kwargs))  # fmt: skip
-    modes = [leaf.fake_mode for leaf in tree_flatten(args)[0] if isinstance(leaf, FakeTensor)]
-    if not modes:
-        return None
-    for dtype in (None, lower, torch.float32):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:  # tensors of plain sizes: to try an operator on symbols would fix them
+        args, kwargs = tree_map(_sized, (node.args, node.kwargs))
+    types = {leaf.dtype for leaf in tree_flatten((args, kwargs))[0] if may_be_cast(leaf)}
+    is_mixed = len(types) > 1 and str(node.target) not in ops.NORMALISATION
+    for dtype in (lower, None, torch.float32) if is_mixed else (None, lower, torch.float32):
         try:
-            with modes[0], enable_python_dispatcher(), torch.no_grad(), left():
+            with mode, torch.no_grad(), left():
                 result = node.target(*tree_map(partial(typed, dtype=dtype), args), **kwargs)
         except Exception:  # tensors of several types, which this operator does not take
             continue
         if _dtypes(result) == expected:
             return dtype
     return None
+
+
+def _sized(leaf: Any) -> Any:
+    """Return a node's value with the sizes that the module was exported with, in place of symbols."""
+    value = leaf.meta["val"] if isinstance(leaf, torch.fx.Node) else leaf
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_number(size) for size in value.shape], dtype=value.dtype, device=value.device)
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _number(size: Any) -> Any:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
