@@ -17,6 +17,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
+from manyhands.facts.clipping import Clipping
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -74,6 +75,8 @@ class Ran:
     board: Switchboard
     executors: dict[str, Executor]
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    grad_norms: dict[str, list[float]] = field(default_factory=dict)
+    """Device -> the norm of all gradients before each update, where the plan has it exchanged."""
     seconds: float = 0.0
     """From the first sign of trouble until every device had stopped; 0: there was none."""
 
@@ -181,6 +184,7 @@ def run(
     memory_step: int = -1,
     limit_seconds: float = 20.0,
     lengths: LengthGraphs | None = None,
+    clipping: Clipping | None = None,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
     of batches of several lengths, of which `graph` is the longest.
@@ -202,7 +206,7 @@ def run(
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
-            with_targets=training,
+            with_targets=training, clipping=clipping,
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()
@@ -216,6 +220,7 @@ def run(
     }
     board.endpoints[COORDINATOR].mailbox.open(0, {} if training else feeder.expected_results())
     losses: dict[str, list[float]] = {device: [] for device in devices}
+    norms: dict[str, list[float]] = {device: [] for device in devices}
     errors: dict[str, BaseException] = {}
     trouble: list[float] = []
     change = threading.Condition()
@@ -227,6 +232,7 @@ def run(
                 result = executors[device].round(step)
                 with change:
                     losses[device].append(sum(result.losses))
+                    norms[device] += result.grad_norms
                     change.notify_all()
         except BaseException as error:
             with change:
@@ -266,7 +272,7 @@ def run(
         executor.close()
     return Ran(
         {d: {n: t.detach().clone() for n, t in e.weights.tensors.items()} for d, e in executors.items()},
-        losses, {d: e.log for d, e in executors.items()}, schedule, errors, board, executors, outputs, seconds,
+        losses, {d: e.log for d, e in executors.items()}, schedule, errors, board, executors, outputs, norms, seconds,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.round_result import RoundResult
+from manyhands.facts.clipping import Clipping
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve
@@ -64,7 +65,14 @@ class Replayed:
     """A run of some rounds, each device a thread; `late` seconds pass before the server computes."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, data: list[Any], *, late: float = 0.0, optimizer: Optimizer = SGD
+        self,
+        graph: Graph,
+        plan: Plan,
+        data: list[Any],
+        *,
+        late: float = 0.0,
+        optimizer: Optimizer = SGD,
+        clipping: Clipping | None = None,
     ) -> None:
         self.graph, self.data, self.optimizer = graph, data, optimizer
         self.schedule = Schedule(resolve(plan, graph.network), graph.network)
@@ -77,7 +85,12 @@ class Replayed:
             weights = Weights.copied(graph, self.schedule.lowering.work[device].weights())
             stepper = build(optimizer, weights.trainable())
             executor = Executor(
-                graph, self.schedule, board.endpoints[device], weights, stepper, ExecutorOptions(seed=7)
+                graph,
+                self.schedule,
+                board.endpoints[device],
+                weights,
+                stepper,
+                ExecutorOptions(seed=7, clipping=clipping),
             )
             board.endpoints[device].mailbox.open(0, executor.expected(), 0, self.plan.steps_per_round)
             self._watch(device, executor, late if device == DOWN else 0.0)

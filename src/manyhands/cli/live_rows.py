@@ -51,6 +51,8 @@ def step_text(live: Live) -> str:
     parts = [f"step {live.step:,} of {live.steps:,}" if live.steps else f"step {live.step:,}"]
     if live.loss is not None:
         parts.append(f"loss {number(live.loss)}")
+    if live.grad_norm is not None:
+        parts.append(f"norm {number(live.grad_norm)}")
     if live.samples_per_second is not None:
         parts.append(rate_text(live.samples_per_second))
     if live.seconds is not None:

@@ -123,6 +123,7 @@ def to_dict(result: SplitResult) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "test_loss": result.test.loss if result.test is not None else None,
         "losses": result.losses,
+        "grad_norms": result.grad_norms,
         "staleness": result.staleness,
         "cuts": [list(cut) for cut in result.cuts],
         "changes": [change_facts(change) for change in result.changes],

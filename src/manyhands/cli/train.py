@@ -50,6 +50,7 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "test_loss": result.test.loss if result.test is not None else None,
         "losses": result.losses,
+        "grad_norms": result.grad_norms,
         "plan": result.plan.to_dict(),
         "folder": str(result.folder),
         "checkpoint": str(result.checkpoint),

@@ -6,7 +6,7 @@ The executor asks the policy for an action, dispatches it, and records its time.
     loss                  the captured loss of what the network returned (share_loss.py)
     send, receive         Messenger (messenger.py): boxes of tensors, packed where the plan says so (codec.py)
     reduce, await         Reductions (reductions.py): statistics, and gradients on a thread of their own (reducer.py)
-    step                  WeightUpdates (updates.py): the optimizer, once all gradients are added up
+    reduce norm, step     WeightUpdates (updates.py): the optimizer, once all gradients are added up, and clipped
     discard               InFlightMicroBatches (in_flight.py), which knows where every micro-batch is
 
 All of these hold tensors of one graph's shapes: they are a GraphPart (graph_part.py), and batches of another length
@@ -106,7 +106,7 @@ class Executor:
         self.exchange, self.loss = part.exchange, part.loss
         self._acts: dict[type[Action], Callable[[Any], None]] = {
             Forward: self._forward, Backward: self._backward, Loss: self._loss, Send: part.messenger.send,
-            Receive: part.messenger.receive, Reduce: part.reductions.start, Await: part.reductions.finish_statistics,
+            Receive: part.messenger.receive, Reduce: self._reduce, Await: part.reductions.finish_statistics,
             Step: self._step, Discard: self._discard,
         }  # fmt: skip
         """The method that carries out each type of action."""
@@ -315,6 +315,12 @@ class Executor:
             self.exchange.pass_gradients(stage, number)
         if part != "inputs":
             in_flight.end_backward(stage, batch)
+
+    def _reduce(self, action: Reduce) -> None:
+        if action.what == "norm":
+            self.result.grad_norms.append(self.updates.exchange_norm(action))
+        else:
+            self.reductions.start(action)
 
     def _step(self, action: Step) -> None:
         number = action.micro_batch

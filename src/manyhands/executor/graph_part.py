@@ -26,6 +26,7 @@ from manyhands.executor.share_loss import ShareLoss, trained_weights
 from manyhands.executor.sharing import RunnerSetup, make_runner
 from manyhands.executor.slowdown import Slowdown
 from manyhands.executor.updates import WeightUpdates
+from manyhands.facts.errors import BadPlan
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Loss
@@ -55,6 +56,8 @@ class GraphPart:
         self.graph, self.schedule, self.device = graph, schedule, endpoint.name
         plan = schedule.plan
         runs_here(plan, schedule.network)
+        if options.clipping is not None and options.clipping.norm is not None and not plan.gradient_norm:
+            raise BadPlan("Gradients are to be clipped by their norm, which the plan's devices do not exchange.")
         torch_device = torch.device(options.torch_device)
         self.work: DeviceWork = schedule.lowering.work[self.device]
         self.actions: tuple[Action, ...] = tuple(schedule.every_action(self.device))
@@ -73,7 +76,12 @@ class GraphPart:
         )  # fmt: skip
         self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder)
         self.updates = WeightUpdates(
-            weights, setup.stepper, self.reductions, set(weights.tensors) - trained_weights(graph)
+            weights,
+            setup.stepper,
+            self.reductions,
+            set(weights.tensors) - trained_weights(graph),
+            options.clipping,
+            schedule.lowering.norm.parts.get(self.device, ()) if schedule.lowering.norm is not None else (),
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from manyhands.data.silo import Silo
 from manyhands.executor.resident_dataset import ResidentDataset
+from manyhands.facts.clipping import Clipping
 from manyhands.facts.profile import Kernel
 
 
@@ -26,6 +27,8 @@ class ExecutorOptions:
     with_targets: bool = True
     slowdown: float = 1.0
     """Computing takes so many times as long as it must: this device stands for a slower one."""
+    clipping: Clipping | None = None
+    """The limits of gradients; None: there are none."""
     silo: Silo | None = None
     local_names: frozenset[str] = frozenset()
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""

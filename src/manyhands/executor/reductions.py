@@ -81,6 +81,13 @@ class Reductions:
         else:
             runner.take_gathered(reduce, self._gathered(reduce, row))
 
+    def gather(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
+        """Give this device's row, wait for the others', and return all, in the order of the devices."""
+        for source, target, name in self._hops_of(reduce):
+            if source == self.endpoint.name:
+                self.endpoint.send(target, self.in_flight.step, name, [row], urgent=True)
+        return self._gathered(reduce, row)
+
     def finish_statistics(self, action: Await) -> None:
         """Wait for the others' rows of an all-gather that was begun before."""
         reduce, row = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
@@ -94,7 +101,10 @@ class Reductions:
             if target == device:
                 came = self.endpoint.mailbox.take(source, self.in_flight.step, name)
                 other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
-                self.diagnosis.watch(source, [other])
+                if (
+                    reduce.what == "statistics"
+                ):  # of gradients, the norm is the sum of all: it says nothing of its source
+                    self.diagnosis.watch(source, [other])
                 rows[source] = other if row.is_cpu else other.to(row.device)
         return [rows[name] for name in reduce.devices]
 

@@ -16,6 +16,8 @@ class RoundResult:
     """One loss, or with order replay one for each step of the round."""
     staleness: list[int] = field(default_factory=list)
     """Updates between the forward pass of each step and its own, where this device runs ahead; -1: discarded."""
+    grad_norms: list[float] = field(default_factory=list)
+    """The norm of all gradients of each update, before they were clipped, where the plan's devices exchange it."""
     seconds: float = 0.0
     sums: list[SumRecord] = field(default_factory=list)
     """This device's records of the sums of gradients: see `runtime.agreement`."""

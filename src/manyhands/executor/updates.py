@@ -1,42 +1,79 @@
-"""Updates of one device's weights: the optimizer's step, once all gradients are added up."""
+"""Updates of one device's weights: the optimizer's step, once all gradients are added up and clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
+
+from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.reductions import Reductions
+from manyhands.facts.clipping import Clipping
 from manyhands.graph.weights import Weights
+from manyhands.schedule.actions import Reduce
+
+UNCLIPPED = Clipping()
 
 
 class WeightUpdates:
     """Updates the weights of all stages of a device at the first of their steps: all gradients are on their way."""
 
     def __init__(
-        self, weights: Weights, stepper: Stepper | None, reductions: Reductions, untrained: Collection[str]
+        self,
+        weights: Weights,
+        stepper: Stepper | None,
+        reductions: Reductions,
+        untrained: Collection[str],
+        clipping: Clipping | None = None,
+        norm_part: Collection[str] = (),
     ) -> None:
+        """`norm_part`: the weights whose gradients this device gives to the norm of all."""
         self.weights, self.stepper, self.reductions, self._untrained = weights, stepper, reductions, untrained
+        self.clipping, self._norm_part = clipping or UNCLIPPED, norm_part
+        self.totals: GradientTotals | None = None
+        """What all gradients of the update under way add up to; None: the plan does not exchange it."""
         self.count = 0
         """Updates in this round."""
         self._last: int | None = None
         """The micro-batch of the last update; -1: of the whole round."""
 
     def begin_round(self) -> None:
-        self.count, self._last = 0, None
+        self.count, self._last, self.totals = 0, None, None
 
     def is_done(self, micro_batch: int) -> bool:
         """Return whether another stage of this device has updated the weights already."""
         return self._last == micro_batch
 
+    def exchange_norm(self, reduce: Reduce) -> float:
+        """Wait for the sums of gradients, give this device's part of their norm, and return the norm of all."""
+        self._finish_gradients()
+        tensors = self.weights.tensors
+        gradients = [grad for name in self._norm_part if (grad := tensors[name].grad) is not None]
+        self.totals = GradientTotals.of_rows(self.reductions.gather(reduce, part_of_norm(gradients)))
+        return self.totals.norm
+
     def update(self, micro_batch: int) -> list[SumRecord]:
-        """Wait for the sums of gradients and step; return the records of the sums."""
+        """Wait for the sums of gradients, clip them and step; return the records of the sums."""
         self._last = micro_batch
         self.count += 1
-        self.reductions.wait()
+        if self.totals is None:
+            self._finish_gradients()
         assert self.stepper is not None
-        for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
-            self.weights.tensors[name].grad = None
+        if self.clipping.is_on and (gradients := self._gradients()):
+            clip(gradients, self.clipping, self.totals)
+        self.totals = None
         self.stepper.step()
         self.stepper.zero()
         return self.reductions.take_records()
+
+    def _finish_gradients(self) -> None:
+        self.reductions.wait()
+        for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
+            self.weights.tensors[name].grad = None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of the weights that this device steps, each once."""
+        assert self.stepper is not None
+        return [weight.grad for weight in self.stepper.weights.values() if weight.grad is not None]

@@ -30,6 +30,7 @@ USES = {
 GRADIENT_SUMS = "weight gradients"
 TIED_SUMS = "gradients of weights that several stages hold"
 STATISTICS = "batch-norm sums"
+GRADIENT_NORM = "norm of all gradients"
 _CLOSE = 1e-12
 
 
@@ -63,7 +64,7 @@ def use_of(cause: object) -> str:
     if isinstance(cause, Reduce):
         if cause.weights:
             return TIED_SUMS
-        return GRADIENT_SUMS if cause.what == "gradients" else STATISTICS
+        return {"gradients": GRADIENT_SUMS, "norm": GRADIENT_NORM}.get(cause.what, STATISTICS)
     return USES.get(cause.kind, cause.kind) if isinstance(cause, Message) else ""
 
 

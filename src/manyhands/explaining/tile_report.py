@@ -37,12 +37,12 @@ from manyhands.schedule.reduction import pair_bytes
 from manyhands.schedule.tiles import TileGeometry
 
 USES = ("input_output", "boundary", "weights")
-FEED, RESULT, SUMS, REDUCTION = "feed", "result", "statistics", "gradients"
-"""Bytes besides messages: from the coordinator, back to it, and in the two kinds of reductions."""
+FEED, RESULT, SUMS, REDUCTION, NORM = "feed", "result", "statistics", "gradients", "norm"
+"""Bytes besides messages: from the coordinator, back to it, and in the three kinds of reductions."""
 USE_OF_KIND = {
     **dict.fromkeys((FEED, RESULT, "input", "output", "output-gradient", "value", "gradient"), "input_output"),
     **dict.fromkeys(("halo", "halo-gradient", "partial", SUMS), "boundary"),
-    **dict.fromkeys(("weights", "weight-gradient", REDUCTION), "weights"),
+    **dict.fromkeys(("weights", "weight-gradient", REDUCTION, NORM), "weights"),
 }
 
 
@@ -86,7 +86,9 @@ class Traffic:
             planned, kinds = self.sent.get(device, Counter()), log.sent_kinds
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
-            pairs.append(("in reductions", planned[SUMS] + planned[REDUCTION], to_others - sum(kinds.values())))
+            pairs.append(
+                ("in reductions", planned[SUMS] + planned[REDUCTION] + planned[NORM], to_others - sum(kinds.values()))
+            )
             differences += [
                 f"{device} sent {measured} bytes {how} in {counted} rounds; planned were {expected} {over}."
                 for how, expected, measured in pairs

@@ -259,6 +259,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket_bytes: int = BUCKET_BYTES
     """Weight gradients are reduced in buckets of about this size, while backward goes on."""
     replay: Replay = Replay()
+    gradient_norm: bool = False
+    """Whether the devices learn the norm of all gradients before each update, as to clip by it."""
 
     @property
     def steps_per_round(self) -> int:

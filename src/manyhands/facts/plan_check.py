@@ -318,6 +318,13 @@ def _check_replay(plan: Plan, network: Network) -> None:
         return
     if plan.replay.k is not None and not 0 <= plan.replay.k < 2**16:
         raise BadPlan(f"replay.k is {plan.replay.k}; it must be between 0 and {2**16 - 1}, or null for no bound.")
+    runs_ahead = isinstance(plan.warm_up, tuple) and max(plan.warm_up) > 1
+    if plan.gradient_norm and (plan.replay.k != 0 or runs_ahead):
+        raise BadPlan(
+            f"gradient_norm needs all gradients of one batch at once; with order replay and K = {plan.replay.k} some "
+            "come after later updates.",
+            hint="Use replay: {k: 0}, or leave out gradient_norm.",
+        )
     for name, home in plan.homes.items():
         if home != EVERYWHERE:
             raise BadPlan(

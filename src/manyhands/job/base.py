@@ -159,7 +159,7 @@ class Job:
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
-            lengths=self._lengths_reported(),
+            clipping=self.config.clipping, lengths=self._lengths_reported(),
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -168,7 +168,8 @@ class Job:
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             staleness = elastic_job.outcome.staleness[-1] if elastic_job.outcome.staleness else None
-            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness)
+            norm = elastic_job.outcome.grad_norms[-1] if elastic_job.outcome.grad_norms else None
+            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness, norm)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():
@@ -325,7 +326,7 @@ class Job:
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
         result = TrainResult(
-            losses=self.record.losses(), plan=planned.plan, folder=self.folder,
+            losses=self.record.losses(), grad_norms=self.record.grad_norms(), plan=planned.plan, folder=self.folder,
             throughput=self.workload.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),

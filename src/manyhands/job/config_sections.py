@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from manyhands.facts.errors import BadValue
+from manyhands.job.clipping_config import ClippingConfig
 from manyhands.job.config import Config, option
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadConfig(JobConfig, RunConfig, LearningConfig):
+class WorkloadConfig(JobConfig, RunConfig, ClippingConfig, LearningConfig):
     """Options of every job that trains."""
 
 

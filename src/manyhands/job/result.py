@@ -47,6 +47,8 @@ class TrainResult:
     seconds."""
     staleness: list[int] = field(default_factory=list)
     """For each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
+    grad_norms: list[float] = field(default_factory=list)
+    """One per step, of all gradients before they were clipped, with clip_norm; else empty."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
     """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None

@@ -23,6 +23,8 @@ from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.job.callbacks import Say
+from manyhands.job.clipping_config import ClippingConfig
+from manyhands.job.config import keywords_of
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.lengths import SampleLengths
 
@@ -139,8 +141,9 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
             hint="Ask for more: epochs= or steps= (--epochs, --steps).",
         )
     now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload.facts))  # as it was written
+    unset = {name: field.default for name, field in keywords_of(ClippingConfig).items()}  # older runs lack them
     for key, value in now.items():
-        was = loaded.facts.get(key, value)
+        was = loaded.facts.get(key, unset.get(key, value))
         if was != value:
             raise BadValue(
                 f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",

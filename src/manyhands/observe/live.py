@@ -119,6 +119,8 @@ class Live(msgspec.Struct, frozen=True):
     epoch: int = 0
     batch_size: int = 0
     loss: float | None = None
+    grad_norm: float | None = None
+    """The norm of the last step's gradients, where they are clipped by it."""
     seconds: float | None = None
     """Seconds of a step: the median of the last ones."""
     predicted_seconds: float | None = None

@@ -2,8 +2,8 @@
 
     tensorboard --logdir runs
 
-loss, samples_per_second, seconds and staleness of every step; memory and share of computing of each device; events, as
-text; the configuration, as hyper-parameters. A run that is resumed hides the steps that are run again.
+loss, samples_per_second, seconds, staleness and grad_norm of every step; memory and share of computing of each device;
+events, as text; the configuration, as hyper-parameters. A run that is resumed hides the steps that are run again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class TensorBoard:
             path.chmod(file_mode(path))
 
     def step(
-        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None
-    ) -> None:
+        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None,
+        grad_norm: float | None = None,
+    ) -> None:  # fmt: skip
         self._step = step
         values = {
             "loss": loss, "seconds": seconds, "epoch": epoch, "staleness": staleness,
+            "grad_norm": grad_norm,
             "samples_per_second": samples / seconds if seconds else None,
         }  # fmt: skip
         with self._writing():

@@ -10,6 +10,7 @@ import numpy
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network, Op
+from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
@@ -142,15 +143,16 @@ class CostModel:
             shares.extend(each / total if total else 1.0 / len(of_layer) for each in of_layer)
         return tuple(shares)
 
-    def step_seconds(self, geometry: StageGeometry, device: str, optimizer_slots: int) -> float:
+    def step_seconds(self, geometry: StageGeometry, device: str, plan: Plan) -> float:
         """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and
-        state once."""
+        state once. For the norm of all gradients they are read once more, and to clip them, read and written."""
+        passes = 3 + 2 * plan.optimizer_slots + 3 * plan.gradient_norm
         trainable = sum(
             weight.bytes * weight_part(geometry, device, weight)
             for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
             if weight.trainable
         )
-        return trainable * (3 + 2 * optimizer_slots) / self.cluster.device(device).memory_bytes_per_second
+        return trainable * passes / self.cluster.device(device).memory_bytes_per_second
 
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
         """Return the computing seconds lost to an action's messages and to copying their bytes, where no other core

@@ -141,7 +141,9 @@ def _full(plan: Plan, network: Network, cluster: Cluster, profile: Profile, pric
     def finished(bare: Plan) -> Plan:
         order = "stream" if plan.order == "stream" else bare.order
         homes = homes_for(plan, bare.stages, network, cluster)
-        other = msgspec.structs.replace(bare, order=order, homes=homes, bucket_bytes=plan.bucket_bytes)
+        other = msgspec.structs.replace(
+            bare, order=order, homes=homes, bucket_bytes=plan.bucket_bytes, gradient_norm=plan.gradient_norm
+        )
         return resolve(other, network, cluster)
 
     def whole_price(bare: Plan) -> float:

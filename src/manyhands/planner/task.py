@@ -66,6 +66,8 @@ class Task:
     home: str = ""
     """The device that has the inputs; empty: they are available wherever they are read."""
     best: Best = "throughput"
+    gradient_norm: bool = False
+    """Whether the devices learn the norm of all gradients before each update."""
 
     @property
     def is_training(self) -> bool:

@@ -65,6 +65,7 @@ def pipeline_plan(
     plan = Plan(
         network.name, batch_size, tuple(stages), micro_batches, settings.order, settings.warm_up, settings.batch_norm,
         optimizer_slots=settings.optimizer_slots,
+        gradient_norm=settings.gradient_norm,
     )  # fmt: skip
     return resolve(plan, network, machines)
 

@@ -66,11 +66,12 @@ def plan(
     task = Task(
         network, cluster, profile, batch_size, micro_batches, order_named(settings.order), settings.optimizer_slots,
         settings.batch_norm, settings.warm_up, settings.tiles or TileOptions(), best=best_named(best, cluster),
+        gradient_norm=settings.gradient_norm,
     )  # fmt: skip
     prices = Prices(task)
     if strategy != "auto":
         ranked = plan_by_name(strategy, task, prices)
-        plans = [candidate.plan for candidate in ranked if candidate.plan is not None]
+        plans = [prices.whole(candidate.plan) for candidate in ranked if candidate.plan is not None]
         return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
     ranked = choose(task, prices)
     best_plan = ranked[0].plan
@@ -83,7 +84,7 @@ def plan(
         )
     ranked = [prices.scored(candidate) for candidate in ranked]
     others = tuple(candidate.plan for candidate in ranked[1:] if candidate.plan is not None)
-    return Planned(best_plan, ranked, others, best=task.best)
+    return Planned(prices.whole(best_plan), ranked, others, best=task.best)
 
 
 class Prices:
@@ -101,6 +102,7 @@ class Prices:
 
     def simulated(self, plan: Plan) -> Simulation:
         """Return the simulation of one round, within every device's memory."""
+        plan = self.whole(plan)
         key, task = msgspec.json.encode(plan), self.task
         if key not in self._outcomes:
             try:
@@ -114,10 +116,18 @@ class Prices:
             raise outcome
         return outcome
 
+    def whole(self, plan: Plan) -> Plan:
+        """Return a strategy's plan with what the strategies do not decide: whether the gradients' norm is exchanged."""
+        return msgspec.structs.replace(plan, gradient_norm=self.task.gradient_norm)
+
     def scored(self, candidate: PlanCandidate) -> PlanCandidate:
         """Return a candidate with the seconds of a step, beside the score it was chosen by."""
-        if candidate.plan is None or self.task.best not in ("memory", "energy"):
+        if candidate.plan is None:
             return candidate
+        candidate = replace(candidate, plan=self.whole(candidate.plan))
+        if self.task.best not in ("memory", "energy"):
+            return candidate
+        assert candidate.plan is not None
         seconds = self.simulated(candidate.plan).seconds
         return replace(candidate, seconds=seconds, score=candidate.seconds)
 

@@ -19,6 +19,8 @@ class StepSettings:
     batch_norm: BatchNorm = "synchronised"
     optimizer_slots: int = 1
     """Numbers that the optimizer keeps beside each weight."""
+    gradient_norm: bool = False
+    """Whether the devices learn the norm of all gradients before each update, as to clip by it."""
 
 
 class StepOptions(TypedDict, total=False):
@@ -28,6 +30,7 @@ class StepOptions(TypedDict, total=False):
     warm_up: WarmUp | tuple[int, ...]
     batch_norm: BatchNorm
     optimizer_slots: int
+    gradient_norm: bool
 
 
 @dataclass(frozen=True)
@@ -46,4 +49,5 @@ class PlanOptions(TypedDict, total=False):
     warm_up: WarmUp
     batch_norm: BatchNorm
     optimizer_slots: int
+    gradient_norm: bool
     tiles: TileOptions | None

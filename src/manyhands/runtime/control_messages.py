@@ -102,6 +102,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """What the device did in the round, where the round is watched."""
     sums: tuple[SumRecord, ...] = ()
     """The device's records of the sums of gradients of this round, to be compared with those of the others."""
+    grad_norms: tuple[float | None, ...] = ()
+    """The norm of all gradients of each update, where the plan's devices exchange it; None: it is not finite."""
     not_finite_from: str = ""
     """The device that this round's first numbers which were not finite came from: another, or this one itself."""
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from manyhands.facts.clipping import Clipping
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -95,6 +96,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The length of samples in `graph`; 0: all batches have one shape."""
     shorter: tuple[LengthGraph, ...] = ()
     """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
+    clipping: Clipping | None = None
+    """The limits of gradients; None: there are none."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
 

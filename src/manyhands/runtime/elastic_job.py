@@ -196,6 +196,8 @@ class ElasticJob:
                 self.outcome.losses.append(loss)
             if self._run is not None and self._run.outcome.staleness:
                 self.outcome.staleness.append(self._run.outcome.staleness[-1])
+            if self._run is not None and self._run.outcome.grad_norms:
+                self.outcome.grad_norms.append(self._run.outcome.grad_norms[-1])
             self.hooks.on_step(step, loss, seconds)
         recovery, run = self._recovery, self._run
         if recovery is not None and run is not None and not recovery.is_logged:

@@ -165,12 +165,14 @@ class Living:
             self._sent.clear()
         self._change(state="running", generation=self._live.generation + 1)
 
-    def stepped(self, step: int, epoch: int, loss: float | None, seconds: float, samples: int) -> None:
+    def stepped(
+        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, grad_norm: float | None = None
+    ) -> None:
         with self._lock:
             self._seconds.append(seconds)
             typical = statistics.median(self._seconds)
         self._change(
-            step=step + 1, epoch=epoch, loss=loss, seconds=typical,
+            step=step + 1, epoch=epoch, loss=loss, grad_norm=grad_norm, seconds=typical,
             samples_per_second=samples / typical if typical else None,
             remaining_seconds=max(0, self._live.steps - step - 1) * typical,
         )  # fmt: skip

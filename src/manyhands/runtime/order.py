@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manyhands.data.preload import Preload
+from manyhands.facts.clipping import Clipping
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -60,6 +61,8 @@ class Order:
     """All samples, to be preloaded on the devices before the first step; batches then consist of sample numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: no copies."""
+    clipping: Clipping | None = None
+    """The limits of gradients; None: there are none. For one of their norm, the plan has `gradient_norm`."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 

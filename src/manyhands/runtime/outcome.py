@@ -33,6 +33,8 @@ class Outcome:
     """From one step's end to the next, as the slowest device reported them."""
     staleness: list[int] = field(default_factory=list)
     """With order replay, by how many updates each step's gradient was late; -1: too many, it was discarded."""
+    grad_norms: list[float] = field(default_factory=list)
+    """The norm of all gradients of each step before they were clipped, where that was asked for."""
     bytes_between: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(from, to) -> bytes sent in the rounds that were done, without copies of state."""
     logs: dict[str, DeviceLog] = field(default_factory=dict)

@@ -54,6 +54,8 @@ class PartBuilder:
         plan = resolve(job.plan, network)
         if self.endpoint.name not in plan.devices:
             raise BadPlan(f"The plan does not name {self.endpoint.name}.")
+        if job.clipping is not None:
+            job.clipping.check()
         schedule = Schedule(plan, network)
         weights = self._weights(graph, schedule, job, kept)
         for other in lengths.graphs.values() if lengths is not None else ():
@@ -65,7 +67,7 @@ class PartBuilder:
         options = ExecutorOptions(
             seed=job.seed, kernels=job.kernels, torch_device=self._joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
-            watch_every=job.watch_every,
+            watch_every=job.watch_every, clipping=job.clipping,
             with_targets=job.with_targets, slowdown=self._joining.slowdown, silo=self._silo,
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),

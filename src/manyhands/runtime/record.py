@@ -46,7 +46,7 @@ from manyhands.runtime.state import constant_weights
 from manyhands.weights.adapters import peft_model_of, sampled_digest
 from manyhands.weights.mapped import is_mapped
 
-COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness")
+COLUMNS = ("step", "epoch", "loss", "seconds", "samples_per_second", "staleness", "grad_norm")
 KEPT_CHECKPOINTS = 3
 FROZEN = "frozen_weights"
 """The fact of a checkpoint that tells the weights apart which it does not hold."""
@@ -106,18 +106,24 @@ class RunRecord:
             self.board.decided(config, plan.to_dict())
 
     def step(
-        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None = None
-    ) -> None:
+        self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None = None,
+        grad_norm: float | None = None,
+    ) -> None:  # fmt: skip
         if self.living is not None:
-            self.living.stepped(step, epoch, loss, seconds, samples)
+            self.living.stepped(step, epoch, loss, seconds, samples, grad_norm)
         self._metrics.write(step=step, epoch=epoch, loss=loss, seconds=seconds, staleness=staleness,
+                            grad_norm=grad_norm,
                             samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
         if self.board is not None:
-            self.board.step(step, epoch, loss, seconds, samples, staleness)
+            self.board.step(step, epoch, loss, seconds, samples, staleness, grad_norm)
 
     def losses(self) -> list[float]:
         """Return every step's loss so far, from the file."""
         return [float(row["loss"]) for row in self._rows() if row.get("loss")]
+
+    def grad_norms(self) -> list[float]:
+        """Return the norm of every step's gradients so far, from the file; empty where they were not clipped by it."""
+        return [float(row["grad_norm"]) for row in self._rows() if row.get("grad_norm")]
 
     def _rows(self) -> list[dict[str, str]]:
         path = self.folder / "metrics.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -118,12 +119,16 @@ class Reports:
             self._run.feed.inputs.pop(step, None)
             parts = [reported[device].losses[place] for device in self._run.names if reported[device].losses]
             late = [reported[device].staleness[place] for device in self._run.names if reported[device].staleness]
+            norms = [reported[device].grad_norms for device in self._run.names if reported[device].grad_norms]
             loss = sum(parts) if parts else None
             self._run.outcome.step_seconds.append(seconds)
             if loss is not None:
                 self._run.outcome.losses.append(loss)
             if late or self._run.order.plan.order == "replay":
                 self._run.outcome.staleness.append(max(late, default=0))
+            if norms and place < len(norms[0]):  # the same on every device
+                norm = norms[0][place]
+                self._run.outcome.grad_norms.append(norm if norm is not None else math.nan)
             self._run.hooks.on_step(step, loss, seconds)
         self._run.gathering.ended(message.step)
 

@@ -351,7 +351,8 @@ class Worker:
                 Progress(
                     command.generation, steps_done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
                     arrivals_at(self.endpoint), dict(self.endpoint.sent_bytes), seen_round(executor),
-                    tuple(result.sums), result.not_finite_from,
+                    tuple(result.sums), tuple(n if math.isfinite(n) else None for n in result.grad_norms),
+                    result.not_finite_from,
                 )
             )  # fmt: skip
             if steps_done in command.snapshots or is_due(step, steps_done, command.backup_every):

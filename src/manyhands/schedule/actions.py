@@ -15,6 +15,7 @@ reduce s0 gradients 0:90 pi-1,pi-3 404B of words    the same, of weights that se
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
 reduce s0 statistics m3b 7:8 pi-1,pi-2 512B later   sends its part only; there is something else to compute meanwhile
 await s0 m3b 7:8                                    waits for the others' parts
+reduce s0 norm 0:90 pi-1,pi-3 16B                   the norm of all gradients, waited for: the step clips by it
 step s0                                             the optimiser's update; 'step s0 m3': of that micro-batch alone
 discard s0 m3                                       nothing more is done with that micro-batch
 """
@@ -157,11 +158,12 @@ class Receive(msgspec.Struct, frozen=True, gc=False, tag="receive"):
 class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     """Add up numbers among `devices`.
 
-    Gradients travel while computing goes on; statistics are waited for, at once or by an `Await`.
+    Gradients travel while computing goes on; statistics are waited for, at once or by an `Await`. The norm is that of
+    all gradients of an update: each device gives its part when its own sums of gradients are complete, and waits.
     """
 
     stage: int
-    what: Literal["gradients", "statistics"]
+    what: Literal["gradients", "statistics", "norm"]
     first: int
     last: int
     devices: tuple[str, ...]
@@ -175,6 +177,11 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     weights: tuple[str, ...] = ()
     """Tied weights, whose gradients are added up among all stages that hold them, between operators `first` and `last`.
     Empty: those of which operators [first, last) of one stage complete the gradients."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a device waits for the others' parts as soon as it has given its own."""
+        return self.what == "norm" or (self.what == "statistics" and not self.later)
 
     @property
     def key(self) -> ReduceKey:
@@ -238,7 +245,7 @@ def is_urgent(transfer: object) -> bool:
     """
     if isinstance(transfer, Message):
         return transfer.kind not in ("weights", "weight-gradient")
-    return isinstance(transfer, Reduce) and transfer.what == "statistics"
+    return isinstance(transfer, Reduce) and transfer.what != "gradients"
 
 
 _COMPUTE = re.compile(
@@ -251,7 +258,7 @@ _PART = re.compile(f"(=?)({_NAME})({_BOX})")
 _PARTS = rf"=?{_NAME}{_BOX}(?:\+=?{_NAME}{_BOX})*"
 _TRANSFER = re.compile(rf"(send|receive) (\S+) s(\d+) m(\d+) ({'|'.join(KINDS)}) ({_PARTS}) (\d+)B")
 _REDUCE = re.compile(
-    r"reduce s(\d+) (gradients|statistics)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B( later)?(?: of (\S+))?"
+    r"reduce s(\d+) (gradients|statistics|norm)(?: m(\d+)(b?))? (\d+):(\d+) (\S+) (\d+)B( later)?(?: of (\S+))?"
 )
 _AWAIT = re.compile(r"await s(\d+) m(\d+)(b?) (\d+):(\d+)")
 _STEP = re.compile(r"step s(\d+)(?: m(\d+))?")

@@ -115,12 +115,14 @@ def _advance(world: _World, device: str, ready: deque[str]) -> None:
                 return
             world.mail[key] -= 1
         elif isinstance(action, Reduce):
+            if action.what == "norm" and _waits_for_sums(world, device):
+                return
             if action.key not in world.open_reductions[device]:
                 world.open_reductions[device][action.key] = action
                 world.joined[action.key] += 1
             if world.is_complete(action):
                 ready.extend(world.waiting.pop(action.key, ()))
-            elif action.what == "statistics" and not action.later:
+            elif action.is_awaited:
                 world.waiting[action.key].append(device)
                 return
         elif isinstance(action, Await):
@@ -131,12 +133,19 @@ def _advance(world: _World, device: str, ready: deque[str]) -> None:
                 world.waiting[action.key].append(device)
                 return
         elif isinstance(action, Step):
-            late = next((r for r in world.open_reductions[device].values() if not world.is_complete(r)), None)
-            if late is not None:
-                world.waiting[late.key].append(device)
+            if _waits_for_sums(world, device):
                 return
             world.open_reductions[device].clear()
         world.place[device] += 1
+
+
+def _waits_for_sums(world: _World, device: str) -> bool:
+    """Return whether a sum that the device has joined is not complete; it is then registered to be woken."""
+    joined = (r for r in world.open_reductions[device].values() if r.what != "norm")
+    late = next((r for r in joined if not world.is_complete(r)), None)
+    if late is not None:
+        world.waiting[late.key].append(device)
+    return late is not None
 
 
 def _report(world: _World, stuck: list[str]) -> str:

@@ -89,7 +89,7 @@ def _numbered(action: Action, micro_batch: int) -> Action:
         template = action.message
         message = Message(template.kind, template.stage, micro_batch, template.parts, template.bytes)
         return Send(action.to, message) if isinstance(action, Send) else Receive(action.source, message)
-    is_sum = isinstance(action, Reduce) and action.what == "statistics"
+    is_sum = isinstance(action, Reduce) and action.what != "gradients"
     if is_sum or isinstance(action, (Loss, Step, Await)):
         return msgspec.structs.replace(action, micro_batch=micro_batch)
     return action

@@ -18,6 +18,7 @@ from manyhands.schedule.backward_pass import BackwardPass, gradient_buckets
 from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.forward_pass import ForwardPass
 from manyhands.schedule.geometry import StageGeometry
+from manyhands.schedule.gradient_norm import GradientNorm, gradient_norm
 from manyhands.schedule.packing import Mail, Packed, packed_messages
 from manyhands.schedule.recomputation import backward_again, forward_ahead, recomputed_spans
 from manyhands.schedule.sharing import geometry_of
@@ -63,6 +64,8 @@ class Lowering:
         self.tied_sums = tied_sums(self.geometries) if plan.is_training else ()
         """The sums of the gradients of weights that several stages hold."""
         self.tied = frozenset(tied_names(self.geometries))
+        self.norm: GradientNorm | None = None
+        """The exchange of the norm of all gradients, where the plan has it."""
         if plan.is_training:
             for geometry in reversed(self.geometries):
                 self._lower_backward(geometry)
@@ -186,19 +189,32 @@ class Lowering:
 
         Where a stage has a gateway (TILE Algorithm 1), partial sums go to it before, and updated weights come back
         after. Gradients of tied weights are added up last, when every stage has its own, and in one order on all
-        devices: a device does one sum after another.
+        devices: a device does one sum after another. Then the norm of all gradients can be formed.
         """
         partial = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weight-gradient"))}
         updated = {g.index: message for g in self.geometries if (message := self._weights_of(g, "weights"))}
+        if self.plan.gradient_norm:
+            steppers = {g.index: self._steppers(g, has_gateway=g.index in partial) for g in self.geometries}
+            self.norm = gradient_norm(self.geometries, steppers)
         for device, work in self.work.items():
             mine = [g for g in work.geometries if g.index in partial and g.devices[0] == device]
             others = [g for g in work.geometries if g.index in partial and g.devices[0] != device]
             work.end.extend(Send(g.devices[0], partial[g.index]) for g in others)
             work.end.extend(Receive(other, partial[g.index]) for g in mine for other in g.devices[1:])
             work.end.extend(each for each in self.tied_sums if device in each.devices)
+            if self.norm is not None and device in self.norm.parts:
+                work.end.append(self.norm.reduce)
             work.end.extend(Step(g.index) for g in work.geometries if g not in others)
             work.end.extend(Send(other, updated[g.index]) for g in mine for other in g.devices[1:])
             work.end.extend(Receive(g.devices[0], updated[g.index]) for g in others)
+
+    def _steppers(self, geometry: StageGeometry, *, has_gateway: bool) -> tuple[str, ...]:
+        """Return the devices of a stage that step its weights. None does if it runs ahead and nothing comes back."""
+        actions = self.work[geometry.devices[0]].backward_actions
+        comes_back = any(isinstance(action, Receive) and action.message.kind == "gradient" for action in actions)
+        if self.plan.order == "replay" and not geometry.is_last and not comes_back:
+            return ()
+        return geometry.devices[:1] if has_gateway else geometry.devices
 
     def _weights_of(self, geometry: StageGeometry, kind: Kind) -> Message | None:
         """Return all trained weights of a stage with a gateway, or their gradients, as one message; else None."""

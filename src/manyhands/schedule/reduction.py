@@ -4,8 +4,8 @@
         chunks   0 │ 1 │ 2                round 1: device j sends the sum of chunk j to all others
 
 Each device sends 2(n-1)/n of the bytes, as in a ring (ASTEROID Eq. 5), but waits for two delays in place of 2(n-1).
-Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics are small and waited for:
-every device sends all of its own to all others, in one round.
+Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics and the gradients' norm are
+small and waited for: every device sends all of its own to all others, in one round.
 
 Terms are added in a fixed order (of the devices; in a ring, from where each chunk starts), so that a run repeated gives
 the same bits; a chunk is added up on one device, so that replicas agree.
@@ -106,7 +106,7 @@ def _even_points(count: int, parts: int) -> tuple[int, ...]:
 
 def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
     """Return the bytes of each chunk."""
-    if reduce.what == "statistics":
+    if reduce.what != "gradients":
         return (reduce.bytes,) * len(reduce.devices)
     points, size = chunk_points(reduce, network), element_bytes(reduce, network)
     return tuple((points[i + 1] - points[i]) * size for i in range(len(reduce.devices)))
@@ -126,7 +126,7 @@ def flow_ends(reduce: Reduce) -> tuple[Places, Places]:
 def flow_bytes(reduce: Reduce, network: Network) -> Counts:
     """Return the bytes that travel along each flow, all rounds together."""
     count = len(reduce.devices)
-    if reduce.what == "statistics":
+    if reduce.what != "gradients":
         return numpy.full(count * (count - 1), reduce.bytes)
     sizes: Counts = numpy.array(hop_bytes(reduce, network))
     sources, targets = flow_ends(reduce)
@@ -145,7 +145,7 @@ def pair_bytes(reduce: Reduce, network: Network) -> dict[tuple[str, str], int]:
 
 def rounds_in(reduce: Reduce) -> int:
     """Return how many rounds there are, each of which waits for the one before it."""
-    if reduce.what == "statistics":
+    if reduce.what != "gradients":
         return 1
     return 2 if len(reduce.devices) <= MOST_DIRECT else 2 * (len(reduce.devices) - 1)
 
@@ -153,7 +153,7 @@ def rounds_in(reduce: Reduce) -> int:
 def messages_each(reduce: Reduce) -> int:
     """Return the number of messages that a device of a sum sends and receives for it."""
     others = len(reduce.devices) - 1
-    return 2 * others if reduce.what == "statistics" else 4 * others
+    return 4 * others if reduce.what == "gradients" else 2 * others
 
 
 def completed_at(network: Network, first: int, last: int, tied: Collection[str]) -> dict[int, list[str]]:

@@ -91,6 +91,8 @@ class _Device:
     held: Action | None = None
     """An action that waits: it is tried again when something arrives."""
     open_reductions: set[ReduceKey] = field(default_factory=set)
+    norm_given: ReduceKey | None = None
+    """The last norm of gradients that it has given its part of."""
     transfers: int = 0
     transfers_since: float = 0.0
     is_done: bool = False
@@ -188,7 +190,7 @@ class _Run:
             return None
         device.log.append(answer)
         device.memory.act(answer)
-        if isinstance(answer, Reduce):
+        if isinstance(answer, Reduce) and answer.what != "norm":
             self._join(device, answer)
         return answer
 
@@ -201,16 +203,33 @@ class _Run:
                 return False
             device.mail[key] -= 1
         elif isinstance(action, (Reduce, Await)):
-            waits = isinstance(action, Await) or (action.what == "statistics" and not action.later)
-            if waits and action.key not in self.complete:
+            if isinstance(action, Reduce) and action.what == "norm" and not self._gives_norm(device, action):
+                return False
+            if (isinstance(action, Await) or action.is_awaited) and action.key not in self.complete:
                 self.waiting[action.key].append(device.name)
                 return False
+        elif self._waits_for_sums(device):
+            return False
         else:
-            late = next((key for key in device.open_reductions if key not in self.complete), None)
-            if late is not None:
-                self.waiting[late].append(device.name)
-                return False
             device.open_reductions.clear()
+        return True
+
+    def _waits_for_sums(self, device: _Device) -> bool:
+        """Return whether a sum of gradients is not complete; the device is then registered to be woken."""
+        late = next((key for key in device.open_reductions if key not in self.complete), None)
+        if late is not None:
+            self.waiting[late].append(device.name)
+        return late is not None
+
+    def _gives_norm(self, device: _Device, reduce: Reduce) -> bool:
+        """Return whether a device has given its part of the gradients' norm, which it does once its sums of gradients
+        are complete."""
+        if device.norm_given == reduce.key:
+            return True
+        if self._waits_for_sums(device):
+            return False
+        device.norm_given = reduce.key
+        self._join(device, reduce)
         return True
 
     def _takes_time(self, device: _Device, action: Action) -> bool:
@@ -220,7 +239,7 @@ class _Run:
             seconds = self.costs.compute_seconds(device.work.geometry(action.stage), device.name, action)
         elif isinstance(action, Step):
             geometry = device.work.geometry(action.stage)
-            seconds = self.costs.step_seconds(geometry, device.name, self.plan.optimizer_slots)
+            seconds = self.costs.step_seconds(geometry, device.name, self.plan)
         else:
             is_computing = False
             if isinstance(action, Send):
@@ -300,6 +319,9 @@ class _Run:
             device.open_reductions.add(reduce.key)
         self.joined[reduce.key] += 1
         if self.joined[reduce.key] < len(reduce.devices):
+            return
+        if len(reduce.devices) == 1:
+            self._reduced(reduce)
             return
         flows = self._flows_of(reduce)
         sizes = flow_bytes(reduce, self.schedule.network)

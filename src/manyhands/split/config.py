@@ -172,6 +172,12 @@ class SplitConfig(WorkloadConfig, TokenConfig, LinkConfig):
                 "The labels are at the cloud: what computes the loss must be there, and nothing is calibrated here.",
                 hint='Leave out labels="cloud", or edge_side, cut, rival and the calibration.',
             )
+        if self.clip_norm is not None and self.cut != "edge" and {k for _, k in self.phases} != {0}:
+            raise BadValue(
+                f"{self.spelling('clip_norm')} is {self.clip_norm}: it needs the gradients of both sides at once, and "
+                f"with {self.spelling('k')} {self.k} the edge's come after later updates of the server.",
+                hint=f"Give {self.spelling('k')} 0 too, or limit each number: {self.spelling('clip_value')}.",
+            )
         if self.allowed_drop >= 1:
             raise BadValue(
                 f"{self.spelling('allowed_drop')} is {self.allowed_drop}; it must be between 0 and 1, like 0.01."

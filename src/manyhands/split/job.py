@@ -118,7 +118,7 @@ class SplitJob(Job):
         ends = Ends(
             network.name, len(network.layers), size, two.edge, two.server,
             side_of(config.edge_side), mode_of(config.mode), config.error_feedback, config.pack_gradients,
-            slots(workload.optimizer), batch_norm_named(workload.batch_norm),
+            slots(workload.optimizer), batch_norm_named(workload.batch_norm), config.clip_norm is not None,
         )  # fmt: skip
         choice = SplitChoice(config.cut_in(network), config.widths, config.rival)
         self.steering = SplitController(

@@ -117,6 +117,8 @@ class Ends:
     pack_gradients: bool = False
     optimizer_slots: int = 1
     batch_norm: BatchNorm = "synchronised"
+    gradient_norm: bool = False
+    """Whether both ends learn the norm of all gradients before each update."""
 
     @property
     def alone(self) -> int:
@@ -149,6 +151,7 @@ class Ends:
         return Plan(
             self.network, batches * self.batch_size, stages, micro_batches=batches, order="replay",
             replay=Replay(k, self.mode), optimizer_slots=self.optimizer_slots, batch_norm=self.batch_norm,
+            gradient_norm=self.gradient_norm,
         )  # fmt: skip
 
     def deployment(self, plan: Plan) -> Deployment:

@@ -138,6 +138,7 @@ class SiloController:
         return Plan(
             ends.network, batches * ends.batch_size, self.stages, micro_batches=batches, order="replay",
             replay=Replay(k, ends.mode), optimizer_slots=ends.optimizer_slots, batch_norm=ends.batch_norm,
+            gradient_norm=ends.gradient_norm,
         )  # fmt: skip
 
     def stop_at(self, step: int) -> int | None:
@@ -208,6 +209,7 @@ class SiloJob(Job):
         ends = Ends(
             network.name, len(network.layers), size, mode=mode_of(config.mode),
             optimizer_slots=slots(workload.optimizer), batch_norm=batch_norm_named(workload.batch_norm),
+            gradient_norm=config.clip_norm is not None,
         )  # fmt: skip
         self.steering = SiloController(
             stages, ends, config.phases, workload.order.steps_per_epoch, profile, cluster, joined, self.own,

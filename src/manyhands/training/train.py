@@ -147,6 +147,7 @@ def workload_of(
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
     """Return the plan adapted to the configuration: a plan without shares of samples fits any batch size."""
+    plan = msgspec.structs.replace(plan, gradient_norm=plan.gradient_norm or config.clip_norm is not None)
     if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
         plan = msgspec.structs.replace(plan, batch_size=batch_size * plan.steps_per_round)
     if config.reduce != "gateway":
@@ -191,6 +192,7 @@ class TrainJob(Job):
                 network, cluster, batch_size=self.workload.batch_size, strategy=str(requested), profile=profile,
                 micro_batches=config.micro_batches, optimizer_slots=slots(self.workload.optimizer),
                 tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
+                gradient_norm=config.clip_norm is not None,
             )  # fmt: skip
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             if config.tune > 1:

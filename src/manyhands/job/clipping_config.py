@@ -1,0 +1,39 @@
+"""The options that limit gradients, which several configurations have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from manyhands.job.config import Config, option
+
+if TYPE_CHECKING:
+    from manyhands.facts.clipping import Clipping
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingConfig(Config):
+    """The limits of gradients before each update."""
+
+    clip_norm: float | None = option(
+        None,
+        "The most that the norm of all gradients together may be, as in PyTorch's clip_grad_norm_; over all devices.",
+        "--clip-norm", kind=float, more_than=0, on_resume="same",
+    )  # fmt: skip
+    clip_value: float | None = option(
+        None, "The most that each number of a gradient may be, up and down, as in clip_grad_value_.",
+        "--clip-value", kind=float, more_than=0, on_resume="same",
+    )  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.clipping is not None:
+            self.clipping.check()
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """The limits of gradients; None: there are none."""
+        from manyhands.facts.clipping import Clipping
+
+        limits = Clipping(self.clip_norm, self.clip_value)
+        return limits if limits.is_on else None
