@@ -11,3 +11,8 @@ PRECISIONS = {
 """Precision -> what it means."""
 SUMMED_IN = {"float16": "float32", "bfloat16": "float32"}
 """Type -> the wider one in which sums over devices are formed and travel; others are summed as they are."""
+FIRST_SCALE, GROWTH, GROWTH_STEPS, BACKOFF = 2.0**16, 2.0, 2000, 0.5
+"""Of loss scaling, as torch.amp.GradScaler's defaults: the first factor, what it grows by after so many steps without
+an overflow, and what it shrinks by after one."""
+LEAST_SCALE = 2.0**-24
+"""A smaller factor helps no more: gradients themselves are not finite."""
