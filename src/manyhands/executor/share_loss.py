@@ -94,6 +94,7 @@ class ShareLoss:
                 raise
             if self.is_mean:
                 value = value * (samples / self.plan.step_size)
+            begin = value if self.scale is None else value * self.scale.scale
         if self.plan.is_training:
-            torch.autograd.backward([value if self.scale is None else value * self.scale.scale])
+            torch.autograd.backward([begin])
         return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}
