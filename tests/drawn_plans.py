@@ -117,6 +117,7 @@ def plans(
         order=order,
         warm_up=warm_up,
         batch_norm="local" if draw(st.booleans()) else "synchronised",
+        gradient_norm=order != "stream" and draw(st.booleans()),
         homes=homes,
         optimizer_slots=draw(st.integers(0, 2)),
         bucket_bytes=draw(st.sampled_from((1, 500, 25_000_000))),
@@ -228,5 +229,6 @@ def mixed_plans(draw: st.DrawFn, network: Network) -> Plan:
         order=order,
         warm_up=draw(warm_ups(len(stages), micro_batches)),
         homes={} if home is None else {network.inputs[0]: home},
+        gradient_norm=draw(st.booleans()),
         bucket_bytes=draw(st.sampled_from((1, 500, 25_000_000))),
     )

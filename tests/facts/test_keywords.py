@@ -65,4 +65,6 @@ def test_help_shows_every_keyword() -> None:
     @takes_settings(StepSettings)
     def planned(name: str, **options: object) -> None: ...
 
-    assert [*inspect.signature(planned).parameters] == ["name", "order", "warm_up", "batch_norm", "optimizer_slots"]
+    assert [*inspect.signature(planned).parameters] == [
+        "name", "order", "warm_up", "batch_norm", "optimizer_slots", "gradient_norm",
+    ]  # fmt: skip

@@ -146,7 +146,13 @@ def test_an_interior_and_its_rim_are_all_of_an_operator() -> None:
 
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_a_step_passes_over_the_weights(slots: int) -> None:
-    assert model().step_seconds(geometry(BySamples((2, 2))), "a", slots) == pytest.approx(step_seconds(12, slots=slots))
+    plan = Plan("chain", 4, (), optimizer_slots=slots)
+    stage = geometry(BySamples((2, 2)))
+    assert model().step_seconds(stage, "a", plan) == pytest.approx(step_seconds(12, slots=slots))
+    clipped = msgspec.structs.replace(plan, gradient_norm=True)  # gradients are read once more, then read and written
+    assert model().step_seconds(stage, "a", clipped) == pytest.approx(
+        step_seconds(12, slots=slots) * (6 + 2 * slots) / (3 + 2 * slots)
+    )
 
 
 def test_a_reduction() -> None:

@@ -46,25 +46,38 @@ messages = st.builds(
     st.lists(st.builds(Part, tensor_names, boxes, st.booleans()), min_size=1, max_size=3).map(tuple),
     numbers,
 )
-reductions = st.builds(
-    Reduce,
-    numbers,
-    st.just("gradients"),
-    numbers,
-    numbers,
-    st.lists(device_names, min_size=1, max_size=3).map(tuple),
-    numbers,
-) | st.builds(
-    Reduce,
-    numbers,
-    st.just("statistics"),
-    numbers,
-    numbers,
-    st.lists(device_names, min_size=1, max_size=3).map(tuple),
-    numbers,
-    numbers,
-    st.booleans(),
-    st.booleans(),
+reductions = (
+    st.builds(
+        Reduce,
+        numbers,
+        st.just("gradients"),
+        numbers,
+        numbers,
+        st.lists(device_names, min_size=1, max_size=3).map(tuple),
+        numbers,
+    )
+    | st.builds(
+        Reduce,
+        numbers,
+        st.just("statistics"),
+        numbers,
+        numbers,
+        st.lists(device_names, min_size=1, max_size=3).map(tuple),
+        numbers,
+        numbers,
+        st.booleans(),
+        st.booleans(),
+    )
+    | st.builds(
+        Reduce,
+        numbers,
+        st.just("norm"),
+        numbers,
+        numbers,
+        st.lists(device_names, min_size=1, max_size=3).map(tuple),
+        numbers,
+        numbers,
+    )
 )
 actions = st.one_of(
     st.builds(Forward, numbers, numbers, numbers, numbers, st.sampled_from(("", "interior", "rim", "ahead", "again"))),
@@ -113,6 +126,8 @@ def test_actions_print_as_documented() -> None:
     rim = Message("halo-gradient", 0, 3, (Part("a", Box.of((0, 1))), Part("b", Box.of((1, 2)), is_value=True)), 8)
     assert str(Receive("pi-1", rim)) == "receive pi-1 s0 m3 halo-gradient a[0:1]+=b[1:2] 8B"
     assert str(Reduce(0, "gradients", 0, 12, ("pi-1", "pi-2"), 44)) == "reduce s0 gradients 0:12 pi-1,pi-2 44B"
+    assert str(Reduce(0, "norm", 0, 12, ("a", "b"), 16)) == "reduce s0 norm 0:12 a,b 16B"
+    assert str(Reduce(0, "norm", 0, 12, ("a", "b"), 16, 3)) == "reduce s0 norm m3 0:12 a,b 16B"
     statistics = Reduce(0, "statistics", 7, 8, ("a", "b"), 516, 3, True)
     assert str(statistics) == "reduce s0 statistics m3b 7:8 a,b 516B"
     assert str(Reduce(0, "statistics", 7, 8, ("a",), 516, 3, True, later=True)).endswith("516B later")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,6 +128,34 @@ def test_a_missing_member_of_a_reduction() -> None:
         waits_at = "step s0" if what == "gradients" else str(gone)
         assert f"-> {waits_at}" in str(stuck.value)
         assert "  d0, action" in str(stuck.value)
+
+
+def test_a_norm_that_one_device_does_not_join() -> None:
+    plan = msgspec.structs.replace(pipeline(), gradient_norm=True)
+    schedule = Schedule(plan, CHAIN)
+    check(schedule)
+    broken, gone = without(schedule.actions, "d1", lambda a: isinstance(a, Reduce) and a.what == "norm")
+    with pytest.raises(BadSchedule) as caught:
+        check(schedule, actions=broken)
+    assert f"'{gone}' is joined by {{'d0': 1}}" in str(caught.value)
+    with pytest.raises(BadSchedule, match="1 of 2 devices wait forever") as stuck:
+        check_progress(broken)
+    assert f"-> {gone}" in str(stuck.value)
+
+
+def test_a_norm_before_the_sums_that_it_is_of() -> None:
+    """It waits for them: where a device would join a sum after it, both wait forever."""
+    plan = msgspec.structs.replace(shared(BySamples((1, 1))), gradient_norm=True)
+    schedule = Schedule(plan, CHAIN)
+    broken: Lists = {}
+    for device, own in schedule.actions.items():
+        norm = next(a for a in own if isinstance(a, Reduce) and a.what == "norm")
+        summed = next(i for i, a in enumerate(own) if isinstance(a, Reduce) and a.what == "gradients")
+        place = summed if device == "d0" else summed + 1
+        others = tuple(a for a in own if a is not norm)
+        broken[device] = (*others[:place], norm, *others[place:])
+    with pytest.raises(BadSchedule, match="2 of 2 devices wait forever"):
+        check_progress(broken)
 
 
 def test_statistics_in_another_order_deadlock() -> None:

@@ -14,7 +14,7 @@ from drawn_plans import plans
 from hand_made import CHANNELS, COLUMNS, MAP_BYTES, ROWS, WEIGHT_BYTES, chain
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import DTYPE_BYTES, Network
-from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Order, Plan, Stage
+from manyhands.facts.plan import EVERYWHERE, BySamples, ByTiles, Codec, Order, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Message, Receive, Reduce, Send, Step
 from manyhands.schedule.checker import check
@@ -219,6 +219,32 @@ def test_buckets_are_reduced_as_soon_as_they_are_complete() -> None:
     ]
     assert texts(work.backward(3, is_last=False)) == ["backward s0 m3 0:4"]
     assert work.finish() == [Step(0)]
+
+
+def test_the_norm_is_formed_after_all_sums_and_before_every_step() -> None:
+    stages = (
+        Stage((0, 2), ("a", "b"), BySamples((1, 1)), reduce="gateway"),
+        Stage((2, 4), ("c", "b"), BySamples((1, 1))),
+    )
+    lowering = Lowering(Plan("chain", 2, stages, order="gpipe", gradient_norm=True), CHAIN)
+    norm = "reduce s0 norm 0:4 a,c,b 16B"
+    updated = f"{WEIGHT_BYTES * 2}B"
+    assert [text.split(" weight")[0] for text in texts(lowering.work["a"].finish())] == [
+        "receive b s0 m0", norm, "step s0", "send b s0 m0",
+    ]  # fmt: skip
+    assert [text.split(" weight")[0] for text in texts(lowering.work["b"].finish())] == [
+        "send a s0 m0", norm, "step s1", "receive a s0 m0",
+    ]  # fmt: skip
+    assert texts(lowering.work["c"].finish()) == [norm, "step s1"]
+    assert updated in texts(lowering.work["a"].finish())[-1]
+    assert lowering.norm is not None
+    assert lowering.norm.parts == {"a": ("w0", "w1"), "c": ("w2",), "b": ("w3",)}, "each weight once, in turn"
+
+
+def test_the_norm_is_that_of_each_micro_batch_where_each_is_stepped() -> None:
+    stages = (Stage((0, 2), ("a",)), Stage((2, 4), ("b",)))
+    plan = Plan("chain", 6, stages, micro_batches=3, order="replay", replay=Replay(0), gradient_norm=True)
+    assert texts(Lowering(plan, CHAIN).work["a"].steps(2)) == ["reduce s0 norm m2 0:4 a,b 16B", "step s0 m2"]
 
 
 def test_the_last_bucket_of_tiles_is_small() -> None:

@@ -18,7 +18,7 @@ from manyhands.facts.errors import BadPlan, BadSchedule
 from manyhands.facts.lab import with_slots
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network
-from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage
+from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Action, Backward, Forward, Reduce, Send, Step
 from manyhands.schedule.checker import check
@@ -76,6 +76,20 @@ def test_data_parallel_with_one_bucket(count: int, micro_batches: int) -> None:
     for name, one in result.devices.items():
         assert one.bytes_sent == sum(size for (source, _), size in pairs.items() if source == name)
         assert one.bytes_received == sum(size for (_, target), size in pairs.items() if target == name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_norm_waits_for_the_sums_and_costs_a_delay(count: int) -> None:
+    """Sixteen bytes over every pair's link, one delay, and three more passes over the weights."""
+    network, link = chain(4), Link(1e5, 0.003)
+    share = BySamples((2,) * count) if count > 1 else Single()
+    plan = Plan("chain", 2 * count, (Stage((0, 4), tuple(f"d{i}" for i in range(count)), share),))
+    without = run(plan, network, link)
+    with_norm = run(msgspec.structs.replace(plan, gradient_norm=True), network, link)
+    passes = 4 * WEIGHT_BYTES * 3 / 1e9
+    exchange = 0.003 + 16 / 1e5 if count > 1 else 0.0
+    assert with_norm.seconds == exactly(without.seconds + exchange + passes)
+    assert with_norm.total_bytes - without.total_bytes == exactly(16 * count * (count - 1))
 
 
 @given(st.integers(1, 6 * WEIGHT_BYTES), st.integers(2, 4), st.floats(1e4, 1e7), st.floats(0, 0.05))

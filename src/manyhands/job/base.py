@@ -167,9 +167,8 @@ class Job:
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
-            staleness = elastic_job.outcome.staleness[-1] if elastic_job.outcome.staleness else None
-            norm = elastic_job.outcome.grad_norms[-1] if elastic_job.outcome.grad_norms else None
-            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness, norm)
+            noted = elastic_job.outcome.of_last_step
+            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, *noted)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():

@@ -40,6 +40,11 @@ class Outcome:
     logs: dict[str, DeviceLog] = field(default_factory=dict)
     state: RunState | None = None
 
+    @property
+    def of_last_step(self) -> tuple[int | None, float | None]:
+        """The staleness of the last step, and the norm of its gradients; None: the run has none."""
+        return self.staleness[-1] if self.staleness else None, self.grad_norms[-1] if self.grad_norms else None
+
 
 @dataclass(frozen=True)
 class RunHooks:

@@ -52,6 +52,8 @@ class SplitOptions(TypedDict, total=False):
     silence_seconds: float | None
     engine: Mapping[str, Any] | None
     token: str
+    clip_norm: float | None
+    clip_value: float | None
     folder: str | Path | None
     resume: bool | str | Path
     test: Dataset[Any] | None

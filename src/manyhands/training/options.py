@@ -42,6 +42,8 @@ class TrainOptions(TypedDict, total=False):
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    clip_norm: float | None
+    clip_value: float | None
     folder: str | Path | None
     resume: bool | str | Path
     test: Dataset[Any] | None
