@@ -28,6 +28,7 @@ from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
 from manyhands.executor.graph_part import DeviceSetup, GraphPart
 from manyhands.executor.in_flight_micro_batch import Phase
 from manyhands.executor.log import DeviceLog, Recorder
+from manyhands.executor.loss_scale import loss_scale_of
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.options import ExecutorOptions
@@ -76,7 +77,9 @@ class Executor:
             watch_every=options.watch_every,
         )  # fmt: skip
         self.slowdown = Slowdown(options.slowdown)
-        setup = DeviceSetup(endpoint, weights, stepper, options, self.recorder, self.slowdown)
+        self.loss_scale = loss_scale_of(schedule, self.device) if options.scales_loss else None
+        """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it is not scaled here."""
+        setup = DeviceSetup(endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale)
         longest = GraphPart(graph, schedule, setup)
         self.parts: dict[int, GraphPart] = {
             length: longest if other is graph else GraphPart(other, Schedule(self.plan, other.network), setup)

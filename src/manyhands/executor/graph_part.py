@@ -16,6 +16,7 @@ from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.local_exchange import LocalExchange
 from manyhands.executor.log import Recorder
+from manyhands.executor.loss_scale import LossScale
 from manyhands.executor.messages import COORDINATOR, expected_messages, feed_parts, runs_here
 from manyhands.executor.messenger import Messenger
 from manyhands.executor.optimizers import Stepper
@@ -46,6 +47,8 @@ class DeviceSetup:
     options: ExecutorOptions
     recorder: Recorder
     slowdown: Slowdown
+    loss_scale: LossScale | None = None
+    """The factor of the loss; None: it is not scaled."""
 
 
 class GraphPart:
@@ -82,10 +85,11 @@ class GraphPart:
             set(weights.tensors) - trained_weights(graph),
             options.clipping,
             schedule.lowering.norm.parts.get(self.device, ()) if schedule.lowering.norm is not None else (),
+            setup.loss_scale,
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
-        self.loss = ShareLoss(graph, plan, torch_device) if has_loss else None
+        self.loss = ShareLoss(graph, plan, torch_device, setup.loss_scale) if has_loss else None
 
     def expected(self) -> dict[tuple[str, str], int]:
         """Return (source, topic) -> bytes of every message that this device receives in a round."""

@@ -100,6 +100,11 @@ class Stepper:
             row.leaf.grad = None
         self._step_schedule()
 
+    def skip(self) -> None:
+        """Step the schedule alone: the gradients are of no use."""
+        self._torch.__dict__["_opt_called"] = True  # else the schedule warns that no step came before its own
+        self._step_schedule()
+
     def _step_schedule(self) -> None:
         try:
             if self._schedule is not None:

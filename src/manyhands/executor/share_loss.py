@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from manyhands.executor.loss_scale import LossScale
 from manyhands.facts.plan import Plan
 from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_leaves, labels_of
@@ -58,8 +59,10 @@ def shared_totals(graph: Graph, plan: Plan) -> LossTotals | None:
 class ShareLoss:
     """The captured loss over some samples, scaled so that the shares' losses add up to the batch's."""
 
-    def __init__(self, graph: Graph, plan: Plan, device: torch.device) -> None:
+    def __init__(self, graph: Graph, plan: Plan, device: torch.device, scale: LossScale | None = None) -> None:
+        """`scale`: what the loss is scaled by where gradients begin; None: nothing."""
         assert graph.loss is not None, "the graph was captured without a loss"
+        self.scale = scale
         self.loss, self.plan, self.is_mean = graph.loss, plan, graph.loss_combination != "sum"
         self.labels = labels_of(graph.loss)
         self.totals, self.power = shared_totals(graph, plan), 0
@@ -91,6 +94,7 @@ class ShareLoss:
                 raise
             if self.is_mean:
                 value = value * (samples / self.plan.step_size)
+            begin = value if self.scale is None else value * self.scale.scale
         if self.plan.is_training:
-            torch.autograd.backward([value])
+            torch.autograd.backward([begin])
         return value.detach(), {name: t.grad for name, t in leaves.items() if t.grad is not None}

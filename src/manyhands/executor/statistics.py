@@ -43,8 +43,14 @@ class Moments:
         return self._scale
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type in which its sums over devices are formed: float32 in place of a smaller one."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
 def own_moments(data: torch.Tensor) -> torch.Tensor:
     """Return count, means and variances of what is here, as one row to send."""
+    data = wide(data)
     count = data.numel() // data.shape[1] if data.shape[1] else 0
     mean, variance = _aten.batch_norm_update_stats.default(data, None, None, 0.0)
     return torch.cat([mean.new_full((1,), float(count)), mean, variance])
@@ -113,6 +119,7 @@ class SharedBatchNorm:
         self, data: torch.Tensor, gradient: torch.Tensor, moments: Moments
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return w/σ · dy, and this device's Σ dy · x̂ and Σ dy as one row to send."""
+        data, gradient = wide(data), wide(gradient)
         inverse = moments.inverse(self.epsilon)
         weight = self.weight if self.weight is not None else torch.ones_like(moments.mean)
         scaled, of_weight, of_bias = _aten.native_batch_norm_backward.default(
@@ -136,7 +143,8 @@ class SharedBatchNorm:
         slope = -factor * inverse * total[:channels] / moments.count
         offset = -factor * total[channels:] / moments.count - slope * moments.mean
         shape = [1, -1, *(1 for _ in data.shape[2:])]
-        return scaled.addcmul_(data, slope.view(shape)).add_(offset.view(shape))
+        made = scaled.addcmul_(wide(data), slope.view(shape)).add_(offset.view(shape))
+        return made.to(data.dtype)
 
 
 def _weight(argument: Any, weights: Weights) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from manyhands.executor.tile_base import TileOperator
 from manyhands.executor.tile_convolution import Convolution, TransposedConvolution
 from manyhands.executor.tile_linear import Linear
+from manyhands.executor.tile_lower_precision import in_float32
 from manyhands.executor.tile_moves import (
     Concatenation,
     Dropout,
@@ -22,6 +23,7 @@ from manyhands.executor.tile_pointwise import pointwise
 from manyhands.executor.tile_pooling import AdaptiveAveragePool, AveragePool, MaxPool
 from manyhands.executor.tile_resampling import Resampling
 from manyhands.executor.tile_statistics import FromShape, GlobalPool
+from manyhands.facts.precision import SUMMED_IN
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
 from manyhands.graph.graph import Graph
@@ -58,4 +60,5 @@ def tile_operator(graph: Graph, index: int, weights: Weights, kernel: Kernel | N
         kind = pointwise(node, {tensors[name].dtype for name in (*op.inputs, *op.outputs)})
     elif op.tiling:
         kind = EdgePadding if edge_padding(node) is not None else _BY_NAME[name]
-    return kind(graph, index, weights, kernel)
+    is_smaller = any(spec.dtype in SUMMED_IN for spec in node.outputs)
+    return (in_float32(kind) if is_smaller else kind)(graph, index, weights, kernel)

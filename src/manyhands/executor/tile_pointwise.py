@@ -17,6 +17,7 @@ from manyhands.graph.nodes import Node, Value, Weight
 _aten = torch.ops.aten
 
 Backward = Callable[..., Tensor]
+_FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 def _numbers(node: Node, *defaults: float) -> list[float]:
@@ -185,7 +186,7 @@ class Copy(TileOperator):
 
 def pointwise(node: Node, dtypes: set[str]) -> type[TileOperator]:
     """Return the class that knows a formula for an operator, or the one that runs it again."""
-    if len(dtypes) > 1 or not dtypes & {"float32", "float64"}:
+    if len(dtypes) > 1 or not dtypes & _FLOATS:
         return TileOperator
     if node.target in _ACTIVATIONS:
         return Activation

@@ -1,4 +1,4 @@
-"""Updates of one device's weights: the optimizer's step, once all gradients are added up and clipped."""
+"""Updates of one device's weights: the optimizer's step, once all gradients are added up, unscaled and clipped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
+from manyhands.executor.loss_scale import LossScale
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.reductions import Reductions
@@ -28,10 +29,15 @@ class WeightUpdates:
         untrained: Collection[str],
         clipping: Clipping | None = None,
         norm_part: Collection[str] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
-        """`norm_part`: the weights whose gradients this device gives to the norm of all."""
+        """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients are
+        to be divided by."""
         self.weights, self.stepper, self.reductions, self._untrained = weights, stepper, reductions, untrained
         self.clipping, self._norm_part = clipping or UNCLIPPED, norm_part
+        self.loss_scale = loss_scale
+        self.is_skipped = False
+        """Whether the update under way is skipped: some device's gradients are not finite."""
         self.totals: GradientTotals | None = None
         """What all gradients of the update under way add up to; None: the plan does not exchange it."""
         self.count = 0
@@ -40,7 +46,7 @@ class WeightUpdates:
         """The micro-batch of the last update; -1: of the whole round."""
 
     def begin_round(self) -> None:
-        self.count, self._last, self.totals = 0, None, None
+        self.count, self._last, self.totals, self.is_skipped = 0, None, None, False
 
     def is_done(self, micro_batch: int) -> bool:
         """Return whether another stage of this device has updated the weights already."""
@@ -49,9 +55,14 @@ class WeightUpdates:
     def exchange_norm(self, reduce: Reduce) -> float:
         """Wait for the sums of gradients, give this device's part of their norm, and return the norm of all."""
         self._finish_gradients()
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._gradients())
         tensors = self.weights.tensors
         gradients = [grad for name in self._norm_part if (grad := tensors[name].grad) is not None]
         self.totals = GradientTotals.of_rows(self.reductions.gather(reduce, part_of_norm(gradients)))
+        if self.loss_scale is not None:
+            self.is_skipped = self.totals.not_finite > 0
+            self.loss_scale.update(is_skipped=self.is_skipped)
         return self.totals.norm
 
     def update(self, micro_batch: int) -> list[SumRecord]:
@@ -61,10 +72,13 @@ class WeightUpdates:
         if self.totals is None:
             self._finish_gradients()
         assert self.stepper is not None
-        if self.clipping.is_on and (gradients := self._gradients()):
-            clip(gradients, self.clipping, self.totals)
-        self.totals = None
-        self.stepper.step()
+        if self.is_skipped:
+            self.stepper.skip()
+        else:
+            if self.clipping.is_on and (gradients := self._gradients()):
+                clip(gradients, self.clipping, self.totals)
+            self.stepper.step()
+        self.totals, self.is_skipped = None, False
         self.stepper.zero()
         return self.reductions.take_records()
 
@@ -75,5 +89,6 @@ class WeightUpdates:
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients of the weights that this device steps, each once."""
-        assert self.stepper is not None
+        if self.stepper is None:
+            return []
         return [weight.grad for weight in self.stepper.weights.values() if weight.grad is not None]

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
 from manyhands.graph import ops
-from manyhands.graph.autocast import with_casts
+from manyhands.graph.autocast import cast_type, early_casts, with_cast, with_casts
 from manyhands.graph.conversion import WEIGHT_MARK, Conversion, Exported, module_of, own_name
 from manyhands.graph.conversion_refusals import (
     off_list,
@@ -70,6 +70,7 @@ def convert(exported: Exported) -> Graph:
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
     live_nodes = live(rewritten(live(state.nodes, set(leaves)), inputs, weights), set(leaves))
+    live_nodes = early_casts(live_nodes, set(leaves))
     refuse_nonlinear_backward(live_nodes)
     return Graph(
         name=exported.name,
@@ -278,7 +279,8 @@ def _inline_autocast(node: Any, state: Conversion) -> None:
     """Convert a `with torch.autocast(...):` region: its operators, with the casts that autocast makes."""
     _, dtype, enabled, _, inner, *values = node.args
     before, state.autocast = state.autocast, dtype if enabled else None
-    state.casts.clear()
+    if before is None:
+        state.casts.clear()
     _inline_graph(node, getattr(node.graph.owning_module, inner.target).graph, inner.name, values, state)
     state.autocast = before
 
@@ -291,10 +293,18 @@ def _inline_checkpoint(node: Any, state: Conversion) -> None:
 
 def _decompose(node: Any, state: Conversion) -> bool:
     """Convert what an operator is made of in its place; return whether PyTorch knows how."""
-    graph = decomposed(node)
-    if graph is not None:
-        _inline_graph(node, graph, node.name, tensor_arguments(node), state)
-    return graph is not None
+    dtype = cast_type(node, state)
+    graph = decomposed(node, dtype)
+    if graph is None:
+        return False
+    values = tensor_arguments(node)
+    arguments = [_argument(value, state, node) for value in values]
+    before, state.autocast = state.autocast, None  # inside, all has the type that autocast gave it
+    if dtype is not None:
+        arguments = [with_cast(value, record, dtype, node, state) for value, record in zip(values, arguments)]
+    _inline_arguments(node, graph, node.name, arguments, state)
+    state.autocast = before
+    return True
 
 
 _REGIONS = {
@@ -306,8 +316,12 @@ _REGIONS = {
 
 def _inline_graph(node: Any, graph: Any, name: str, values: list[Any], state: Conversion) -> None:
     """Convert the nodes of a sub-graph in place of `node`; `values` are its inputs, as nodes of the graph around it."""
+    _inline_arguments(node, graph, name, [_argument(value, state, node) for value in values], state)
+
+
+def _inline_arguments(node: Any, graph: Any, name: str, arguments: list[Argument], state: Conversion) -> None:
+    """Convert the nodes of a sub-graph in place of `node`; `arguments` are its inputs."""
     outer, prefix = state.prefix, f"{state.prefix}{name}."
-    arguments = [_argument(value, state, node) for value in values]
     state.prefix = prefix
     placeholders = [inner_node for inner_node in graph.nodes if inner_node.op == "placeholder"]
     for placeholder, argument in zip(placeholders, arguments, strict=True):

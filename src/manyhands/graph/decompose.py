@@ -25,8 +25,9 @@ _MORE = ("glu", "im2col", "col2im", "upsample_bicubic2d", "logit", "addmv", "spe
 _PRESERVED_META = ("stack_trace", "nn_module_stack")
 
 
-def decomposed(node: Any) -> torch.fx.Graph | None:
-    """Return a graph that computes the same as a node of an exported program from the node's tensors, in their order.
+def decomposed(node: Any, dtype: torch.dtype | None = None) -> torch.fx.Graph | None:
+    """Return a graph that computes the same as a node of an exported program from the node's tensors, in their order;
+    `dtype`: the type to which autocast casts them.
 
     None: PyTorch has no decomposition of the operator.
     """
@@ -48,7 +49,7 @@ def decomposed(node: Any) -> torch.fx.Graph | None:
     try:
         with modes[0], enable_python_dispatcher(), torch.no_grad():
             trace = make_fx(call, decomposition_table=_table(), _allow_non_fake_inputs=True)
-            traced = trace(*(values[place] for place in tensor_places))
+            traced = trace(*(typed(values[place], dtype) for place in tensor_places))
     except Exception:  # PyTorch's own reasons: the operator stays refused, by its name and the user's line
         return None
     graph: torch.fx.Graph = traced.graph
@@ -59,6 +60,16 @@ def decomposed(node: Any) -> torch.fx.Graph | None:
     for inner in calls:
         inner.meta.update({key: node.meta[key] for key in _PRESERVED_META if key in node.meta})
     return graph
+
+
+def typed(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value as autocast casts it to a type: tensors of floating-point numbers, but not of float64."""
+    return value.to(dtype) if dtype is not None and may_be_cast(value) else value
+
+
+def may_be_cast(value: Any) -> bool:
+    """Return whether autocast casts a value."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def tensor_arguments(node: Any) -> list[Any]:

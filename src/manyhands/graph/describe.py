@@ -16,6 +16,7 @@ from manyhands.facts.network import Network, Op, TensorSpec, batched_first
 from manyhands.facts.spatial_axes import AxisStep, spatial_axes
 from manyhands.graph import ops
 from manyhands.graph.arithmetic import Shapes, macs
+from manyhands.graph.autocast import early_places
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
@@ -89,7 +90,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         name=graph.name,
         ops=tuple(described),
         layers=layers_of(
-            tuple(described), specs, weights, graph.outputs, granularity, _attached(graph) | _carrying(graph), numbers
+            tuple(described), specs, weights, graph.outputs, granularity, _attached(graph) | _carrying(graph) | early_places(graph.nodes, graph.outputs), numbers
         ),
         tensors=specs,
         weights=weights,

@@ -1,12 +1,13 @@
 """Calls torch.export on a module and passes its program to convert.py.
 
 The module is called through a wrapper with a flat list of tensors, so that tensors, tuples, lists and dicts as inputs
-and outputs all come out as named leaves in a known order.
+and outputs all come out as named leaves in a known order. An export inside torch.autocast is of the module under it.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ from manyhands.graph.drawn_numbers import decided_draws
 from manyhands.graph.export_errors import explain
 from manyhands.graph.graph import Graph
 from manyhands.graph.misfits import last_entered, shape_text
-from manyhands.graph.quiet_export import quiet_export, where_batch_was_fixed
+from manyhands.graph.precision import Region, entered, left, surrounding
+from manyhands.graph.quiet_export import only_listener, quiet_export, where_batch_was_fixed
 from manyhands.graph.tensor_trees import (
     batch_of,
     example_outputs,
@@ -52,10 +54,15 @@ class _Flat(nn.Module):
     """
 
     def __init__(
-        self, inner: nn.Module, trees: list[Any], note: Callable[[Any, list[str]], None], outputs: Callable[[Any], Any]
+        self,
+        inner: nn.Module,
+        trees: list[Any],
+        note: Callable[[Any, list[str]], None],
+        outputs: Callable[[Any], Any],
+        region: Region | None,
     ) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.region = inner, region
         self.trees = trees
         self.note = note
         self.outputs = outputs
@@ -64,7 +71,8 @@ class _Flat(nn.Module):
         by_name = {f"#{i}": leaf for i, leaf in enumerate(leaves)}
         positional, keywords = (rebuilt(tree_map(by_name.__getitem__, tree)) for tree in self.trees)
         before = [(path, child, dict(child._buffers)) for path, child in self.inner.named_modules()]
-        output = self.outputs(self.inner(*positional, **keywords))
+        with entered(self.region):
+            output = self.outputs(self.inner(*positional, **keywords))
         tensors: list[torch.Tensor] = []
         tree = flattened(output, tensors, "the output")
         assigned: list[str] = []
@@ -154,33 +162,33 @@ def export_module(
     examples = [leaf if places[id(leaf)] == place else leaf.clone() for place, leaf in enumerate(examples)]
     returned: list[tuple[Any, list[str]]] = []
     outputs = tensors_alone if has_own_loss else without_none
-    flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs)
+    flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs, surrounding())
     dimension = torch.export.Dim("batch")
     shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
     for place, (axis, rows) in (second_axes or {}).items():
         shapes[place][axis] = dimension if rows == 1 else rows * dimension
     try:
-        with custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
+        with left(), custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
             program = quiet_export(flat, tuple(examples), shapes)
     except CaptureFailed:
         raise
     except Exception as error:
-        with last_entered(module) as entered:
+        with left(), last_entered(module) as child:
             fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), shapes))
         shape_list = ", ".join(shape_text(leaf.shape) for leaf in leaves)
-        raise explain(error, module, fixed, entered, shape_list, is_loss=is_loss) from error
+        raise explain(error, module, fixed, child, shape_list, is_loss=is_loss) from error
     names = _input_names(module, *trees)
     output_tree, assigned = returned[-1]
-    graph = convert(
-        Exported(
-            program=program,
-            name=name,
-            input_names=[names[f"#{i}"] for i in range(len(leaves))],
-            input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
-            output_tree=output_tree,
-            granularity=granularity,
-            wrappers=("inner.loss.", "inner.") if is_loss else ("inner.",),
-            assigned=tuple(assigned),
-        )
+    exported = Exported(
+        program=program,
+        name=name,
+        input_names=[names[f"#{i}"] for i in range(len(leaves))],
+        input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
+        output_tree=output_tree,
+        granularity=granularity,
+        wrappers=("inner.loss.", "inner.") if is_loss else ("inner.",),
+        assigned=tuple(assigned),
     )
+    with left(), only_listener(logging.NullHandler()):
+        graph = convert(exported)
     return graph, example_outputs(program, output_tree, len(assigned))

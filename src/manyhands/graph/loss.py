@@ -23,6 +23,7 @@ from manyhands.graph.labels import check_labels
 from manyhands.graph.loss_proof import LossProof
 from manyhands.graph.loss_totals import POWERS, LossTotals, totals_of
 from manyhands.graph.loss_trial import agrees, one_thread
+from manyhands.graph.precision import left
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_leaves
 
@@ -41,7 +42,7 @@ def combination(graph: Graph, outputs: Any, target: Any) -> LossCombination:
     made = {spec.name: spec for node in graph.nodes for spec in node.outputs}
     examples = [torch.ones(made[name].shape, dtype=getattr(torch, made[name].dtype)) for name in graph.penalties]
     inputs = bind_inputs(graph.loss, ([outputs, examples] if examples else outputs, target))
-    with one_thread():
+    with one_thread(), left():
         if proved != "whole" and not proof.ignored:
             return proved if agrees(graph.loss, proved, inputs) else "whole"
         totals = totals_of(graph.loss)

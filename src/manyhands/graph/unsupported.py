@@ -20,7 +20,7 @@ def refuse_unsupported(module: nn.Module) -> None:
     if torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda")):
         raise BadValue(
             "Training was called under torch.autocast, which does not reach the workers.",
-            hint="Call it outside of `with torch.autocast(...)`; model.to(torch.bfloat16) trains in bfloat16.",
+            hint="Call it outside of `with torch.autocast(...)`, with precision='bf16' (or 'fp16').",
         )
     for owner, kind, hook in _backward_hooks(module):
         raise CaptureFailed(

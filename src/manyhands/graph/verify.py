@@ -1,6 +1,7 @@
 """The self-check, which compares how a captured graph trains with how the module itself does. Both run the same
 operators in the same order, so they differ by rounding at most; whatever torch.export did not see (a hook, a tensor
-from elsewhere, a value that Python decided) shows here, before the first step.
+from elsewhere, a value that Python decided) shows here, before the first step. Inside torch.autocast the module runs
+under it, and the graph by its own casts.
 
 A random operator draws by its name in the graph (random.py); the module is made to draw the same numbers.
 
@@ -27,6 +28,7 @@ from manyhands.graph.double_precision import cast_to_double, in_double
 from manyhands.graph.graph import Graph
 from manyhands.graph.own_loss import module_loss
 from manyhands.graph.piece import Context, Piece, run_steps
+from manyhands.graph.precision import left, surrounding
 from manyhands.graph.sizes import at
 from manyhands.graph.tape import bind_inputs
 from manyhands.graph.trees import tree_map
@@ -40,6 +42,9 @@ _IN_DOUBLE = 1e-9
 smaller type, repeating it in float64 proves nothing, and where weights are mapped from a file it would need memory for
 all of them: there `_ROUNDED` holds."""
 _ROUNDED = 1e-3
+_LOWER_ROUNDINGS = 16
+"""Difference under torch.autocast, in roundings of the lower type, that is never taken for rounding. Both are compared
+in float64 too, without autocast: a graph's casts are then none."""
 _NEGLIGIBLE = 1e-3
 """A gradient below this part of the largest of all is measured by that part: it is zero but for rounding."""
 
@@ -82,18 +87,31 @@ def verify(
     try:
         difference = _difference(check, check.by_module(), check.by_graph())
         if not difference.is_within(_ROUNDINGS * torch.finfo(check.dtype).eps):
-            if _rounds_itself(graph) or check.gives_back:
-                doubtful = not difference.is_within(_ROUNDED)
-            else:
-                with check.in_float64():
-                    difference = _difference(check, check.by_module(), check.by_graph())
-                    doubtful = not difference.is_within(_IN_DOUBLE)
-            if doubtful:
-                raise _differs(check, difference)
+            difference = _checked_further(check, difference)
     except OtherDraws:
         note = "the module draws random numbers in another order than its captured graph"
         return Verified(check.samples, time.perf_counter() - start, 0.0, note)
     return Verified(check.samples, time.perf_counter() - start, difference.largest)
+
+
+def _checked_further(check: _Given, difference: _Difference) -> _Difference:
+    """Return the difference in float64, where that shows more than a larger one in a smaller type; too large a one is a
+    CaptureFailed."""
+    region = check.region
+    if region is not None:
+        if not difference.is_within(_LOWER_ROUNDINGS * torch.finfo(region.dtype).eps):
+            raise _differs(check, difference)
+        if check.gives_back:
+            return difference
+    elif _rounds_itself(check.graph) or check.gives_back:
+        if not difference.is_within(_ROUNDED):
+            raise _differs(check, difference)
+        return difference
+    with left(), check.in_float64():
+        difference = _difference(check, check.by_module(), check.by_graph())
+        if not difference.is_within(_IN_DOUBLE if region is None else _ROUNDED):
+            raise _differs(check, difference)
+    return difference
 
 
 class _Given:
@@ -110,6 +128,8 @@ class _Given:
         assert graph.loss is not None, "the graph was captured without a loss"
         self.graph, self.module, self.loss, self.batch, self.target = graph, module, loss, batch, target
         self.network = graph.network
+        self.region = surrounding()
+        """Where the module computes under torch.autocast; None: it does not."""
         self.parameters = {
             name: parameter
             for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -138,6 +158,10 @@ class _Given:
     def by_graph(self) -> _Step:
         """Run the graph's step. It reads the module's own parameters, and writes to copies of its buffers."""
         graph = self.graph
+        with left():
+            return self._by_graph(graph)
+
+    def _by_graph(self, graph: Graph) -> _Step:
         assert graph.loss is not None
         tensors = {
             s.name: weight.clone() if s.buffer else weight.detach().requires_grad_(s.trainable)
@@ -282,7 +306,7 @@ def _rounds_itself(graph: Graph) -> bool:
 
 
 def _differs(check: _Given, difference: _Difference) -> CaptureFailed:
-    limit = _ROUNDED if _rounds_itself(check.graph) or check.gives_back else _IN_DOUBLE
+    limit = _ROUNDED if check.region is not None or _rounds_itself(check.graph) or check.gives_back else _IN_DOUBLE
     hint = (
         "torch.export did not see all that the module does: look there for state that changes from call to call, "
         "values that Python decides, or gradients that are changed by hand.\nverify=False trains the captured graph "
@@ -324,7 +348,9 @@ def _differs(check: _Given, difference: _Difference) -> CaptureFailed:
 def _first_value_apart(check: _Given) -> str:
     """Return the first child of the module that returns something else than the graph's nodes of it; '' if none
     does."""
-    values, made_last = _every_value(check), {node.module: node for node in check.graph.nodes if not node.updates}
+    with left():
+        values = _every_value(check)
+    made_last = {node.module: node for node in check.graph.nodes if not node.updates}
     apart: list[str] = []
     calls: dict[str, int] = {}
 

@@ -159,7 +159,7 @@ class Job:
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
-            clipping=self.config.clipping, lengths=self._lengths_reported(),
+            clipping=self.config.clipping, scales_loss=workload.scales_loss, lengths=self._lengths_reported(),
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -330,7 +330,7 @@ class Job:
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
-            staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
+            staleness=outcome.staleness, skipped_steps=outcome.skipped_steps, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
             lengths=self.lengths.uses,
         )  # fmt: skip
@@ -380,9 +380,9 @@ class Job:
 
     def evaluated(self, planned: PlannedRun, test: Dataset[Any]) -> EvaluateResult:
         """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
-        trained, loss = self.trained.weights, self.workload.loss
+        of_all = self.trained.weights, test, self.workload.loss, planned.profile, self.workload.precision
         try:
-            return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
+            return evaluate_in(self.session, self.graph, planned.plan, *of_all)
         except WorkerLost as error:
             names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
             if not names:
@@ -390,7 +390,7 @@ class Job:
             self.tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
             stage = Stage((0, len(self.graph.network.layers)), (names[0],))
             alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
-            return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
+            return evaluate_in(self.session, self.graph, alone, *of_all)
 
     def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
         from manyhands.job.pictures import write_pictures  # imported late: a run need not wait for it

@@ -21,6 +21,7 @@ from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
+from manyhands.facts.precision import FLOAT32
 from manyhands.facts.profile import Profile
 from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
@@ -29,6 +30,7 @@ from manyhands.graph.labels import check_labels
 from manyhands.graph.loss import ignored_class
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.graph.piece import Context, Piece
+from manyhands.graph.precision import under
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields, branched, rebuilt
 from manyhands.graph.weights import Weights
@@ -120,8 +122,10 @@ def evaluate_in(
     data: Dataset[Any],
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     profile: Profile,
+    precision: str = FLOAT32,
 ) -> EvaluateResult:
-    """Evaluate on the session's workers, by a plan's stages and shares."""
+    """Evaluate on the session's workers, by a plan's stages and shares. `precision`: the one that the graph was captured
+    in; the loss is computed in it too."""
     refuse_pairs(graph)
     stream = resolve(inference_plan(plan), graph.network)
     samples, size = length(data), stream.batch_size
@@ -129,7 +133,7 @@ def evaluate_in(
     steps = len(padded) // size
     kernels = {name: profile.of(name).kernels for name in stream.devices}
     order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
-    tally = _Tally(graph, loss, samples, size)
+    tally = _Tally(graph, loss, samples, size, precision)
     with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
         run = StreamRun(session.coordinator, order, _Batches(graph, batches, steps, tally))
         run.prepare()
@@ -169,9 +173,14 @@ class _Tally:
     """Adds up losses and right answers."""
 
     def __init__(
-        self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int
+        self,
+        graph: Graph,
+        loss: Callable[..., torch.Tensor] | Literal["own"] | None,
+        samples: int,
+        size: int,
+        precision: str,
     ) -> None:
-        self.graph, self.samples, self.size = graph, samples, size
+        self.graph, self.samples, self.size, self.precision = graph, samples, size, precision
         self.function = self._own_loss if isinstance(loss, str) else loss
         self._penalties: list[torch.Tensor] = []
         self.targets: dict[int, Any] = {}
@@ -204,7 +213,9 @@ class _Tally:
     def _loss_of(self, output: Any, target: Any) -> float:
         assert self.function is not None
         floats = next((leaf.dtype for leaf in _leaves(output) if leaf.is_floating_point()), torch.get_default_dtype())
-        with torch.no_grad():
+        if self.precision != FLOAT32:
+            floats = torch.float32  # autocast itself casts what the loss reads
+        with torch.no_grad(), under(FLOAT32 if self.function == self._own_loss else self.precision):
             return float(self.function(rebuilt(output), cast(target, floats)))
 
     def _own_loss(self, output: Any, target: Any) -> torch.Tensor:

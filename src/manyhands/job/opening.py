@@ -66,10 +66,11 @@ def open_run(
     folder, resumed = resumed_from(config.folder, config.resume, config.say)
     last_step = workload.last_step
     examples = workload.examples()
-    graphs = {
-        length: captured(workload.model, data, workload.loss, granularity=config.granularity, name=config.name)
-        for length, data in examples.items()
-    }
+    with workload.computing():
+        graphs = {
+            length: captured(workload.model, data, workload.loss, granularity=config.granularity, name=config.name)
+            for length, data in examples.items()
+        }
     check_one_network(graphs)
     graph = graphs[max(graphs)]
     on_captured(graph)

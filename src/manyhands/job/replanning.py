@@ -41,6 +41,8 @@ def happened(event: str, facts: Mapping[str, Any]) -> str:
         return f"{facts['workers']} worker(s) left, {facts['least']} needed: waiting {facts['seconds']:g} s for others."
     if event == "rewound":
         return f"{facts['reason'][:1].upper()}{facts['reason'][1:]}, of step {facts['step']}."
+    if event == "skipped":
+        return f"Gradients of step {facts['step']} overflowed: it is skipped, and the loss scaled by half as much."
     if event == "note":
         return str(facts["text"])
     words = {"joined": "joins", "leaving": "leaves and hands over", "left": "has left"}

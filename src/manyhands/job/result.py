@@ -48,7 +48,9 @@ class TrainResult:
     staleness: list[int] = field(default_factory=list)
     """For each step with order replay: by how many updates its gradient was late; -1: too many, it was discarded."""
     grad_norms: list[float] = field(default_factory=list)
-    """One per step, of all gradients before they were clipped, with clip_norm; else empty."""
+    """One per step, of all gradients before they were clipped, with clip_norm or precision="fp16"; else empty."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """With precision="fp16": steps of this process whose gradients overflowed, so that all devices skipped them."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
     """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None

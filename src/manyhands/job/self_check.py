@@ -35,7 +35,8 @@ def verified(graph: Graph, workload: Workload, requested: bool | None, data: Dat
         return Verified(0, 0.0, 0.0, note)
     inputs, targets = example(data, samples)
     floats = floats_of(workload.model)
-    return verify(graph, workload.model, workload.loss, cast(inputs, floats), cast(targets, floats))
+    with workload.computing():
+        return verify(graph, workload.model, workload.loss, cast(inputs, floats), cast(targets, floats))
 
 
 def _samples(batch_size: int) -> int:

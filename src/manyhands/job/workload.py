@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,9 @@ from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.precision import FLOAT32, FP16
 from manyhands.graph.own_loss import OWN_LOSS
+from manyhands.graph.precision import check_precision, under
 from manyhands.job.callbacks import Say
 from manyhands.job.clipping_config import ClippingConfig
 from manyhands.job.config import keywords_of
@@ -47,6 +50,8 @@ class Workload:
     feed: str = "step"
     lengths: SampleLengths | None = None
     """The lengths of samples that are padded; None: they all have one shape."""
+    precision: str = FLOAT32
+    """The precision that the network computes in (facts/precision.py)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -69,10 +74,20 @@ class Workload:
             padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
             self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
         validate(self.optimizer, self.last_step)
+        check_precision(self.precision, self.model)
 
     @property
     def seed(self) -> int:
         return self.config.seed
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context in which the module computes in its precision."""
+        return under(self.precision, self.model)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""
+        return self.precision == FP16
 
     @property
     def epochs(self) -> int:

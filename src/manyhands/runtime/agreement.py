@@ -193,8 +193,11 @@ class Divergence:
 class Agreement:
     """Compares what the devices of a run report of each round."""
 
-    def __init__(self, schedule: Schedule, work: Mapping[str, float], suspicions: Suspicions) -> None:
-        self.suspicions = suspicions
+    def __init__(
+        self, schedule: Schedule, work: Mapping[str, float], suspicions: Suspicions, *, may_overflow: bool = False
+    ) -> None:
+        """`may_overflow`: gradients that are not finite are nobody's fault, since the loss is scaled."""
+        self.suspicions, self._may_overflow = suspicions, may_overflow
         self.divergence: Divergence | None = None
         self._work, self._network = work, schedule.network
         self._replicas = {name for stage in schedule.plan.stages if len(stage.devices) > 1 for name in stage.devices}
@@ -227,7 +230,7 @@ class Agreement:
         for key, device_records in records.items():
             if missing := [name for name in self._sums[key].reduce.devices if name not in device_records]:
                 return Verdict(missing[0], f"what it reports of step {step} leaves out a sum of gradients")
-        if verdict := self._not_finite(step, records, not_finite_from):
+        if not self._may_overflow and (verdict := self._not_finite(step, records, not_finite_from)):
             return verdict
         evidence = Evidence()
         for key, device_records in records.items():

@@ -98,6 +98,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none."""
+    scales_loss: bool = False
+    """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
 

@@ -11,6 +11,7 @@ the job is to stop        likewise; then the workers that have the latest state 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,8 @@ class JobOutcome(Outcome):
     replayed_steps: int = 0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps that all devices skipped, since gradients of the scaled loss were not finite."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each recovery began, by the clock of this process."""
 
@@ -198,6 +201,9 @@ class ElasticJob:
                 self.outcome.staleness.append(self._run.outcome.staleness[-1])
             if self._run is not None and self._run.outcome.grad_norms:
                 self.outcome.grad_norms.append(self._run.outcome.grad_norms[-1])
+                if self.order.scales_loss and not math.isfinite(self.outcome.grad_norms[-1]):
+                    self.outcome.skipped_steps.append(step)
+                    self.log_event("skipped", step=step)
             self.hooks.on_step(step, loss, seconds)
         recovery, run = self._recovery, self._run
         if recovery is not None and run is not None and not recovery.is_logged:

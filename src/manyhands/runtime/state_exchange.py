@@ -76,6 +76,8 @@ class StateExchange:
             resident.is_full = True
         if executor.stepper is not None and job.steps_done:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
+        if executor.loss_scale is not None and job.steps_done:
+            executor.loss_scale.load(job.scalars)
         executor.settled_step = step
         if command.backup_every or step in command.snapshots:
             constants = constants_of(executor)
@@ -183,6 +185,8 @@ def state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor]
     """Return a device's weights, buffers and optimiser state by full name, and the scalars of its optimiser. A copy is
     made of what changes, and is without the rest."""
     tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
+    if executor.loss_scale is not None:
+        scalars = scalars | executor.loss_scale.state()
     constants = constants_of(executor) if copy else frozenset()
     weights = {name: tensor for name, tensor in executor.weights.tensors.items() if name not in constants}
     named = state.named(state.WEIGHT, weights) | state.named(state.OPTIMIZER, tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.precision import SUMMED_IN
 from manyhands.schedule.actions import Action, Forward, Reduce
 from manyhands.schedule.geometry import Group, StageGeometry
 from manyhands.schedule.packing import Mail, packed_messages
@@ -24,7 +25,8 @@ def statistics_sum(geometry: StageGeometry, index: int, *, backward: bool = Fals
     network = geometry.network
     op = network.ops[index]
     count = 2 * op.statistics + (0 if backward else 1) if op.statistics else op.tile_sums * geometry.samples
-    size = count * DTYPE_BYTES[network.tensors[op.inputs[0]].dtype]
+    dtype = network.tensors[op.inputs[0]].dtype
+    size = count * DTYPE_BYTES[SUMMED_IN.get(dtype, dtype)]
     return Reduce(geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward, later)
 
 

@@ -52,5 +52,7 @@ def gradient_norm(geometries: Sequence[StageGeometry], steppers: Mapping[int, tu
                 given.add(name)
     if not parts:
         return None
+    for device in geometries[-1].loss_devices:  # the loss may be scaled by a number that follows from the exchange
+        parts.setdefault(device, [])
     reduce = Reduce(0, "norm", 0, len(network.ops), tuple(parts), NUMBERS * NUMBER_BYTES)
     return GradientNorm(reduce, {device: tuple(names) for device, names in parts.items()})

@@ -59,7 +59,7 @@ def train(
     """Train `model` on `data`, a data set of pairs (input, target), or of inputs if the model needs no target for its
     loss, over a cluster, exactly as one device would.
 
-    The model keeps its type (float32, float64) and holds the trained weights and buffers when this returns.
+    The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and buffers when this returns.
     `TrainConfig` describes the options.
 
     data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
@@ -142,12 +142,17 @@ def workload_of(
         assert config.lengths is not None
         test = Padded(test, lengths.padding, lengths.longest) if test is not None else None
         config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test)
-    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths)
+    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths, config.precision)
+
+
+def needs_norm(config: TrainConfig) -> bool:
+    """Return whether the devices learn of all gradients before each update: to clip them, or to skip it."""
+    return config.clip_norm is not None or config.scales_loss
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
     """Return the plan adapted to the configuration: a plan without shares of samples fits any batch size."""
-    plan = msgspec.structs.replace(plan, gradient_norm=plan.gradient_norm or config.clip_norm is not None)
+    plan = msgspec.structs.replace(plan, gradient_norm=plan.gradient_norm or needs_norm(config))
     if not any(isinstance(stage.share, BySamples) for stage in plan.stages):
         plan = msgspec.structs.replace(plan, batch_size=batch_size * plan.steps_per_round)
     if config.reduce != "gateway":
@@ -192,7 +197,7 @@ class TrainJob(Job):
                 network, cluster, batch_size=self.workload.batch_size, strategy=str(requested), profile=profile,
                 micro_batches=config.micro_batches, optimizer_slots=slots(self.workload.optimizer),
                 tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
-                gradient_norm=config.clip_norm is not None,
+                gradient_norm=needs_norm(config),
             )  # fmt: skip
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             if config.tune > 1:
