@@ -17,7 +17,7 @@ from manyhands.executor.schedules import schedule_names
 from manyhands.executor.torch_optimizers import FUSED_STEPS, optimizer_names
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.facts.optimizer import Optimizer
-from scheduled import ScheduledStepper
+from scheduled_stepper import ScheduledStepper
 
 STEPS_BEFORE, STEPS_AFTER = 5, 4
 OPTIMIZERS = [
@@ -349,7 +349,9 @@ def test_before_the_first_step_nothing_is_missing() -> None:
 
 def test_no_trainable_weights() -> None:
     """A worker of layers without weights keeps the same learning rate as the others."""
-    stepper = ScheduledStepper(Optimizer("Adam", lr=1.0, schedule=("ExponentialLR", {"gamma": 0.5})), {"frozen": torch.ones(2)})
+    stepper = ScheduledStepper(
+        Optimizer("Adam", lr=1.0, schedule=("ExponentialLR", {"gamma": 0.5})), {"frozen": torch.ones(2)}
+    )
     stepper.step()
     stepper.zero()
     assert stepper.learning_rate == 0.5

@@ -15,7 +15,7 @@ from manyhands.executor.schedules import at_start, schedule_names
 from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer, parse
-from scheduled import ScheduledStepper
+from scheduled_stepper import ScheduledStepper
 
 STEPS = 24
 SINGLE: list[tuple[str, dict[str, Any]]] = [
