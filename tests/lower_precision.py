@@ -114,7 +114,9 @@ def ratio(module: nn.Module, plan: Plan, batches: Sequence[Batch], graph: Graph,
     ran.assert_as_planned(len(batches))
     of_all = {name: tensor for own in ran.weights.values() for name, tensor in own.items()}
     for own in ran.weights.values():  # replicas agree to the last bit
-        assert all(torch.equal(tensor, of_all[name]) for name, tensor in own.items() if graph.network.weights[name].trainable)
+        assert all(
+            torch.equal(tensor, of_all[name]) for name, tensor in own.items() if graph.network.weights[name].trainable
+        )
     exact = trained_plainly(module, batches, torch.float64, plan.micro_batches)
     plain = trained_plainly(module, batches, dtype, plan.micro_batches)
     return distance(of_all, exact) / distance(plain, exact)

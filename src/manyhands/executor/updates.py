@@ -10,6 +10,7 @@ from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
 from manyhands.executor.loss_scale import LossScale
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
+from manyhands.executor.rates import ArrivingRates
 from manyhands.executor.reductions import Reductions
 from manyhands.facts.clipping import Clipping
 from manyhands.graph.weights import Weights
@@ -30,6 +31,7 @@ class WeightUpdates:
         clipping: Clipping | None = None,
         norm_part: Collection[str] = (),
         loss_scale: LossScale | None = None,
+        rates: ArrivingRates | None = None,
     ) -> None:
         """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients are
         to be divided by."""
@@ -40,13 +42,22 @@ class WeightUpdates:
         """Whether the update under way is skipped: some device's gradients are not finite."""
         self.totals: GradientTotals | None = None
         """What all gradients of the update under way add up to; None: the plan does not exchange it."""
+        self._rates = rates
+        """Receives what schedules make of the optimizer's options; None: they stay as they are."""
+        self._step = -1
         self.count = 0
         """Updates in this round."""
         self._last: int | None = None
         """The micro-batch of the last update; -1: of the whole round."""
 
-    def begin_round(self) -> None:
-        self.count, self._last, self.totals, self.is_skipped = 0, None, None, False
+    def begin_round(self, step: int) -> None:
+        """Begin a round, of which `step` is the first step."""
+        self.count, self._last, self._step = 0, None, step
+        self.totals, self.is_skipped = None, False
+
+    def expected(self) -> dict[tuple[str, str], int]:
+        """Return (source, topic) -> bytes of what is received for the updates of a round."""
+        return self._rates.expected() if self._rates is not None else {}
 
     def is_done(self, micro_batch: int) -> bool:
         """Return whether another stage of this device has updated the weights already."""
@@ -72,6 +83,8 @@ class WeightUpdates:
         if self.totals is None:
             self._finish_gradients()
         assert self.stepper is not None
+        if self._rates is not None:
+            self.stepper.take(self._rates.receive(self._step, max(micro_batch, 0)))
         if self.is_skipped:
             self.stepper.skip()
         else:

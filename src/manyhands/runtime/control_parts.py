@@ -102,6 +102,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
+    is_scheduled: bool = False
+    """Whether the coordinator sends the optimizer's learning rates, and what else schedules change, with every step."""
 
 
 class Shape(msgspec.Struct, frozen=True):

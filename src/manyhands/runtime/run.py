@@ -96,9 +96,9 @@ class Run:
         self.stalls = StallWatch(self)
         self._diagnosis = FailureDiagnosis(self)
         work = stalls.work_of(order.plan, order.graph.network)
-        self.reports = self.reports_class(self, Agreement(
-            schedule, work, suspicions or Suspicions(), may_overflow=order.scales_loss
-        ))
+        self.reports = self.reports_class(
+            self, Agreement(schedule, work, suspicions or Suspicions(), may_overflow=order.scales_loss)
+        )
 
     def _feeders_of_lengths(self, order: Order) -> dict[Graph, Feeder]:
         """Return the feeders of batches that are shorter than the longest, by their graphs."""
@@ -217,7 +217,7 @@ class Run:
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._may_be_fed())
             is_behind = self.gathering.is_behind(self.feed.sent) or self.backups.is_behind(self.feed.sent)
-            return self.feed.sent < limit and not is_behind and not self.is_paused
+            return self.feed.sent < limit and not is_behind and not self.is_paused and self.feed.may_send
 
         while (step := self.steps.steps_done) < self.order.last_step:
             self.is_paused = self.is_paused or self.hooks.should_pause()
