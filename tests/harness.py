@@ -38,6 +38,7 @@ from manyhands.schedule.policy import Schedule
 from manyhands.schedule.recomputation import recomputed_spans
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.transport.switchboard import Switchboard
+from scheduled_stepper import ScheduledStepper
 from tape import CapturedLoss
 
 Batch = tuple[Any, Any]
@@ -291,7 +292,8 @@ def alone(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The same by one piece and plain autograd: the reference. `before_step` may look at the gradients."""
     weights = Weights.copied(graph)
-    stepper, piece, loss = build(optimizer or SGD, weights.trainable()), Piece(graph, weights), CapturedLoss(graph)
+    stepper, piece = ScheduledStepper(optimizer or SGD, weights.trainable()), Piece(graph, weights)
+    loss = CapturedLoss(graph)
     part = 1.0 if graph.loss_combination == "sum" else 1.0 / micro_batches
     losses = []
     for step, (inputs, targets) in enumerate(batches):
