@@ -29,6 +29,8 @@ class ExecutorOptions:
     """Computing takes so many times as long as it must: this device stands for a slower one."""
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none."""
+    ema: float | None = None
+    """The decay of an average of the weights; None: there is none."""
     silo: Silo | None = None
     local_names: frozenset[str] = frozenset()
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 
+from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
@@ -28,10 +29,12 @@ class WeightUpdates:
         untrained: Collection[str],
         clipping: Clipping | None = None,
         norm_part: Collection[str] = (),
+        average: WeightAverage | None = None,
     ) -> None:
         """`norm_part`: the weights whose gradients this device gives to the norm of all."""
         self.weights, self.stepper, self.reductions, self._untrained = weights, stepper, reductions, untrained
         self.clipping, self._norm_part = clipping or UNCLIPPED, norm_part
+        self.average = average
         self.totals: GradientTotals | None = None
         """What all gradients of the update under way add up to; None: the plan does not exchange it."""
         self.count = 0
@@ -66,6 +69,8 @@ class WeightUpdates:
         self.totals = None
         self.stepper.step()
         self.stepper.zero()
+        if self.average is not None:
+            self.average.update()
         return self.reductions.take_records()
 
     def _finish_gradients(self) -> None:

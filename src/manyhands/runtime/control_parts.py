@@ -98,6 +98,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none."""
+    ema: float | None = None
+    """The decay of an average of the weights; None: there is none."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
 

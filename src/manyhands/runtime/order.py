@@ -63,6 +63,8 @@ class Order:
     """Rounds between two copies of all state that are kept against losses; 0: no copies."""
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none. For one of their norm, the plan has `gradient_norm`."""
+    ema: float | None = None
+    """The decay of an average of the weights, which is kept with the optimizer's state; None: there is none."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 
