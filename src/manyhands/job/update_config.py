@@ -27,7 +27,7 @@ class UpdateConfig(Config):
 
     ema: float | None = option(
         None,
-        "Keep an exponential moving average of the weights with this decay, like 0.999, as PyTorch's AveragedModel does; "
+        "Keep an exponential moving average of the weights with this decay, like 0.999, as PyTorch's AveragedModel; "
         "checkpoints have it as ema.safetensors.",
         "--ema", kind=float, more_than=0, at_most=1, on_resume="same",
         in_python="result.ema is its state_dict.",
