@@ -36,7 +36,7 @@ from manyhands.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).parent / "stored_0_2_0"
-NEW = {"clip_norm": None, "clip_value": None}
+NEW = {"clip_norm": None, "clip_value": None, "ema": None}
 """Options of jobs that train, and that 0.2.0 did not have."""
 CONFIGS: list[type[Config]] = [TrainConfig, SplitConfig, InferConfig]
 

@@ -97,8 +97,8 @@ def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path:
     assert result.bytes_down == STEPS * step[(two.server, two.edge)]
 
 
-def test_the_norm_of_both_sides_is_clipped_as_on_one_device(two: Two, tmp_path: Path) -> None:
-    limits = {"clip_norm": 0.7, "steps": 8}
+def test_the_norm_of_both_sides_is_clipped_and_weights_averaged_as_on_one_device(two: Two, tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"clip_norm": 0.7, "ema": 0.8, "steps": 8}
     plain = network()
     plan = Plan("Sequential", BATCH, (Stage((0, LAYERS), (two.edge,)),))
     expected = mh.train(
@@ -107,6 +107,9 @@ def test_the_norm_of_both_sides_is_clipped_as_on_one_device(two: Two, tmp_path: 
     )  # fmt: skip
     result, model = split(two, tmp_path / "run", **limits)
     assert_close(model.state_dict(), plain.state_dict())
+    assert result.ema is not None
+    assert expected.ema is not None
+    assert_close(result.ema, expected.ema)
     assert len(result.grad_norms) == 8
     assert max(result.grad_norms) > 0.7
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-10, abs=0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from manyhands.executor.checkpoint_files import (
     CHECKPOINTS_FOLDER,
+    EMA_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     STATE_FILE,
@@ -69,6 +70,8 @@ class Checkpoint:
     optimizer: Optimizer
     seed: int
     facts: dict[str, Any] = field(default_factory=dict)
+    ema: dict[str, torch.Tensor] | None = None
+    """The model with averaged weights, as `model`; None: no average is kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +104,15 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     target = Path(folder) / CHECKPOINTS_FOLDER / f"step-{checkpoint.step:06d}"
     temporary = beside(target, "tmp")
     tensors = {MODEL_FILE: _plain(checkpoint.model), OPTIMIZER_FILE: _plain(checkpoint.optimizer_tensors)}
+    if checkpoint.ema is not None:
+        tensors[EMA_FILE] = _plain(checkpoint.ema)
     try:
         make_folder(temporary)
         for name, state in tensors.items():
             save_file(state, temporary / name)
             (temporary / name).chmod(file_mode(temporary / name))
             sync(temporary / name)
-        write_document(temporary / STATE_FILE, _document(checkpoint, temporary))
+        write_document(temporary / STATE_FILE, _document(checkpoint, temporary, tensors))
         sync_folder(temporary)
         put_in_place(temporary, target)
     except (OSError, DiskFull, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -138,6 +143,7 @@ def load(folder: Path) -> Checkpoint:
         optimizer=optimizer,
         seed=state.seed,
         facts=state.facts,
+        ema=read_tensors(folder / EMA_FILE) if EMA_FILE in state.files else None,
     )
 
 
@@ -226,8 +232,8 @@ def _plain(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separate(state)
 
 
-def _document(checkpoint: Checkpoint, written: Path) -> dict[str, Any]:
-    files = {name: CheckpointFile(*size_and_digest(written / name)) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+def _document(checkpoint: Checkpoint, written: Path, names: Iterable[str]) -> dict[str, Any]:
+    files = {name: CheckpointFile(*size_and_digest(written / name)) for name in names}
     document: dict[str, Any] = msgspec.to_builtins(
         StateDocument(
             version=VERSION,

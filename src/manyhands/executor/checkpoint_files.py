@@ -31,6 +31,8 @@ from manyhands.files.plain import open_plain
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+EMA_FILE = "ema.safetensors"
+"""The averaged weights, beside the others only where an average is kept."""
 STATE_FILE = "state.json"
 VERSION = 1
 _STALE_SECONDS = 3600
@@ -83,7 +85,7 @@ def read_state(folder: Path) -> StateDocument:
             f"{path}: the SHA-256 of its values is {digest[:16]}…; it says {state.sha256:.16}…. The file was damaged "
             f"or changed."
         )
-    if set(state.files) != {MODEL_FILE, OPTIMIZER_FILE}:
+    if set(state.files) - {EMA_FILE} != {MODEL_FILE, OPTIMIZER_FILE}:
         names = ", ".join(sorted(state.files))
         raise BadFile(f"{path}: its files are {names:.120}; they must be {MODEL_FILE}, {OPTIMIZER_FILE}.")
     for name, expected in state.files.items():

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
+from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.graph_part import DeviceSetup, GraphPart
 from manyhands.executor.in_flight_micro_batch import Phase
 from manyhands.executor.log import DeviceLog, Recorder
@@ -78,8 +79,12 @@ class Executor:
         )  # fmt: skip
         self.slowdown = Slowdown(options.slowdown)
         self.loss_scale = loss_scale_of(schedule, self.device) if options.scales_loss else None
-        """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it is not scaled here."""
-        setup = DeviceSetup(endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale)
+        """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it is not scaled."""
+        self.average = WeightAverage(options.ema, stepper.weights) if options.ema is not None and stepper else None
+        """The average of the weights that this device steps, where one is kept."""
+        setup = DeviceSetup(
+            endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale, self.average
+        )
         longest = GraphPart(graph, schedule, setup)
         self.parts: dict[int, GraphPart] = {
             length: longest if other is graph else GraphPart(other, Schedule(self.plan, other.network), setup)
@@ -175,7 +180,7 @@ class Executor:
         steps = self.plan.steps_per_round if count is None else count
         if step != self.options.memory_step:
             return self._round(step, steps)
-        memory = TensorMemory(self.weights, self.stepper, (self._part_at(step) or self.part).runners)
+        memory = TensorMemory(self.weights, self.stepper, self.average, (self._part_at(step) or self.part).runners)
         with memory.counting():
             result = self._round(step, steps)
         self.recorder.log.peak_bytes, self.recorder.log.peak_parts = memory.peak_bytes, memory.parts

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from manyhands.executor.averaging import WeightAverage, check_averaged
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.diagnosis import NumberDiagnosis
@@ -50,6 +51,7 @@ class DeviceSetup:
     slowdown: Slowdown
     loss_scale: LossScale | None = None
     """The factor of the loss; None: it is not scaled."""
+    average: WeightAverage | None = None
 
 
 class GraphPart:
@@ -60,6 +62,8 @@ class GraphPart:
         self.graph, self.schedule, self.device = graph, schedule, endpoint.name
         plan = schedule.plan
         runs_here(plan, schedule.network)
+        if options.ema is not None:
+            check_averaged(plan)
         if options.clipping is not None and options.clipping.norm is not None and not plan.gradient_norm:
             raise BadPlan("Gradients are to be clipped by their norm, which the plan's devices do not exchange.")
         torch_device = torch.device(options.torch_device)
@@ -91,6 +95,7 @@ class GraphPart:
             schedule.lowering.norm.parts.get(self.device, ()) if schedule.lowering.norm is not None else (),
             setup.loss_scale,
             rates,
+            setup.average,
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)

@@ -31,6 +31,8 @@ class ExecutorOptions:
     """The limits of gradients; None: there are none."""
     scales_loss: bool = False
     """Whether the loss is scaled, and steps whose gradients are not finite are skipped (loss_scale.py)."""
+    ema: float | None = None
+    """The decay of an average of the weights; None: there is none."""
     silo: Silo | None = None
     local_names: frozenset[str] = frozenset()
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""

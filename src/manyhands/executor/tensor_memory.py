@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.runner import Runner
 from manyhands.graph.weights import Weights
@@ -16,8 +17,14 @@ from manyhands.profiler.memory import PeakBytes, storage_of
 class TensorMemory:
     """Counts tensor bytes while a step runs. What a kernel takes and frees inside one call is not seen."""
 
-    def __init__(self, weights: Weights, stepper: Stepper | None, runners: Mapping[int, Runner]) -> None:
-        self.weights, self.stepper, self.runners = weights, stepper, runners
+    def __init__(
+        self,
+        weights: Weights,
+        stepper: Stepper | None,
+        average: WeightAverage | None,
+        runners: Mapping[int, Runner],
+    ) -> None:
+        self.weights, self.stepper, self.average, self.runners = weights, stepper, average, runners
         self.peak_bytes = 0
         self.parts: dict[str, int] = {}
 
@@ -34,10 +41,11 @@ class TensorMemory:
             yield
 
     def _static(self) -> list[torch.Tensor]:
-        """Return weights, buffers, gradients and the optimizer's state."""
+        """Return weights, buffers, gradients, the optimizer's state and the weights' average."""
         tensors = list(self.weights.tensors.values())
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        return [*tensors, *gradients, *(self.stepper.state_tensors() if self.stepper is not None else [])]
+        averages = self.average.tensors.values() if self.average is not None else ()
+        return [*tensors, *gradients, *(self.stepper.state_tensors() if self.stepper is not None else []), *averages]
 
     def _parts(self, total: int) -> dict[str, int]:
         counted: set[int] = set()

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 
+from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
 from manyhands.executor.loss_scale import LossScale
 from manyhands.executor.optimizers import Stepper
@@ -32,6 +33,7 @@ class WeightUpdates:
         norm_part: Collection[str] = (),
         loss_scale: LossScale | None = None,
         rates: ArrivingRates | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients are
         to be divided by."""
@@ -40,6 +42,7 @@ class WeightUpdates:
         self.loss_scale = loss_scale
         self.is_skipped = False
         """Whether the update under way is skipped: some device's gradients are not finite."""
+        self.average = average
         self.totals: GradientTotals | None = None
         """What all gradients of the update under way add up to; None: the plan does not exchange it."""
         self._rates = rates
@@ -93,6 +96,8 @@ class WeightUpdates:
             self.stepper.step()
         self.totals, self.is_skipped = None, False
         self.stepper.zero()
+        if self.average is not None:
+            self.average.update()
         return self.reductions.take_records()
 
     def _finish_gradients(self) -> None:

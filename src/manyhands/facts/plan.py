@@ -255,7 +255,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     homes: dict[str, str] = {}
     """Graph input -> the device that has it; an input not named is at hand wherever it is read."""
     optimizer_slots: int = 1
-    """Numbers the optimiser keeps per parameter: 0 for SGD, 1 with momentum, 2 for Adam."""
+    """Numbers kept per parameter: by SGD 0, with momentum 1, by Adam 2; one more with an average of the weights."""
     bucket_bytes: int = BUCKET_BYTES
     """Weight gradients are reduced in buckets of about this size, while backward goes on."""
     replay: Replay = Replay()

@@ -49,7 +49,7 @@ from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
-from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
+from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord, averaged_state
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
@@ -161,7 +161,8 @@ class Job:
             watch_every=rounds_between_looks(
                 planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
             ),
-            clipping=self.config.clipping, scales_loss=workload.scales_loss, lengths=self._lengths_reported(),
+            clipping=self.config.clipping, scales_loss=workload.scales_loss, ema=self.config.ema,
+            lengths=self._lengths_reported(),
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -348,7 +349,7 @@ class Job:
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, skipped_steps=outcome.skipped_steps, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
-            lengths=self.lengths.uses,
+            lengths=self.lengths.uses, ema=averaged_state(self.workload.model, self.graph, self.trained),
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)

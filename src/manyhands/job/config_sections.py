@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from manyhands.facts.errors import BadValue
-from manyhands.job.clipping_config import ClippingConfig
 from manyhands.job.config import Config, option
+from manyhands.job.update_config import UpdateConfig
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -117,7 +117,7 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadConfig(JobConfig, RunConfig, ClippingConfig, LearningConfig):
+class WorkloadConfig(JobConfig, RunConfig, UpdateConfig, LearningConfig):
     """Options of every job that trains."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyhands.data.length_order import LengthUse, padded_share
 from manyhands.executor.log import DeviceLog
@@ -12,6 +12,9 @@ from manyhands.explaining.prediction_accuracy import PredictionAccuracy
 from manyhands.explaining.tile_report import Traffic
 from manyhands.facts.plan import Plan
 from manyhands.job.evaluation import EvaluateResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -51,6 +54,8 @@ class TrainResult:
     """One per step, of all gradients before they were clipped, with clip_norm or precision="fp16"; else empty."""
     skipped_steps: list[int] = field(default_factory=list)
     """With precision="fp16": steps of this process whose gradients overflowed, so that all devices skipped them."""
+    ema: dict[str, Tensor] | None = None
+    """The module's state_dict with averaged weights, with ema; else None."""
     bytes_between: dict[tuple[str, str], int] = field(default_factory=dict)
     """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None

@@ -19,7 +19,7 @@ from manyhands.data.loader import length
 from manyhands.data.order import BatchOrder
 from manyhands.data.padding import Padded
 from manyhands.executor import checkpoint
-from manyhands.executor.optimizers import validate
+from manyhands.executor.optimizers import slots, validate
 from manyhands.executor.scheduling import FACT, Scheduling
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
@@ -27,11 +27,11 @@ from manyhands.facts.precision import FLOAT32, FP16
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.graph.precision import check_precision, under
 from manyhands.job.callbacks import Say
-from manyhands.job.clipping_config import ClippingConfig
 from manyhands.job.config import keywords_of
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.given_optimizer import names_of_parameters
 from manyhands.job.lengths import SampleLengths
+from manyhands.job.update_config import UpdateConfig
 
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
@@ -97,6 +97,11 @@ class Workload:
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""
         return self.precision == FP16
+
+    @property
+    def optimizer_slots(self) -> int:
+        """The numbers that are kept beside each weight: the optimizer's, and its average."""
+        return slots(self.optimizer) + (self.config.ema is not None)
 
     @property
     def epochs(self) -> int:
@@ -169,7 +174,7 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
             hint="Ask for more: epochs= or steps= (--epochs, --steps).",
         )
     now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload.facts))  # as it was written
-    unset = {name: field.default for name, field in keywords_of(ClippingConfig).items()}  # older runs lack them
+    unset = {name: field.default for name, field in keywords_of(UpdateConfig).items()}  # older runs lack them
     for key, value in now.items():
         was = loaded.facts.get(key, unset.get(key, value))
         if was != value and key == "optimizer":

@@ -100,6 +100,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The limits of gradients; None: there are none."""
     scales_loss: bool = False
     """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""
+    ema: float | None = None
+    """The decay of an average of the weights; None: there is none."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
     is_scheduled: bool = False

@@ -76,7 +76,7 @@ class Handout:
             preload_samples=order.preload.count if order.preload is not None else 0,
             resident_dataset=feed.feeder.resident_key(name),
             is_preloaded=not feed.needs_preload(name, member),
-            clipping=order.clipping, scales_loss=order.scales_loss,
+            clipping=order.clipping, scales_loss=order.scales_loss, ema=order.ema,
             longest=max(lengths.graphs) if lengths is not None else 0,
             shorter=() if is_known else document.shorter,
             step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",

@@ -76,6 +76,8 @@ class Order:
     """The limits of gradients; None: there are none. For one of their norm, the plan has `gradient_norm`."""
     scales_loss: bool = False
     """Whether the loss is scaled, and steps whose gradients are not finite are skipped: the plan has `gradient_norm`."""
+    ema: float | None = None
+    """The decay of an average of the weights, which is kept with the optimizer's state; None: there is none."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 

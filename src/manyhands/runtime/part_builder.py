@@ -67,7 +67,7 @@ class PartBuilder:
         options = ExecutorOptions(
             seed=job.seed, kernels=job.kernels, torch_device=self._joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,
-            watch_every=job.watch_every, clipping=job.clipping, scales_loss=job.scales_loss,
+            watch_every=job.watch_every, clipping=job.clipping, scales_loss=job.scales_loss, ema=job.ema,
             with_targets=job.with_targets, slowdown=self._joining.slowdown, silo=self._silo,
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),

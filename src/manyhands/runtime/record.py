@@ -5,7 +5,7 @@ events.jsonl  metrics.csv                                what happened, line by 
 live.json  round.json                                    the present state, or how the run ended (observe/live.py)
 devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
 tensorboard/                                             the same for TensorBoard, if asked for
-checkpoints/step-000120/                                 model.safetensors loads into the plain nn.Module
+checkpoints/step-000120/                                 model.safetensors (and ema.safetensors) loads into the module
 adapter/                                                 of a module that PEFT has wrapped: as PEFT writes it
 workers/*.log                                            the output of local workers
 """
@@ -27,11 +27,13 @@ import torch
 from torch import nn
 
 from manyhands.executor import checkpoint
+from manyhands.executor.averaging import KEY as AVERAGE_KEY
+from manyhands.executor.averaging import divided
 from manyhands.executor.log import DeviceLog, MeasuredSpan
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadFile
-from manyhands.facts.network import Network
+from manyhands.facts.network import Network, WeightSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import DeviceProfile, Profile
@@ -154,13 +156,14 @@ class RunRecord:
                 os.fsync(file.fileno())
         except OSError as error:
             raise write_failed(path, error) from error
-        kept = full_state(module, graph, state.weights)
+        kept, (optimizer_state, _) = full_state(module, graph, state.weights), divided(state.optimizer)
         frozen = left_out(graph, kept)
         saved = checkpoint.save(
             self.folder,
             checkpoint.Checkpoint(
-                step=state.steps_done, model=kept, optimizer_tensors=state.optimizer, optimizer_scalars=state.scalars,
+                step=state.steps_done, model=kept, optimizer_tensors=optimizer_state, optimizer_scalars=state.scalars,
                 optimizer=optimizer, seed=seed, facts=facts | ({FROZEN: frozen} if frozen else {}),
+                ema=averaged_state(module, graph, state),
             ),
         )  # fmt: skip
         checkpoint.prune(self.folder, KEPT_CHECKPOINTS)
@@ -205,6 +208,15 @@ def full_state(module: nn.Module, graph: Graph, weights: Mapping[str, torch.Tens
     return state
 
 
+def averaged_state(module: nn.Module, graph: Graph, state: RunState) -> dict[str, torch.Tensor] | None:
+    """Return a copy of the module's state dict with the averages of its weights; None: no average is kept."""
+    averages = divided(state.optimizer)[1]
+    if not averages:
+        return None
+    averaged = full_state(module, graph, {**state.weights, **averages})
+    return {name: tensor.detach().clone() for name, tensor in averaged.items()}
+
+
 def left_out(graph: Graph, kept: Collection[str]) -> str:
     """Return the digest of the graph's parameters that a checkpoint does not hold; empty: it holds all."""
     absent = {s.name: graph.state[s.name] for s in graph.weights if s.name not in kept and not s.buffer}
@@ -219,17 +231,24 @@ def resumed_state(graph: Graph, loaded: checkpoint.Checkpoint) -> RunState:
             "trained only.",
             hint="Give the model the same weights again: the same files, or the same seed.",
         )
-    weights = {}
+    weights, averages = {}, {}
     for spec in graph.weights:
-        tensor = loaded.model.get(spec.name)
-        expected = (spec.dtype, spec.shape)
-        if tensor is not None and (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != expected:
-            raise BadFile(
-                f"The checkpoint's '{spec.name}' is {tensor.dtype} {tuple(tensor.shape)}; the model's is {expected}.",
-                hint="Resume with the model the run was started with.",
-            )
+        tensor = _stored(loaded.model, spec)
         weights[spec.name] = tensor if tensor is not None else graph.state[spec.name]
-    return RunState(weights, dict(loaded.optimizer_tensors), dict(loaded.optimizer_scalars), loaded.step)
+        if spec.trainable and loaded.ema is not None and (average := _stored(loaded.ema, spec)) is not None:
+            averages[spec.name + AVERAGE_KEY] = average
+    return RunState(weights, {**loaded.optimizer_tensors, **averages}, dict(loaded.optimizer_scalars), loaded.step)
+
+
+def _stored(tensors: Mapping[str, torch.Tensor], spec: WeightSpec) -> torch.Tensor | None:
+    """Return a weight of a checkpoint, or its average, as the model has it; None: the file does not have it."""
+    tensor, expected = tensors.get(spec.name), (spec.dtype, spec.shape)
+    if tensor is not None and (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != expected:
+        raise BadFile(
+            f"The checkpoint's '{spec.name}' is {tensor.dtype} {tuple(tensor.shape)}; the model's is {expected}.",
+            hint="Resume with the model the run was started with.",
+        )
+    return tensor
 
 
 def new_folder(job: str, *names: str) -> Path:

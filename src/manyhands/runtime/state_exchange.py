@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from manyhands.executor.averaging import divided
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.resident_dataset import SAMPLES
@@ -75,7 +76,10 @@ class StateExchange:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
             resident.is_full = True
         if executor.stepper is not None:
-            executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
+            own, averages = divided(state.of(state.OPTIMIZER, tensors))
+            executor.stepper.load(own, job.scalars, job.steps_done)
+            if executor.average is not None and job.steps_done:
+                executor.average.load(averages)
         if executor.loss_scale is not None and job.steps_done:
             executor.loss_scale.load(job.scalars)
         executor.settled_step = step
@@ -187,6 +191,8 @@ def state_of(executor: Executor, *, copy: bool) -> tuple[dict[str, torch.Tensor]
     tensors, scalars = executor.stepper.state(copy=False) if executor.stepper is not None else ({}, {})
     if executor.loss_scale is not None:
         scalars = scalars | executor.loss_scale.state()
+    if executor.average is not None:
+        tensors |= executor.average.state()
     constants = constants_of(executor) if copy else frozenset()
     weights = {name: tensor for name, tensor in executor.weights.tensors.items() if name not in constants}
     named = state.named(state.WEIGHT, weights) | state.named(state.OPTIMIZER, tensors)

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import msgspec
 
-from manyhands.executor.optimizers import slots
 from manyhands.executor.packing_cost import packing_cost
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.calibration import Calibration
@@ -118,7 +117,7 @@ class SplitJob(Job):
         ends = Ends(
             network.name, len(network.layers), size, two.edge, two.server,
             side_of(config.edge_side), mode_of(config.mode), config.error_feedback, config.pack_gradients,
-            slots(workload.optimizer), batch_norm_named(workload.batch_norm), config.clip_norm is not None,
+            workload.optimizer_slots, batch_norm_named(workload.batch_norm), config.clip_norm is not None,
         )  # fmt: skip
         choice = SplitChoice(config.cut_in(network), config.widths, config.rival)
         self.steering = SplitController(
@@ -154,7 +153,7 @@ class SplitJob(Job):
         measured = split_profile(
             network, profile.of(two.edge), profile.of(two.server), self.workload.batch_size, edge_side=side,
             cuts=candidate_cuts(network) if config.labels == "cloud" else None,
-            optimizer_slots=slots(self.workload.optimizer), least_bits=self._least_bits(),
+            optimizer_slots=self.workload.optimizer_slots, least_bits=self._least_bits(),
             step_bytes_per_second=(
                 cluster.device(two.edge).memory_bytes_per_second, cluster.device(two.server).memory_bytes_per_second,
             ),

@@ -54,6 +54,7 @@ class SplitOptions(TypedDict, total=False):
     token: str
     clip_norm: float | None
     clip_value: float | None
+    ema: float | None
     folder: str | Path | None
     resume: bool | str | Path
     test: Dataset[Any] | None

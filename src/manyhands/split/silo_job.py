@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from torch.utils.data import Dataset
 
-from manyhands.executor.optimizers import slots
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, WorkerLost, unknown
@@ -208,7 +207,7 @@ class SiloJob(Job):
         cluster = self._linked(cluster)
         ends = Ends(
             network.name, len(network.layers), size, mode=mode_of(config.mode),
-            optimizer_slots=slots(workload.optimizer), batch_norm=batch_norm_named(workload.batch_norm),
+            optimizer_slots=workload.optimizer_slots, batch_norm=batch_norm_named(workload.batch_norm),
             gradient_norm=config.clip_norm is not None,
         )  # fmt: skip
         self.steering = SiloController(

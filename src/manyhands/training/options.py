@@ -44,6 +44,7 @@ class TrainOptions(TypedDict, total=False):
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
     clip_norm: float | None
     clip_value: float | None
+    ema: float | None
     folder: str | Path | None
     resume: bool | str | Path
     test: Dataset[Any] | None

@@ -17,8 +17,8 @@ from manyhands.data.loader import Prefetcher, length
 from manyhands.data.order import BatchOrder
 from manyhands.data.padding import Padded
 from manyhands.data.preload import Preload
+from manyhands.executor.averaging import check_averaged
 from manyhands.executor.messages import runs_here
-from manyhands.executor.optimizers import slots
 from manyhands.executor.scheduling import Scheduling
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.allowed_optimizers import allow_optimizers
@@ -216,7 +216,7 @@ class TrainJob(Job):
         elif is_strategy(str(requested)):
             made = make_plan(
                 network, cluster, batch_size=self.workload.batch_size, strategy=str(requested), profile=profile,
-                micro_batches=config.micro_batches, optimizer_slots=slots(self.workload.optimizer),
+                micro_batches=config.micro_batches, optimizer_slots=self.workload.optimizer_slots,
                 tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
                 gradient_norm=needs_norm(config),
             )  # fmt: skip
@@ -227,6 +227,8 @@ class TrainJob(Job):
         else:
             plan = read_plan(plan_file(str(requested)), network, cluster)
         plan = resolve(applied(config, plan, self.workload.batch_size), network, cluster)
+        if config.ema is not None:
+            check_averaged(plan)
         if plan.step_size != self.workload.batch_size:
             raise BadPlan(f"The plan is for batches of {plan.step_size}; batch_size is {self.workload.batch_size}.")
         if not plan.is_training:

@@ -1,4 +1,4 @@
-"""The options that limit gradients, which several configurations have in common."""
+"""The options of an update of the weights beside the optimizer: limits of gradients, and the weights' average."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippingConfig(Config):
-    """The limits of gradients before each update."""
+class UpdateConfig(Config):
+    """What happens before and after each step of the optimizer."""
 
     clip_norm: float | None = option(
         None,
@@ -23,6 +23,14 @@ class ClippingConfig(Config):
     clip_value: float | None = option(
         None, "The most that each number of a gradient may be, up and down, as in clip_grad_value_.",
         "--clip-value", kind=float, more_than=0, on_resume="same",
+    )  # fmt: skip
+
+    ema: float | None = option(
+        None,
+        "Keep an exponential moving average of the weights with this decay, like 0.999, as PyTorch's AveragedModel; "
+        "checkpoints have it as ema.safetensors.",
+        "--ema", kind=float, more_than=0, at_most=1, on_resume="same",
+        in_python="result.ema is its state_dict.",
     )  # fmt: skip
 
     def check(self) -> None:
