@@ -185,6 +185,7 @@ def run(
     limit_seconds: float = 20.0,
     lengths: LengthGraphs | None = None,
     clipping: Clipping | None = None,
+    scales_loss: bool = False,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
     of batches of several lengths, of which `graph` is the longest.
@@ -206,7 +207,7 @@ def run(
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
-            with_targets=training, clipping=clipping,
+            with_targets=training, clipping=clipping, scales_loss=scales_loss,
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()
