@@ -188,6 +188,7 @@ def run(
     lengths: LengthGraphs | None = None,
     clipping: Clipping | None = None,
     scheduling: Scheduling | None = None,
+    scales_loss: bool = False,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
     of batches of several lengths, of which `graph` is the longest.
@@ -209,7 +210,7 @@ def run(
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
-            with_targets=training, clipping=clipping, is_scheduled=scheduling is not None,
+            with_targets=training, clipping=clipping, is_scheduled=scheduling is not None, scales_loss=scales_loss,
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()

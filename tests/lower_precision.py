@@ -72,6 +72,14 @@ def row_batches(seed: int, steps: int = STEPS) -> list[Batch]:
     ]
 
 
+def drawn_anew(module: nn.Module, seed: int) -> None:
+    """Draw the weights anew, in their own memory, which a captured graph shares."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in type(module)().state_dict().items():
+            module.state_dict()[name].copy_(tensor)
+
+
 def captured_in(module: nn.Module, dtype: torch.dtype, example: Batch, granularity: str = "operators") -> Graph:
     """The graph of a module under autocast; in float32 it is captured as it is."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -114,9 +122,8 @@ def ratio(module: nn.Module, plan: Plan, batches: Sequence[Batch], graph: Graph,
     ran.assert_as_planned(len(batches))
     of_all = {name: tensor for own in ran.weights.values() for name, tensor in own.items()}
     for own in ran.weights.values():  # replicas agree to the last bit
-        assert all(
-            torch.equal(tensor, of_all[name]) for name, tensor in own.items() if graph.network.weights[name].trainable
-        )
+        trained = [name for name in own if graph.network.weights[name].trainable]
+        assert all(torch.equal(own[name], of_all[name]) for name in trained)
     exact = trained_plainly(module, batches, torch.float64, plan.micro_batches)
     plain = trained_plainly(module, batches, dtype, plan.micro_batches)
     return distance(of_all, exact) / distance(plain, exact)

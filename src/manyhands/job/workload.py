@@ -175,6 +175,7 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
         )
     now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload.facts))  # as it was written
     unset = {name: field.default for name, field in keywords_of(UpdateConfig).items()}  # older runs lack them
+    unset["precision"] = FLOAT32
     for key, value in now.items():
         was = loaded.facts.get(key, unset.get(key, value))
         if was != value and key == "optimizer":

@@ -37,6 +37,7 @@ class TrainOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    precision: str
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
     min_devices: int
