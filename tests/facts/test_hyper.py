@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from manyhands.data.sets import STAND_INS
-from scheduled_stepper import ScheduledStepper
 from manyhands.facts.errors import BadValue, UnknownName
 from manyhands.facts.hyper import HYPERS, Hyper, find_hyper, hyper
 from manyhands.facts.optimizer import parse
 from manyhands.models.registry import ZOO
+from scheduled_stepper import ScheduledStepper
 
 STEPS = 4
 

@@ -114,9 +114,19 @@ class Scheduling:
             self._advance()
         return self._numbers[step]
 
-    def on_validation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a validation after so many steps, for the schedulers that need them."""
-        if not self.monitored:
+    def learning_rate(self, step: int) -> float | None:
+        """Return the learning rate of the first group at a step; None: it is not known, or no longer."""
+        numbers = self._numbers.get(step)
+        return None if numbers is None else numbers[0]
+
+    def on_validation(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a validation, for the schedulers that need them.
+
+        It comes when all steps before it are done and none after it was sent. One that nobody awaits, because it is
+        made again after a loss, changes nothing.
+        """
+        steps_done = self._front + 1
+        if not self._is_awaited(steps_done):
             return
         missing = sorted(self.monitored - set(metrics))
         if missing:
@@ -124,8 +134,19 @@ class Scheduling:
                 f"A schedule follows '{missing[0]}', which the validation does not give: {', '.join(sorted(metrics))}.",
                 hint='Name one of these: scheduler={"scheduler": ..., "monitor": "loss"}.',
             )
-        if steps_done > self._front:
-            self._observed[steps_done] = {name: float(metrics[name]) for name in sorted(self.monitored)}
+        self._observed[steps_done] = {name: float(metrics[name]) for name in sorted(self.monitored)}
+
+    @property
+    def name(self) -> str:
+        """The key of this among those that listen to validations."""
+        return FACT
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints hold beside `facts`: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned."""
 
     def forget_before(self, step: int) -> None:
         """Forget numbers of earlier steps, which will not be run again."""

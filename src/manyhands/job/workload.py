@@ -156,8 +156,8 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
         was = loaded.facts.get(key, value)
         if was != value and key == "optimizer":
             raise BadValue(
-                f"The run was started with the optimizer {_short(was)}; it is now {_short(value)}. It would not go on as "
-                "it was.",
+                f"The run was started with the optimizer {_short(was)}; it is now {_short(value)}. It would not go "
+                "on as it was.",
                 hint="Use the same class, options and groups, or start a new run.",
             )
         if was != value:
