@@ -150,7 +150,7 @@ class Scheduling:
 
     def forget_before(self, step: int) -> None:
         """Forget numbers of earlier steps, which will not be run again."""
-        for old in [known for known in self._numbers if known < min(step, self._front)]:
+        for old in [earlier for earlier in list(self._numbers) if earlier < min(step, self._front)]:
             del self._numbers[old]
 
     def _is_awaited(self, steps_done: int) -> bool:
@@ -199,7 +199,7 @@ class Scheduling:
         """Return what a checkpoint of so many steps holds: what was observed, and the numbers of the last step done."""
         observed = [
             [step, {name: str(value) for name, value in metrics.items()}]  # JSON has no nan
-            for step, metrics in sorted(self._observed.items())
+            for step, metrics in sorted(dict(self._observed).items())
             if step <= steps_done
         ]
         last = self._numbers.get(max(steps_done - 1, 0))
