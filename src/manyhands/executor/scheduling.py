@@ -14,6 +14,7 @@ a resumed run steps the schedulers through it again: nothing of theirs is stored
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -274,5 +275,7 @@ def _read_observed(stored: Any, steps_done: int) -> dict[int, dict[str, float]]:
 
 def is_scheduler(value: object) -> bool:
     """Return whether something is a scheduler of PyTorch, or of the same methods."""
+    if inspect.isclass(value):  # which makes one of an optimizer
+        return False
     has_methods = all(callable(getattr(value, name, None)) for name in ("step", "state_dict"))
     return isinstance(value, LRScheduler) or (has_methods and not isinstance(value, torch.optim.Optimizer))
