@@ -167,12 +167,12 @@ def test_a_plateau_waits_for_the_validation() -> None:
         if step in METRICS:
             assert not scheduling.is_known(step)
             assert scheduling.is_known(step - 1)
-            scheduling.on_validation(step, {"loss": METRICS[step], "accuracy": 0.5})
+            scheduling.on_validation({"loss": METRICS[step], "accuracy": 0.5})
         assert scheduling.is_known(step)
         found.append(list(scheduling.at(step)))
     assert found == expected
     assert len(set(map(tuple, found))) == 2
-    scheduling.on_validation(4, {"loss": 9.0})  # of a step that was run again: its successors have their numbers
+    scheduling.on_validation({"loss": 9.0})  # one that was made again: it is not awaited
     assert [list(scheduling.at(step)) for step in range(STEPS)] == expected
 
 
@@ -183,13 +183,14 @@ def test_a_plateau_goes_on_after_a_checkpoint(done: int) -> None:
     straight.validates_after = resumed.validates_after = lambda done: done in METRICS
     for step in range(done):
         if step in METRICS:
-            straight.on_validation(step, {"loss": METRICS[step]})
+            straight.on_validation({"loss": METRICS[step]})
         straight.at(step)
     resumed.resume(json.loads(json.dumps(straight.facts(done))), done)
     for each in (straight, resumed):
         if done <= 8:
+            each.at(7)
             assert each.is_known(8) is False
-            each.on_validation(8, {"loss": METRICS[8]})
+            each.on_validation({"loss": METRICS[8]})
     assert [resumed.at(step) for step in range(done, STEPS)] == [straight.at(step) for step in range(done, STEPS)]
 
 
@@ -204,14 +205,16 @@ def test_a_plateau_without_validation_is_refused() -> None:
 
 def test_a_metric_that_nobody_measures() -> None:
     scheduling, _ = of(plateau, monitor="f1")
+    scheduling.validates_after = lambda done: done == 1
     with pytest.raises(BadValue, match="follows 'f1', which the validation does not give: accuracy, loss"):
-        scheduling.on_validation(4, {"loss": 1.0, "accuracy": 0.5})
+        scheduling.on_validation({"loss": 1.0, "accuracy": 0.5})
 
 
 def test_metrics_that_are_no_numbers_survive_a_checkpoint() -> None:
     scheduling, _ = of(plateau)
     scheduling.validates_after = lambda done: done == 4
-    scheduling.on_validation(4, {"loss": math.nan})
+    scheduling.at(3)
+    scheduling.on_validation({"loss": math.nan})
     scheduling.at(6)
     resumed, _ = of(plateau)
     resumed.validates_after = scheduling.validates_after

@@ -270,6 +270,15 @@ def _state_after_a_step(
     return stepper.entries("weight")
 
 
+def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state by weight/key with other names for weights: those that `names` has."""
+    entries = {}
+    for entry, value in state.items():
+        name, _, key = entry.rpartition(SEPARATOR)
+        entries[_entry(names.get(name, name), key)] = value
+    return entries
+
+
 def _entry(name: str, key: str) -> str:
     return f"{name}{SEPARATOR}{key}"
 

@@ -30,7 +30,7 @@ def rates_topic(place: int) -> str:
 
 @dataclass(frozen=True)
 class RateLayout:
-    """Which numbers of each group travel, in which order."""
+    """The numbers of each group that travel, in their order."""
 
     groups: tuple[tuple[tuple[str, int], ...], ...]
     """Options of each group, each with how many numbers it has; 0: it is a number itself."""

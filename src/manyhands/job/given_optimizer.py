@@ -189,9 +189,10 @@ def _of_objects(model: nn.Module, objects: Sequence[torch.optim.Optimizer]) -> G
 
 def _name_of(kind: type[torch.optim.Optimizer]) -> str:
     """Return the name by which workers look up a class; one of another package must be allowed."""
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        resolve_optimizer(kind.__name__)
-        return kind.__name__
+    short: str = kind.__name__
+    if getattr(torch.optim, short, None) is kind:
+        resolve_optimizer(short)
+        return short
     name = f"{kind.__module__}.{kind.__qualname__}"
     if resolve_optimizer(name) is not kind:
         raise BadValue(f"The optimizer {name:.120} is not what workers would import under this name.")
@@ -253,8 +254,8 @@ def _scheduled(settings: Any, given: Any) -> Scheduled:
 
 
 def _optimizers_of(scheduler: Any) -> list[Any]:
-    found = getattr(scheduler, "optimizer", None)
-    return [found] if isinstance(found, torch.optim.Optimizer) else []
+    optimizer = getattr(scheduler, "optimizer", None)
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
 
 
 def _called(what: str, function: Callable[[Any], Any], argument: Any) -> Any:

@@ -191,7 +191,7 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
             )
     if workload.scheduling is not None:
         # checkpoints of 0.2.0 have none
-        unrecorded = {FACT: {}} if workload.optimizer.schedule else {}
+        unrecorded: dict[str, Any] = {FACT: {}} if workload.optimizer.schedule else {}
         workload.scheduling.resume({**unrecorded, **loaded.facts}, loaded.step)
     elif FACT in loaded.facts:
         raise BadValue(
