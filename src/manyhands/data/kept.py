@@ -38,7 +38,7 @@ class _Kept:
     leaves: list[Any]
     structure: TreeSpec
     bytes: int
-    """Bytes of its tensors in memory."""
+    """Bytes of those of its tensors that a file could hold, while they are in memory."""
     file: Path | None = None
 
 
@@ -71,7 +71,7 @@ class KeptBatches:
     def add(self, step: int, batch: Any) -> None:
         """Keep the batch of a step, the one after the last that is kept. Others may have to be written to files."""
         leaves, structure = tree_flatten(batch)
-        size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        size = sum(leaf.nbytes for leaf in leaves if _can_be_spilled(leaf))
         with self._lock:
             assert not self._kept or step == max(self._kept) + 1, "batches are kept in order"
             self._kept[step] = _Kept(leaves, structure, size)
