@@ -44,6 +44,9 @@ def given(data: Any) -> Given:
         return _of_loader(data)
     if isinstance(data, IterableDataset):
         return Given(collect(data))
+    if isinstance(data, Pairs):
+        inner = given(data.data)
+        return Given(Pairs(inner.data, data.input, data.target), inner.batch_size, inner.shuffle)
     return Given(data)
 
 
@@ -152,13 +155,16 @@ class Pairs(Dataset[Any]):
     """
 
     def __init__(self, data: Any, input: str | int | Sequence[str], target: str | int) -> None:
-        self.data, self.input, self.target = given(data).data, input, target
+        self.data, self.input, self.target = data, input, target
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        sample = self.data[index]
+        return self.of(self.data[index])
+
+    def of(self, sample: Any) -> tuple[Any, Any]:
+        """Return a sample's input and target, or a batch's."""
         if isinstance(self.input, (list, tuple)):
             return {name: self._part(sample, name) for name in self.input}, self._part(sample, self.target)
         return self._part(sample, self.input), self._part(sample, self.target)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -47,7 +47,9 @@ class Prefetcher:
         ahead: int = 2,
         *,
         limit_seconds: float = 600.0,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` is called, from a thread, when a batch has come."""
         if not 0 <= first_step <= last_step:
             raise BadValue(f"Batches from step {first_step} to {last_step}: 0 <= first <= last is needed.")
         if ahead < 1:
@@ -57,11 +59,12 @@ class Prefetcher:
             raise BadData(f"The batch order is for {order.samples} samples; the data set has {len(samples)}.")
         self._limit_seconds = limit_seconds
         self._next_step = first_step
+        self._waited_since: float | None = None
         self._ready = _ReadyBatches(ahead)
         # The thread refers to the ready batches, not to this object, so that a loader dropped unclosed is freed.
         self._thread = threading.Thread(
             target=_fill,
-            args=(self._ready, samples, order, range(first_step, last_step)),
+            args=(self._ready, samples, order, range(first_step, last_step), wake),
             daemon=True,
             name="prefetcher",
         )
@@ -71,9 +74,15 @@ class Prefetcher:
     def __iter__(self) -> Prefetcher:
         return self
 
+    def is_ready(self) -> bool:
+        """Return whether the next batch, or the reason why there is none, is there."""
+        self._waited_since = self._waited_since or time.monotonic()
+        return self._ready.has_news or time.monotonic() - self._waited_since > self._limit_seconds
+
     def __next__(self) -> Batch:
         try:
-            batch = self._ready.take(self._limit_seconds)
+            waited = time.monotonic() - self._waited_since if self._waited_since is not None else 0.0
+            batch = self._ready.take(self._limit_seconds - waited)
         except TimeoutError:
             raise TimedOut(
                 f"The batch of step {self._next_step} was not loaded within {self._limit_seconds:g} s.",
@@ -81,7 +90,7 @@ class Prefetcher:
             ) from None
         if batch is None:
             raise StopIteration
-        self._next_step = batch[0] + 1
+        self._next_step, self._waited_since = batch[0] + 1, None
         return batch
 
     def __enter__(self) -> Prefetcher:
@@ -138,6 +147,12 @@ class _ReadyBatches:
             self._error = error
             self._changed.notify_all()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` returns or raises at once."""
+        with self._changed:
+            return bool(self._batches) or self._complete or self.closed
+
     def take(self, limit_seconds: float) -> Batch | None:
         """Return the next batch, or None when there will be no more."""
         deadline = time.monotonic() + limit_seconds
@@ -164,7 +179,9 @@ class _ReadyBatches:
             self._changed.notify_all()
 
 
-def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
+def _fill(
+    ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]
+) -> None:
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
     try:
         for step in steps:
@@ -175,9 +192,11 @@ def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: ra
                     return
                 samples.append(sample_of(padded, index))
             ready.put((step, *_collate(samples, indices)))
+            wake()
         ready.finish()
     except BaseException as error:
         ready.finish(error)
+    wake()
 
 
 def _end(ready: _ReadyBatches, thread: threading.Thread) -> None:

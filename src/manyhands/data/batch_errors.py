@@ -1,0 +1,76 @@
+"""Errors of batches that come as they are given: what was wrong with which step's, where, and what to type."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+from manyhands.facts.errors import BadData
+
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+_LIBRARIES = ("site-packages", "dist-packages", "lib/python", "<frozen")
+_DIED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)[^\n]*")
+
+
+def failed(error: Exception, step: int, name: str) -> BadData:
+    """Return the error for a batch that could not be made: in this process or in a loader's worker."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "DataLoader worker" in text and "Caught " not in text:
+        return died(error, step)
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader timed out"):
+        return BadData(
+            f"The batch of step {step} was not loaded in time: {text.splitlines()[0]:.200}.",
+            hint="The DataLoader's timeout= is that long; a worker hangs, or it should be longer.",
+        )
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = lines[-1] if text.startswith("Caught ") and lines else f"{type(error).__name__}: {text}"
+    place = _place(text, error)
+    return BadData(
+        f"The batch of step {step} of the {name} cannot be loaded: {reason[:300]}".removesuffix(": ")
+        + (f"\n  at {place}" if place else ""),
+        hint="It is raised by the data set, the sampler or the collate_fn, in the line above." if place else "",
+    )
+
+
+def died(error: BaseException, step: int) -> BadData:
+    """Return the error for a loader's worker that is gone."""
+    match = _DIED.search(str(error))
+    return BadData(
+        f"A worker of the DataLoader died before the batch of step {step} was there: "
+        f"{match.group(0) if match else str(error)[:200]}".rstrip(". ")
+        + ".",
+        hint="It may have been killed for memory (fewer num_workers take less), or crashed: num_workers=0 shows where.",
+    )
+
+
+def _place(text: str, error: BaseException) -> str:
+    """Return the line where it went wrong: the innermost that is no library's."""
+    frames = [(file, int(line)) for file, line in _FRAME.findall(text)]
+    frames = frames or [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = str(Path(__file__).parent)
+    theirs = [
+        (file, line) for file, line in frames if not file.startswith(ours) and not any(part in file for part in _LIBRARIES)
+    ]
+    file, line = (theirs or [frame for frame in frames if not frame[0].startswith(ours)] or [("", 0)])[-1]
+    return f"{file}:{line}" if file else ""
+
+
+def another_shape(step: int, shapes: Any, first: Any) -> BadData:
+    """Return the error for a batch that does not look like the first one."""
+    return BadData(
+        f"The batch of step {step} has the shapes {str(shapes)[:300]}; the first had {str(first)[:300]}. A network is "
+        "captured and planned for one.",
+        hint="Crop, resize or pad to one shape in the data set or the collate_fn. For samples that differ in length, give "
+        "the data set, not its loader: mh.train(model, loader.dataset, batch_size=..., lengths=(32, 64, 128)).",
+    )
+
+
+def incomplete(name: str, step: int, samples: int, batch_size: int) -> BadData:
+    """Return the error for a last batch that is smaller than the others."""
+    where = f"The batch of step {step} of the {name}" if step >= 0 else f"The last batch of an epoch of the {name}"
+    return BadData(
+        f"{where} has {samples} samples; the others have {batch_size}. Plans share batches of one size.",
+        hint="Leave it out: DataLoader(..., drop_last=True); or take a batch size that divides the number of samples.",
+    )
