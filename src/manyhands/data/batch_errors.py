@@ -50,10 +50,9 @@ def _place(text: str, error: BaseException) -> str:
     frames = [(file, int(line)) for file, line in _FRAME.findall(text)]
     frames = frames or [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     ours = str(Path(__file__).parent)
-    theirs = [
-        (file, line) for file, line in frames if not file.startswith(ours) and not any(part in file for part in _LIBRARIES)
-    ]
-    file, line = (theirs or [frame for frame in frames if not frame[0].startswith(ours)] or [("", 0)])[-1]
+    others = [(file, line) for file, line in frames if not file.startswith(ours)]
+    users = [(file, line) for file, line in others if not any(part in file for part in _LIBRARIES)]
+    file, line = (users or others or [("", 0)])[-1]
     return f"{file}:{line}" if file else ""
 
 
@@ -62,8 +61,8 @@ def another_shape(step: int, shapes: Any, first: Any) -> BadData:
     return BadData(
         f"The batch of step {step} has the shapes {str(shapes)[:300]}; the first had {str(first)[:300]}. A network is "
         "captured and planned for one.",
-        hint="Crop, resize or pad to one shape in the data set or the collate_fn. For samples that differ in length, give "
-        "the data set, not its loader: mh.train(model, loader.dataset, batch_size=..., lengths=(32, 64, 128)).",
+        hint="Crop, resize or pad to one shape in the data set or the collate_fn. For samples that differ in length, "
+        "give the data set, not its loader: mh.train(model, loader.dataset, batch_size=..., lengths=(32, 64, 128)).",
     )
 
 

@@ -1,9 +1,9 @@
 """What a batch is to a network: its inputs and its targets, with every tensor the run's own.
 
-    [x, y]  (x, y)          a pair                                  also of dicts and of nested tuples
-    {"ids": ..., "mask":
-     ..., "labels": ...}    what mh.Pairs says; without a loss function all of it, parted at the labels
-    x  [x]                  inputs alone, where the network needs no target for its loss
+[x, y]  (x, y)          a pair                                  also of dicts and of nested tuples
+{"ids": ..., "mask":
+ ..., "labels": ...}    what mh.Pairs says; without a loss function all of it, parted at the labels
+x  [x]                  inputs alone, where the network needs no target for its loss
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BatchParts:
 
     def of(self, batch: Any, step: int) -> Parted:
         """Return the inputs and the targets of a step's batch."""
-        inputs, targets = self._parts(_plain(batch), step)
+        inputs, targets = self._parts(plain(batch), step)
         inputs, targets = (tuple(part) if isinstance(part, list) else part for part in (inputs, targets))
         return tree_map(self._tensor, inputs), tree_map(self._tensor, targets)
 
@@ -79,12 +79,12 @@ class BatchParts:
         return leaf
 
 
-def _plain(batch: Any) -> Any:
+def plain(batch: Any) -> Any:
     """Return a batch with plain dicts: a tokenizer's output is another kind of mapping."""
     if isinstance(batch, Mapping):
-        return {key: _plain(part) for key, part in batch.items()}
+        return {key: plain(part) for key, part in batch.items()}
     if type(batch) in (tuple, list):
-        return type(batch)(_plain(part) for part in batch)
+        return type(batch)(plain(part) for part in batch)
     return batch
 
 

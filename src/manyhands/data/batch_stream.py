@@ -12,7 +12,7 @@ the epoch under way from its beginning, with the random states that it began wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any
 
 import msgspec
@@ -145,8 +145,8 @@ class BatchStream:
             self._next_batch()
             if self._epoch > start.epoch:
                 raise BadData(
-                    f"Epoch {start.epoch} of the {self.name} has ended before batch {step - start.step}, up to which the "
-                    "run had trained it.",
+                    f"Epoch {start.epoch} of the {self.name} has fewer than {step - start.step} batches, which the run "
+                    "had trained of it.",
                     hint="Resume with the same data, or start a new run.",
                 )
         self.step = step
@@ -260,7 +260,7 @@ class BatchStream:
         return another_shape(step, form((inputs, targets)), self._first[2])
 
 
-def as_stream(data: Any, batch_size: int | None, labels: tuple[str, ...]) -> BatchStream | None:
+def as_stream(data: Any, batch_size: int | None, labels: Collection[str] = ()) -> BatchStream | None:
     """Return data that comes in batches, or as a stream of samples; None: samples are taken by number.
 
     `labels`: what labels are called, where the network computes its own loss.
@@ -274,12 +274,13 @@ def as_stream(data: Any, batch_size: int | None, labels: tuple[str, ...]) -> Bat
                 hint="Write batch_size=64. If it yields batches: torch.utils.data.DataLoader(data, batch_size=None).",
             )
         source = DataLoader(source, batch_size=batch_size, drop_last=True)
-    elif not isinstance(source, DataLoader) and not _yields_batches(source):
+    elif not isinstance(source, DataLoader) and not yields_batches(source):
         return None
     return BatchStream(source, BatchParts(pairs, labels, _reuses_memory(source)))
 
 
-def _yields_batches(source: Any) -> bool:
+def yields_batches(source: Any) -> bool:
+    """Return whether something gives batches one after another, and no samples by number."""
     if isinstance(source, type) or hasattr(type(source), "__getitem__"):
         return False
     return hasattr(type(source), "__iter__") or callable(source)
@@ -288,5 +289,3 @@ def _yields_batches(source: Any) -> bool:
 def _reuses_memory(source: Any) -> bool:
     """Return whether the next batch may be made in the memory of one before: a DataLoader's own batches never are."""
     return not (isinstance(source, DataLoader) and source.collate_fn is default_collate)
-
-

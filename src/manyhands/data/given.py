@@ -62,8 +62,8 @@ def batch_size_of(data: Given, batch_size: int | None) -> int:
     return batch_size if batch_size is not None else data.batch_size or 1
 
 
-def _of_loader(loader: DataLoader[Any]) -> Given:
-    """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
+def reason_against(loader: DataLoader[Any]) -> str:
+    """Return why a DataLoader's samples cannot be taken by number from its data set; empty: they can."""
     reason = ""
     if loader.batch_size is None or loader.batch_sampler is None:
         reason = "it has a batch_sampler of its own, or none"
@@ -78,7 +78,12 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
         reason = "it draws samples with replacement"
     elif not isinstance(loader.dataset, IterableDataset) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
         reason = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
-    if reason:
+    return reason
+
+
+def _of_loader(loader: DataLoader[Any]) -> Given:
+    """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
+    if reason := reason_against(loader):
         raise BadData(
             f"This DataLoader cannot be followed: {reason}. manyhands makes batches itself, so that they can be "
             "shared, prefetched and made again.",

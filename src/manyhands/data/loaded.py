@@ -1,4 +1,4 @@
-"""Batches of a stream, loaded ahead on a thread and kept until they are safe: a run that goes back gets the same ones."""
+"""Batches of a stream, loaded ahead on a thread and kept until they are safe: a run that goes back gets the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from manyhands.data.batch_stream import Batch, BatchStream
 from manyhands.data.kept import KeptBatches
@@ -90,7 +90,7 @@ class LoadedBatches:
             if step >= self._loaded:
                 raise TimedOut(
                     f"The batch of step {step} was not loaded within {self.stream.limit_seconds:g} s.",
-                    hint="The data set hangs, or the disk is very slow; DataLoader(..., timeout=...) sets another limit.",
+                    hint="The data set hangs, or the disk is very slow; DataLoader(..., timeout=...) sets a limit.",
                 )
             self._next += 1
             self._furthest = max(self._furthest, self._next)

@@ -179,9 +179,7 @@ class _ReadyBatches:
             self._changed.notify_all()
 
 
-def _fill(
-    ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]
-) -> None:
+def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]) -> None:
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
     try:
         for step in steps:

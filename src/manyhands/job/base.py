@@ -12,9 +12,8 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
-from manyhands.data.loader import Prefetcher, length
-from manyhands.data.preload import HINT, Numbered, Preload
-from manyhands.data.rewinding import Rewindable
+from manyhands.data.loader import length
+from manyhands.data.preload import HINT, Preload
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import PlannedRun
@@ -146,7 +145,7 @@ class Job:
         self, planned: PlannedRun, on_step: OnStep | None, strategy: str, retry_policy: RetryPolicy
     ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end, and return the result with the last plan, which may differ from `planned`."""
-        workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
+        workload = self.workload
         every = self.checkpoint_every(planned)
         first, last = self.start.steps_done, self.last_step
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
@@ -163,12 +162,11 @@ class Job:
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
-        fed = workload.data if order.preload is None else Numbered(workload.data)
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             staleness = elastic_job.outcome.staleness[-1] if elastic_job.outcome.staleness else None
-            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, staleness)
+            self.record.step(step, workload.epoch_of(step), loss, seconds, workload.batch_size, staleness)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():
@@ -178,7 +176,9 @@ class Job:
             self._keep(self.start)
         with (
             stopping() as stop,
-            Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
+            workload.batches(
+                first, last, self.folder, self.session.coordinator.wake, is_preloaded=order.preload is not None
+            ) as batches,
         ):
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
@@ -215,7 +215,7 @@ class Job:
     def _preload(self, planned: PlannedRun) -> Preload:
         """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        preload = Preload.of(self.workload.data)
+        preload = Preload.of(self.workload.samples)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
@@ -294,7 +294,7 @@ class Job:
         workload = self.workload
         self._check_finite(state)
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts
+            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts_at(state.steps_done)
         )
 
     def _check_finite(self, state: RunState) -> None:

@@ -224,7 +224,9 @@ class ElasticJob:
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
-        if self.batches.can_come_again:  # two losses at once may take all copies: then the last checkpoint is what is left
+        if (
+            self.batches.can_come_again
+        ):  # two losses at once may take all copies: then the last checkpoint is what is left
             self.batches.forget_before(step)
 
     def _should_pause(self) -> bool:
