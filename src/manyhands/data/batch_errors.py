@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from manyhands.facts.errors import BadData
+from manyhands.facts.errors import BadData, TimedOut
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _LIBRARIES = ("site-packages", "dist-packages", "lib/python", "<frozen")
@@ -54,6 +54,14 @@ def _place(text: str, error: BaseException) -> str:
     users = [(file, line) for file, line in others if not any(part in file for part in _LIBRARIES)]
     file, line = (users or others or [("", 0)])[-1]
     return f"{file}:{line}" if file else ""
+
+
+def too_late(step: int, limit_seconds: float) -> TimedOut:
+    """Return the error for a batch that does not come."""
+    return TimedOut(
+        f"The batch of step {step} was not loaded within {limit_seconds:g} s.",
+        hint="The data set hangs, or the disk is very slow; DataLoader(..., timeout=...) sets a limit.",
+    )
 
 
 def another_shape(step: int, shapes: Any, first: Any) -> BadData:

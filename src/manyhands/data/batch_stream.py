@@ -12,14 +12,16 @@ the epoch under way from its beginning, with the random states that it began wit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sized
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from manyhands.data import random_states
-from manyhands.data.batch_errors import another_shape, failed, incomplete
+from manyhands.data.batch_errors import another_shape, failed, incomplete, too_late
 from manyhands.data.batch_parts import BatchParts, BatchSamples, form, samples_in
 from manyhands.data.given import Pairs
 from manyhands.facts.decode import decode
@@ -103,10 +105,22 @@ class BatchStream:
     def first_batch(self) -> tuple[Any, Any]:
         """Return inputs and targets of the first batch; it is trained on, too."""
         if self._first is None:
-            self._held = self.take()
+            # A loader begun by the main thread would have the death of a worker raise there, wherever that is by then.
+            taken: Future[Batch] = Future()
+            threading.Thread(target=self._take_first, args=(taken,), name="first batch", daemon=True).start()
+            try:
+                self._held = taken.result(self.limit_seconds)
+            except TimeoutError:
+                raise too_late(0, self.limit_seconds) from None
             self.pause()
         assert self._first is not None
         return self._first[0], self._first[1]
+
+    def _take_first(self, taken: Future[Batch]) -> None:
+        try:
+            taken.set_result(self.take())
+        except BaseException as error:
+            taken.set_exception(error)
 
     def samples(self) -> BatchSamples:
         """Return the samples of the first batch."""
@@ -115,6 +129,11 @@ class BatchStream:
     def epoch_of(self, step: int) -> int:
         """Return the epoch that a step's batch was taken in."""
         return next((start.epoch for start in reversed(self._starts) if start.step <= step), 0)
+
+    @property
+    def is_drawn_by_persistent_workers(self) -> bool:
+        """Whether random numbers depend on all that a loader's workers drew before, which nobody can put back."""
+        return bool(getattr(self.source, "num_workers", 0) and getattr(self.source, "persistent_workers", False))
 
     # Where it is
 

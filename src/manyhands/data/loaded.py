@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ClassVar
 
+from manyhands.data.batch_errors import died, too_late
 from manyhands.data.batch_stream import Batch, BatchStream
 from manyhands.data.kept import KeptBatches
-from manyhands.facts.errors import TimedOut
 
 AHEAD = 3
 """How many batches are loaded before they are asked for: as many as devices are fed ahead."""
@@ -47,6 +47,9 @@ class LoadedBatches:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            # torch's handler of SIGCHLD raises it in the main thread, if that has ever iterated a DataLoader
+            raise died(error, self._next) from error
 
     def close(self) -> None:
         """End the thread and the loader's workers, and forget all batches."""
@@ -88,10 +91,7 @@ class LoadedBatches:
             if step >= self._loaded and self._error is not None:
                 raise self._error
             if step >= self._loaded:
-                raise TimedOut(
-                    f"The batch of step {step} was not loaded within {self.stream.limit_seconds:g} s.",
-                    hint="The data set hangs, or the disk is very slow; DataLoader(..., timeout=...) sets a limit.",
-                )
+                raise too_late(step, self.stream.limit_seconds)
             self._next += 1
             self._furthest = max(self._furthest, self._next)
             self._changed.notify_all()

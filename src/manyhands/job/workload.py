@@ -209,6 +209,11 @@ def go_on_with_data(loaded: checkpoint.Checkpoint, workload: Workload, say: Say 
     if workload.stream is None:
         return
     skipped = workload.stream.resume(loaded.step, loaded.facts.get(PLACE, {}))
+    if say is not None and workload.stream.is_drawn_by_persistent_workers:
+        say(
+            "The DataLoader's workers persist over epochs: numbers that they draw (augmentation) are others than those "
+            "of a run that was never stopped. With persistent_workers=False they are the same."
+        )
     if say is not None and skipped:
         say(
             f"The data is read anew from the beginning of its epoch: {skipped:,} batches that were trained are skipped."
