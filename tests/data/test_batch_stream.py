@@ -92,6 +92,10 @@ def iterated(loader: DataLoader[Any], epochs: int) -> list[Any]:
     return batches
 
 
+def taken(stream: BatchStream, count: int) -> list[Any]:
+    return [stream.take() for _ in range(count)]
+
+
 def seeded() -> None:
     torch.manual_seed(5)
     random.seed(6)
@@ -337,8 +341,7 @@ def test_what_is_wrong_is_said_with_the_step(source: Any, text: str) -> None:
     stream = as_stream(source, None)
     assert stream is not None
     with pytest.raises(ManyhandsError, match=text):
-        for _ in range(4):
-            stream.take()
+        taken(stream, 4)
 
 
 @pytest.mark.parametrize(("says", "text"), [(3, "ended after 2 batches"), (1, "goes on after 1 batches")])
@@ -355,8 +358,7 @@ def test_epochs_that_are_counted_have_the_length_that_was_said(says: int, text: 
     assert stream.batches_per_epoch == says
     stream.expects_whole_epochs = True
     with pytest.raises(BadData, match=rf"(?s){text}; len\(\) of it says {says}.*steps="):
-        for _ in range(4):
-            stream.take()
+        taken(stream, 4)
 
 
 def test_a_stream_of_samples_needs_a_batch_size() -> None:

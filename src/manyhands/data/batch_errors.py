@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ _LIBRARIES = ("site-packages", "dist-packages", "lib/python", "<frozen")
 _DIED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?([\d, ]+)\)[^\n]*")
 
 
-def failed(error: Exception, step: int, name: str) -> BadData:
-    """Return the error for a batch that could not be made: in this process or in a loader's worker."""
+def failed(error: Exception, step: int, name: str, dead_workers: Sequence[int] = ()) -> BadData:
+    """Return the error for a batch that could not be made: in this process, or in a loader's worker, which may have
+    died over it."""
     text = str(error)
     if isinstance(error, RuntimeError) and "DataLoader worker" in text and "Caught " not in text:
-        return died(error, step)
+        return died(step, text)
+    if isinstance(error, (OSError, EOFError)) and dead_workers:  # it died while a batch came from it
+        return died(step, f"process {', '.join(map(str, dead_workers))}")
     if isinstance(error, RuntimeError) and text.startswith("DataLoader timed out"):
         return BadData(
             f"The batch of step {step} was not loaded in time: {text.splitlines()[0]:.200}.",
@@ -34,13 +38,12 @@ def failed(error: Exception, step: int, name: str) -> BadData:
     )
 
 
-def died(error: BaseException, step: int) -> BadData:
-    """Return the error for a loader's worker that is gone."""
-    match = _DIED.search(str(error))
+def died(step: int, text: str) -> BadData:
+    """Return the error for a loader's worker that is gone; `text`: what is known of it."""
+    match = _DIED.search(text)
+    reason = (match.group(0) if match else text[:200]).rstrip(". ")
     return BadData(
-        f"A worker of the DataLoader died before the batch of step {step} was there: "
-        f"{match.group(0) if match else str(error)[:200]}".rstrip(". ")
-        + ".",
+        f"A worker of the DataLoader died before the batch of step {step} was there: {reason}.",
         hint="It may have been killed for memory (fewer num_workers take less), or crashed: num_workers=0 shows where.",
     )
 

@@ -217,12 +217,17 @@ class BatchStream:
             except ManyhandsError:
                 raise
             except Exception as error:
-                raise failed(error, self.step, self.name) from error
+                raise failed(error, self.step, self.name, self._dead_workers()) from error
             self._in_epoch += 1
             expected = self.batches_per_epoch
             if self.expects_whole_epochs and expected is not None and self._in_epoch > expected:
                 raise self._other_length(f"goes on after {expected} batches", expected)
             return batch
+
+    def _dead_workers(self) -> list[int]:
+        """Return the process ids of a DataLoader's workers that have died."""
+        workers = getattr(self._iterator, "_workers", ())
+        return [worker.pid for worker in workers if worker.exitcode not in (None, 0)]
 
     def _begin_epoch(self) -> None:
         self._epoch, self._in_epoch = self._epoch + 1, 0

@@ -49,7 +49,7 @@ class LoadedBatches:
         self.close()
         if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
             # torch's handler of SIGCHLD raises it in the main thread, if that has ever iterated a DataLoader
-            raise died(error, self._next) from error
+            raise died(self._next, str(error)) from error
 
     def close(self) -> None:
         """End the thread and the loader's workers, and forget all batches."""

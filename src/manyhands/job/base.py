@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import length
@@ -20,7 +19,7 @@ from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic, traffic_of_all
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -33,7 +32,9 @@ from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
 from manyhands.job.callbacks import OnStep, Say
+from manyhands.job.check_finite import check_finite
 from manyhands.job.config_sections import WorkloadConfig
+from manyhands.job.data_wait_report import DataWaitReport
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
 from manyhands.job.lengths import lengths_of
@@ -49,7 +50,6 @@ from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
@@ -70,11 +70,6 @@ class Guide(Replan, Protocol):
 def cuts_statistics(plan: Plan, network: Network) -> bool:
     """Return whether batch norm computes its statistics over less than a batch."""
     return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
-
-
-def _was_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is finite: a constant such as a mask may hold infinities from the beginning."""
-    return bool(torch.isfinite(tensor).all())
 
 
 @dataclass
@@ -147,6 +142,7 @@ class Job:
         """Train to the end, and return the result with the last plan, which may differ from `planned`."""
         workload = self.workload
         every = self.checkpoint_every(planned)
+        self.data_waits = DataWaitReport(self.record, self.say, WARM_UP_STEPS)
         first, last = self.start.steps_done, self.last_step
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         replanner = self.replanner(planned, strategy)
@@ -166,6 +162,7 @@ class Job:
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             staleness = elastic_job.outcome.staleness[-1] if elastic_job.outcome.staleness else None
+            self.data_waits.add(seconds, elastic_job.outcome.data_waits.get(step, 0.0))
             self.record.step(step, workload.epoch_of(step), loss, seconds, workload.batch_size, staleness)
             stop.is_patient = True
             if on_step is not None:
@@ -292,30 +289,10 @@ class Job:
 
     def _keep(self, state: RunState) -> None:
         workload = self.workload
-        self._check_finite(state)
+        check_finite(self.graph, state)
         self.checkpoint = self.record.checkpoint(
             workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts_at(state.steps_done)
         )
-
-    def _check_finite(self, state: RunState) -> None:
-        """Refuse a state with weights that are not finite: no step could go on from such a checkpoint."""
-        if not state.steps_done:
-            return
-        network = self.graph.network
-        constants = constant_weights(network)
-        for layer in network.layers:
-            for name in network.weights_of(layer.first, layer.last):
-                tensor = state.weights[name]
-                if (
-                    name not in constants
-                    and tensor.is_floating_point()
-                    and not bool(torch.isfinite(tensor).all())
-                    and _was_finite(self.graph.state[name])
-                ):
-                    raise NotFinite(
-                        f"The weight {name} of layer {layer.name} is not finite after step {state.steps_done - 1}.",
-                        hint="Lower the learning rate, or look at the data of the steps before.",
-                    )
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
         steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs
@@ -332,7 +309,7 @@ class Job:
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
-            lengths=self.lengths.uses,
+            lengths=self.lengths.uses, data_wait_share=self.data_waits.share,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)
@@ -345,6 +322,7 @@ class Job:
         """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
         only reported."""
         after = Aftermath(result.problems, self.record, self.say)
+        self.data_waits.end()
         if peft_model_of(self.workload.model) is not None:
             with after.surviving("The adapter could not be written"):
                 result.adapter = save_adapter(self.workload.model, self.folder / ADAPTER)
