@@ -122,7 +122,7 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_had(cluster: Coord
     ran = train(
         cluster, folder=tmp_path, model=model, data=other, steps=6, resume=True, say=said.append, **options
     )  # fmt: skip
-    assert any("1 batches that were trained are skipped" in text for text in said), said
+    assert any("1 batch(es) that were trained are skipped" in text for text in said), said
     torch.testing.assert_close(torch.tensor(ran.result.losses), torch.tensor(wanted), rtol=1e-10, atol=1e-12)
     assert_close(ran.state, plain.state_dict())
     with pytest.raises(BadValue, match="started with samples = in batches as given; it is now 36"):
@@ -191,7 +191,7 @@ class Broken(Augmented):
     ("how", "workers_of_loader", "text"),
     [
         ("raises", 1, r"(?s)batch of step 4 .*ValueError: a broken record\n  at .*test_given_batches\.py:\d+"),
-        ("dies", 1, r"A worker of the DataLoader died before the batch of step 4"),
+        ("dies", 1, r"A worker of the DataLoader died before the batch of step [2-4]"),
         ("another shape", 0, r"batch of step 4 has the shapes \(\(12, 1, 6, 8\).*; the first had \(\(12, 1, 8, 8\)"),
     ],
     ids=["raises", "dies", "another shape"],

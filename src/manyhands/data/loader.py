@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, cast
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from manyhands.data.order import BatchOrder
 from manyhands.facts.errors import BadData, BadValue, ManyhandsError, TimedOut
 
 Batch = tuple[int, Any, Any]
+_MOST_THREADS = 8
 _POLL_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _PAIR = "__getitem__ must return a pair: (input, target)."
@@ -181,20 +185,37 @@ class _ReadyBatches:
 
 def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]) -> None:
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
+    threads = _threads_for(dataset)
+    pool = ThreadPoolExecutor(threads, "pictures") if threads > 1 else None
+    read: Callable[..., Iterable[Any]] = map if pool is None else pool.map
     try:
         for step in steps:
             indices, padded = order.indices(step), order.padded(dataset, step)
             samples = []
-            for index in indices:
+            for sample in read(partial(sample_of, padded), indices):
                 if ready.closed:
                     return
-                samples.append(sample_of(padded, index))
+                samples.append(sample)
             ready.put((step, *_collate(samples, indices)))
             wake()
         ready.finish()
     except BaseException as error:
         ready.finish(error)
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
     wake()
+
+
+def _threads_for(dataset: Any) -> int:
+    """Return how many threads read the samples of a data set: one, unless it says that it may be read by several. Half
+    of the cores, since workers compute on them."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if not getattr(dataset, "is_read_by_threads", False):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores // 2))
 
 
 def _end(ready: _ReadyBatches, thread: threading.Thread) -> None:

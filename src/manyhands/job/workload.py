@@ -109,13 +109,12 @@ class Workload:
     @property
     def facts(self) -> dict[str, Any]:
         """The values that must be the same for a run to go on as if it had never stopped."""
-        data: dict[str, Any] = {"samples": GIVEN}
-        if not isinstance(self.data, BatchStream):
-            data = {"shuffle": self.config.shuffle is not False, "samples": length(self.data)}
-        if isinstance(self.order, LengthOrder):
-            data["sample_lengths"] = self.order.digest
+        is_by_number = not isinstance(self.data, BatchStream)
         return {
-            **self.config.decisive, "batch_norm": self.batch_norm, **data, "optimizer": self.optimizer.to_dict(),
+            "samples": length(self.samples) if is_by_number else GIVEN, **self.config.decisive,
+            **({"shuffle": self.config.shuffle is not False} if is_by_number else {}),
+            "batch_norm": self.batch_norm, "optimizer": self.optimizer.to_dict(),
+            **({"sample_lengths": self.order.digest} if isinstance(self.order, LengthOrder) else {}),
         }  # fmt: skip
 
     @property
@@ -215,6 +214,4 @@ def go_on_with_data(loaded: checkpoint.Checkpoint, workload: Workload, say: Say 
             "of a run that was never stopped. With persistent_workers=False they are the same."
         )
     if say is not None and skipped:
-        say(
-            f"The data is read anew from the beginning of its epoch: {skipped:,} batches that were trained are skipped."
-        )
+        say(f"The data is read from the beginning of its epoch: {skipped:,} batch(es) that were trained are skipped.")
