@@ -1,4 +1,4 @@
-"""What a batch is to a network: its inputs and its targets, with every tensor the run's own.
+"""A batch's inputs and targets, as a network takes them, with every tensor the run's own.
 
 [x, y]  (x, y)          a pair                                  also of dicts and of nested tuples
 {"ids": ..., "mask":
@@ -25,7 +25,7 @@ Parted = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class BatchParts:
-    """How batches are parted into inputs and targets."""
+    """The way in which batches are parted into inputs and targets."""
 
     pairs: Pairs | None = None
     """What the caller says; None: it follows from what a batch is."""
@@ -75,7 +75,8 @@ class BatchParts:
             return torch.tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             # What came from a loader's worker lies in shared memory, of which there is little.
-            return leaf.detach().clone() if self.is_copied or leaf.is_shared() else leaf.detach()
+            is_copied = self.is_copied or leaf.is_shared()  # type: ignore[no-untyped-call]
+            return leaf.detach().clone() if is_copied else leaf.detach()
         return leaf
 
 

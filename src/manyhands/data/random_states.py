@@ -33,8 +33,8 @@ def states_of(loader: Any) -> dict[str, str]:
         "python": f"{version} {_text(numpy.array(python_words, numpy.uint32))} {_number(python_gauss)}",
     }
     if kind == "MT19937":
-        states["numpy"] = f"{_text(numpy.asarray(words))} {place} {has_gauss} {_number(gauss)}"
-    return states | {name: _text(one.get_state().numpy()) for name, one in _generators(loader).items()}
+        states["numpy"] = f"{_text(numpy.asarray(words))} {place} {has_gauss} {_number(float(gauss))}"
+    return states | {name: _text(generator.get_state().numpy()) for name, generator in _generators(loader).items()}
 
 
 def put_back(states: Mapping[str, str], loader: Any) -> None:

@@ -1,4 +1,4 @@
-"""How much of the time of steps the devices waited for data, and what is said of it."""
+"""The part of the time of steps in which the devices waited for data, and the words for it."""
 
 from __future__ import annotations
 
