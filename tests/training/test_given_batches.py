@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 import manyhands as mh
+from manyhands.cli.live_rows import step_text
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.observe.live import read_live
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import BATCH, Pictures, assert_close, network, train, workers
 
@@ -208,6 +211,25 @@ def test_what_goes_wrong_names_the_step_and_keeps_the_last_checkpoint(
     assert newest is not None
     assert str(newest) in caught.value.hint
     assert not list(tmp_path.glob("kept-batches-*"))
+
+
+def test_a_run_that_waits_for_its_data_says_so(cluster: Coordinator, tmp_path: Path) -> None:
+    def slowly() -> Iterator[Any]:
+        for batch in DataLoader(Pictures(BATCH), BATCH):
+            time.sleep(0.1)
+            yield batch
+
+    said: list[str] = []
+    ran = train(
+        cluster, "samples", tmp_path, model=network(dropout=0.0), data=slowly, batch_size=None, steps=14,
+        optimizer=OPTIMIZER, say=said.append,
+    )  # fmt: skip
+    assert 0.4 < ran.result.data_wait_share <= 1
+    assert any(text.startswith("Data is the bottleneck") for text in said)
+    live = read_live(tmp_path)
+    assert live is not None
+    assert live.data_wait > 0.4
+    assert "waits for data" in step_text(live)
 
 
 def refused(text: str, data: Any, **options: Any) -> None:
