@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from manyhands.data.batch_errors import deaths_named
 from manyhands.data.batch_stream import BatchStream
 from manyhands.data.kept import KeptBatches
 from manyhands.data.loaded import LoadedBatches
@@ -135,8 +136,10 @@ def test_a_loaders_worker_that_dies_is_named_and_nothing_hangs() -> None:
 
 
 def test_a_death_that_torch_raises_in_the_main_thread_is_the_same_error() -> None:
-    with pytest.raises(BadData, match=r"died before the batch of step 0"), loaded(lambda: drawn([])):
+    with pytest.raises(BadData, match=r"died before the batch of step 3"), deaths_named(lambda: 3):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    with pytest.raises(RuntimeError, match="another"), deaths_named(lambda: 3):
+        raise RuntimeError("another")
 
 
 def test_files_go_when_it_is_closed(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def _place(text: str, error: BaseException) -> str:
     users = [(file, line) for file, line in others if not any(part in file for part in _LIBRARIES)]
     file, line = (users or others or [("", 0)])[-1]
     return f"{file}:{line}" if file else ""
+
+
+@contextlib.contextmanager
+def deaths_named(next_step: Callable[[], int]) -> Iterator[None]:
+    """Turn what torch's handler of SIGCHLD raises into the error for a loader's worker that died: it is raised in the
+    main thread, whatever that does, if that has ever iterated a DataLoader."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise died(next_step(), str(error)) from error
 
 
 def too_late(step: int, limit_seconds: float) -> TimedOut:

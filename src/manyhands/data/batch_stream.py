@@ -21,7 +21,7 @@ import msgspec
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from manyhands.data import random_states
-from manyhands.data.batch_errors import another_shape, failed, incomplete, too_late
+from manyhands.data.batch_errors import another_shape, deaths_named, failed, incomplete, too_late
 from manyhands.data.batch_parts import BatchParts, BatchSamples, form, samples_in
 from manyhands.data.given import Pairs
 from manyhands.facts.decode import decode
@@ -109,7 +109,8 @@ class BatchStream:
             taken: Future[Batch] = Future()
             threading.Thread(target=self._take_first, args=(taken,), name="first batch", daemon=True).start()
             try:
-                self._held = taken.result(self.limit_seconds)
+                with deaths_named(lambda: 0):
+                    self._held = taken.result(self.limit_seconds)
             except TimeoutError:
                 raise too_late(0, self.limit_seconds) from None
             self.pause()

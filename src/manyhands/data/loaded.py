@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ClassVar
 
-from manyhands.data.batch_errors import died, too_late
+from manyhands.data.batch_errors import too_late
 from manyhands.data.batch_stream import Batch, BatchStream
 from manyhands.data.kept import KeptBatches
 
@@ -47,9 +47,6 @@ class LoadedBatches:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-        if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
-            # torch's handler of SIGCHLD raises it in the main thread, if that has ever iterated a DataLoader
-            raise died(self._next, str(error)) from error
 
     def close(self) -> None:
         """End the thread and the loader's workers, and forget all batches."""

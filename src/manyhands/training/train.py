@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.data.batch_errors import incomplete
+from manyhands.data.batch_errors import deaths_named, incomplete
 from manyhands.data.batch_stream import BatchStream, as_stream
 from manyhands.data.given import batch_size_of, given, with_labels
 from manyhands.data.held_out import samples_of
@@ -92,6 +92,7 @@ def train_with(
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             tensorboard=config.tensorboard,
         ) as opened,
+        deaths_named(lambda: workload.stream.next_step if workload.stream is not None else 0),
         open_session(
             config.cluster, logs=opened.folder / "workers", say=say, silence_seconds=config.silence_seconds,
             rendezvous=config.rendezvous,
