@@ -28,7 +28,7 @@ class Stripes(Dataset[tuple[Tensor, int]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, int]]):
-    """A stream: one pass over it is kept in memory, and every epoch has the same samples."""
+    """A stream, of any length: it is read as training goes on. As it tells no length, that of training is in steps."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         data = Stripes()
@@ -49,16 +49,17 @@ class Named(Dataset[dict[str, object]]):
 def main() -> None:
     torch.manual_seed(0)
     with mh.Coordinator.local_cluster(mh.Cluster.local(2)) as workers:  # started once, used four times
-        for text, data, batch_size in (
-            ("map-style", Stripes(), 64),
-            ("a DataLoader", DataLoader(Stripes(), batch_size=32, shuffle=True), None),
-            ("a stream", Stream(), 64),
-            ("dicts", mh.Pairs(Named(), "image", "label"), 64),
+        loader = DataLoader(Stripes(), batch_size=32, shuffle=True, num_workers=2)  # used as it is
+        for text, data, options in (
+            ("map-style", Stripes(), {"batch_size": 64}),
+            ("a DataLoader", loader, {}),
+            ("a stream", Stream(), {"batch_size": 64, "steps": 8}),
+            ("dicts", mh.Pairs(Named(), "image", "label"), {"batch_size": 64}),
         ):
             model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 2))
             result = mh.train(
                 model, data, loss=functional.cross_entropy, optimizer=mh.Optimizer("SGD", lr=0.05),
-                batch_size=batch_size, cluster=workers, plan="samples",
+                cluster=workers, plan="samples", **options,
             )  # fmt: skip
             print(f"{text}: {result.steps} steps, loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
 

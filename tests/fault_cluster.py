@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
@@ -29,7 +30,7 @@ from hand_made import even_profile
 from manyhands.data.loader import Prefetcher
 from manyhands.data.order import BatchOrder
 from manyhands.data.preload import Numbered, Preload
-from manyhands.data.rewinding import Rewindable
+from manyhands.data.rewinding import Rewindable, RewindableBatches
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
@@ -340,6 +341,7 @@ class FaultCluster:
         data: Dataset[Any] | None = None,
         batches_of: BatchOrder = SHUFFLED,
         lengths: LengthGraphs | None = None,
+        loaded: AbstractContextManager[RewindableBatches] | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -347,7 +349,7 @@ class FaultCluster:
         others, in place of the planner's incremental ones. `is_preloaded`: all samples are sent before the
         first step.
         `graph`: another network than `captured()`, for the same pictures, or for `data` in the order `batches_of`;
-        `lengths`: its graphs for samples of several lengths.
+        `lengths`: its graphs for samples of several lengths. `loaded`: the batches, in place of `data`'s.
         """
         graph = captured() if graph is None else graph
         trip = self.trip = Trip(self, graph, steps)
@@ -387,7 +389,9 @@ class FaultCluster:
         )  # fmt: skip
         given = data if data is not None else Pictures()
         fed: Dataset[Any] = Numbered(given) if is_preloaded else given
-        with Rewindable(lambda step: Prefetcher(fed, batches_of, step, steps), order.start.steps_done) as batches:
+        if loaded is None:
+            loaded = Rewindable(lambda step: Prefetcher(fed, batches_of, step, steps), order.start.steps_done)
+        with loaded as batches:
             job = ElasticJob(
                 self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),
                 hooks=JobHooks(

@@ -70,8 +70,14 @@ def test_gradients_that_are_never_finite_end_the_run() -> None:
     ("options", "message"),
     [
         ({}, "do not exchange that"),
-        ({"gradient_norm": True, "order": "replay", "replay": Replay(k=0), "batch_size": 2, "micro_batches": 2}, "steps overlap"),
-        ({"gradient_norm": True, "stages": (Stage((0, 1), ("a",), Single(), Codec(8, gradients=True)),)}, "no infinity"),
+        (
+            {"gradient_norm": True, "order": "replay", "replay": Replay(k=0), "batch_size": 2, "micro_batches": 2},
+            "steps overlap",
+        ),
+        (
+            {"gradient_norm": True, "stages": (Stage((0, 1), ("a",), Single(), Codec(8, gradients=True)),)},
+            "no infinity",
+        ),
     ],
 )
 def test_plans_by_which_devices_could_not_agree_are_refused(options: dict[str, Any], message: str) -> None:

@@ -69,7 +69,12 @@ def test_a_graph_trains_as_the_module_does_under_autocast(precision: str, name: 
     assert str(LOWER[precision]).removeprefix("torch.") in types
     assert graph.loss is not None
     assert {spec.dtype for node in graph.loss.nodes for spec in node.outputs} == {"float32"}
-    assert all(spec.batch_axis == 0 for node in graph.nodes for spec in node.outputs if len(spec.shape) == 4 and "cast" not in node.name)
+    assert all(
+        spec.batch_axis == 0
+        for node in graph.nodes
+        for spec in node.outputs
+        if len(spec.shape) == 4 and "cast" not in node.name
+    )
     assert {spec.dtype for spec in graph.weights} == {"float32"}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import manyhands as mh
 from manyhands.facts.errors import BadData, BadPlan, BadValue, ManyhandsError, UnknownName
@@ -204,10 +204,6 @@ def test_a_loss_of_a_field_of_the_output(cluster: Coordinator, tmp_path: Path) -
 def test_what_is_refused_at_once(tmp_path: Path) -> None:
     """Before any process is started."""
 
-    class Endless(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            yield from ()
-
     cases: list[tuple[type[ManyhandsError], str, dict[str, Any]]] = [
         (BadValue, "batch_size is 0", {"batch_size": 0}),
         (BadValue, "epochs is True", {"epochs": True}),
@@ -217,7 +213,8 @@ def test_what_is_refused_at_once(tmp_path: Path) -> None:
         (BadValue, "loss is a str", {"loss": "mse"}),
         (BadValue, "model is a str", {"model": "resnet"}),
         (BadData, "72 samples; a batch has 100", {"batch_size": 100}),
-        (BadData, "Endless gave no samples", {"data": Endless()}),
+        (BadValue, "its epochs have no known end", {"data": iter(())}),
+        (BadData, "Epoch 0 of the <lambda> gave no batches", {"data": lambda: iter(()), "steps": 1}),
         (BadValue, "batch_size is not given", {"batch_size": None}),
         (BadValue, "seed", {"seed": -1}),
         (UnknownName, "SGDD", {"optimizer": Optimizer("SGDD")}),

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from manyhands.observe.watching import View
 
 MOST_NAMES = 3
+MOST_DATA_WAIT = 0.1
+"""A job that waits for data for more of its time than this says so."""
 STATES = {
     "preparing": "getting ready", "waiting": "waiting for devices", "running": "running", "ended": "ended",
     "stopped": "stopped", "failed": "failed",
@@ -58,9 +60,16 @@ def step_text(live: Live) -> str:
     if live.seconds is not None:
         predicted = f" (predicted {format_seconds(live.predicted_seconds)})" if live.predicted_seconds else ""
         parts.append(f"{format_seconds(live.seconds)} a step{predicted}")
+    if text := data_text(live):
+        parts.append(text)
     if live.remaining_seconds is not None and not live.is_over:
         parts.append(f"{clock(live.remaining_seconds)} left")
     return ", ".join(parts)
+
+
+def data_text(live: Live) -> str:
+    """Return that data is the bottleneck of a job, where it is."""
+    return f"waits for data {live.data_wait:.0%} of the time" if live.data_wait > MOST_DATA_WAIT else ""
 
 
 def names_text(names: tuple[str, ...]) -> str:

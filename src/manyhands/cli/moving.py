@@ -22,6 +22,7 @@ from rich.text import Text
 from manyhands.cli.live_rows import (
     busy_of,
     clock,
+    data_text,
     layers_text,
     memory_text,
     names_text,
@@ -117,6 +118,8 @@ class Moving:
             words.append(f"loss {number(self.loss)}")
         if width >= LEAST_WIDTH:
             words.append(self.rate)
+        if width >= LEAST_WIDTH and self.live is not None and (waits := data_text(self.live)):
+            words.append(waits)
         if width >= 30:
             words.append(self.left)
         bar = Table.grid(padding=(0, 1), expand=True)

@@ -44,6 +44,9 @@ def given(data: Any) -> Given:
         return _of_loader(data)
     if isinstance(data, IterableDataset):
         return Given(collect(data))
+    if isinstance(data, Pairs):
+        inner = given(data.data)
+        return Given(Pairs(inner.data, data.input, data.target), inner.batch_size, inner.shuffle)
     return Given(data)
 
 
@@ -59,8 +62,8 @@ def batch_size_of(data: Given, batch_size: int | None) -> int:
     return batch_size if batch_size is not None else data.batch_size or 1
 
 
-def _of_loader(loader: DataLoader[Any]) -> Given:
-    """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
+def reason_against(loader: DataLoader[Any]) -> str:
+    """Return why a DataLoader's samples cannot be taken by number from its data set; empty: they can."""
     reason = ""
     if loader.batch_size is None or loader.batch_sampler is None:
         reason = "it has a batch_sampler of its own, or none"
@@ -75,7 +78,12 @@ def _of_loader(loader: DataLoader[Any]) -> Given:
         reason = "it draws samples with replacement"
     elif not isinstance(loader.dataset, IterableDataset) and len(loader.sampler) != len(loader.dataset):  # type: ignore[arg-type]
         reason = f"its sampler takes {len(loader.sampler)} of {len(loader.dataset)} samples"  # type: ignore[arg-type]
-    if reason:
+    return reason
+
+
+def _of_loader(loader: DataLoader[Any]) -> Given:
+    """Return a DataLoader's data set, and how it takes samples, where that can be kept exactly."""
+    if reason := reason_against(loader):
         raise BadData(
             f"This DataLoader cannot be followed: {reason}. manyhands makes batches itself, so that they can be "
             "shared, prefetched and made again.",
@@ -152,13 +160,16 @@ class Pairs(Dataset[Any]):
     """
 
     def __init__(self, data: Any, input: str | int | Sequence[str], target: str | int) -> None:
-        self.data, self.input, self.target = given(data).data, input, target
+        self.data, self.input, self.target = data, input, target
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        sample = self.data[index]
+        return self.of(self.data[index])
+
+    def of(self, sample: Any) -> tuple[Any, Any]:
+        """Return a sample's input and target, or a batch's."""
         if isinstance(self.input, (list, tuple)):
             return {name: self._part(sample, name) for name in self.input}, self._part(sample, self.target)
         return self._part(sample, self.input), self._part(sample, self.target)  # type: ignore[arg-type]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, cast
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from manyhands.data.order import BatchOrder
 from manyhands.facts.errors import BadData, BadValue, ManyhandsError, TimedOut
 
 Batch = tuple[int, Any, Any]
+_MOST_THREADS = 8
 _POLL_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _PAIR = "__getitem__ must return a pair: (input, target)."
@@ -47,7 +51,9 @@ class Prefetcher:
         ahead: int = 2,
         *,
         limit_seconds: float = 600.0,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` is called, from a thread, when a batch has come."""
         if not 0 <= first_step <= last_step:
             raise BadValue(f"Batches from step {first_step} to {last_step}: 0 <= first <= last is needed.")
         if ahead < 1:
@@ -57,11 +63,12 @@ class Prefetcher:
             raise BadData(f"The batch order is for {order.samples} samples; the data set has {len(samples)}.")
         self._limit_seconds = limit_seconds
         self._next_step = first_step
+        self._waited_since: float | None = None
         self._ready = _ReadyBatches(ahead)
         # The thread refers to the ready batches, not to this object, so that a loader dropped unclosed is freed.
         self._thread = threading.Thread(
             target=_fill,
-            args=(self._ready, samples, order, range(first_step, last_step)),
+            args=(self._ready, samples, order, range(first_step, last_step), wake),
             daemon=True,
             name="prefetcher",
         )
@@ -71,9 +78,15 @@ class Prefetcher:
     def __iter__(self) -> Prefetcher:
         return self
 
+    def is_ready(self) -> bool:
+        """Return whether the next batch, or the reason why there is none, is there."""
+        self._waited_since = self._waited_since or time.monotonic()
+        return self._ready.has_news or time.monotonic() - self._waited_since > self._limit_seconds
+
     def __next__(self) -> Batch:
         try:
-            batch = self._ready.take(self._limit_seconds)
+            waited = time.monotonic() - self._waited_since if self._waited_since is not None else 0.0
+            batch = self._ready.take(self._limit_seconds - waited)
         except TimeoutError:
             raise TimedOut(
                 f"The batch of step {self._next_step} was not loaded within {self._limit_seconds:g} s.",
@@ -81,7 +94,7 @@ class Prefetcher:
             ) from None
         if batch is None:
             raise StopIteration
-        self._next_step = batch[0] + 1
+        self._next_step, self._waited_since = batch[0] + 1, None
         return batch
 
     def __enter__(self) -> Prefetcher:
@@ -138,6 +151,12 @@ class _ReadyBatches:
             self._error = error
             self._changed.notify_all()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` returns or raises at once."""
+        with self._changed:
+            return bool(self._batches) or self._complete or self.closed
+
     def take(self, limit_seconds: float) -> Batch | None:
         """Return the next batch, or None when there will be no more."""
         deadline = time.monotonic() + limit_seconds
@@ -164,20 +183,39 @@ class _ReadyBatches:
             self._changed.notify_all()
 
 
-def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range) -> None:
+def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]) -> None:
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
+    threads = _threads_for(dataset)
+    pool = ThreadPoolExecutor(threads, "pictures") if threads > 1 else None
+    read: Callable[..., Iterable[Any]] = map if pool is None else pool.map
     try:
         for step in steps:
             indices, padded = order.indices(step), order.padded(dataset, step)
             samples = []
-            for index in indices:
+            for sample in read(partial(sample_of, padded), indices):
                 if ready.closed:
                     return
-                samples.append(sample_of(padded, index))
+                samples.append(sample)
             ready.put((step, *_collate(samples, indices)))
+            wake()
         ready.finish()
     except BaseException as error:
         ready.finish(error)
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+    wake()
+
+
+def _threads_for(dataset: Any) -> int:
+    """Return how many threads read the samples of a data set: one, unless it says that it may be read by several. Half
+    of the cores, since workers compute on them."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if not getattr(dataset, "is_read_by_threads", False):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, cores // 2))
 
 
 def _end(ready: _ReadyBatches, thread: threading.Thread) -> None:

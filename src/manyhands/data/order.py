@@ -55,6 +55,14 @@ class BatchOrder:
         return dataset
 
 
+@dataclass(frozen=True)
+class GivenOrder:
+    """The order of batches that come as they are given."""
+
+    steps_per_epoch: int
+    """Batches of an epoch; where an epoch's end is not known, those of the run."""
+
+
 @functools.lru_cache(maxsize=4)
 def permutation(count: int, seed: int, stream: int) -> numpy.ndarray:
     """Return the numbers below `count` in an order that depends on seed and stream alone.

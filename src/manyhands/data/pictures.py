@@ -43,6 +43,9 @@ _LAYOUT = "Make one sub-folder per class, with its pictures in it; or train/ and
 class PictureData(Dataset[tuple[Tensor, int]]):
     """A data set of pictures by path, decoded one at a time and squeezed into the input's height and width."""
 
+    is_read_by_threads = True
+    """Pillow decodes without holding Python's lock, and a sample depends on nothing but its number."""
+
     def __init__(self, paths: list[Path], labels: list[int], input_shape: tuple[int, ...]) -> None:
         self.paths = paths
         self.labels = labels
@@ -62,9 +65,13 @@ class PictureData(Dataset[tuple[Tensor, int]]):
             raise BadData(
                 f"{path}: the picture cannot be read: {reason(error)}.", hint="Delete or repair it."
             ) from error
-        array = numpy.array(pixels, dtype=numpy.float32).reshape(self._height, self._width, self._channels)
-        value = torch.from_numpy(array).permute(2, 0, 1).contiguous()
-        return (value / 255 - PIXEL_MEAN) / PIXEL_STANDARD_DEVIATION, self.labels[index]
+        array = numpy.asarray(pixels).reshape(self._height, self._width, self._channels)
+        # numpy, since torch would take several threads for a large picture: cores that the workers compute on.
+        values = numpy.ascontiguousarray(array.transpose(2, 0, 1), dtype=numpy.float32)
+        values /= 255
+        values -= PIXEL_MEAN
+        values /= PIXEL_STANDARD_DEVIATION
+        return torch.from_numpy(values), self.labels[index]
 
 
 def pillow() -> Any:

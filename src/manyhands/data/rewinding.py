@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -14,8 +14,22 @@ MOST_BYTES = 512 * 2**20
 """The most bytes of batches that are kept; batches of earlier steps are loaded again."""
 
 
+class RewindableBatches(Protocol):
+    """Batches of which a run may take some again."""
+
+    can_come_again: ClassVar[bool]
+    """Whether batches that were forgotten can be loaded again; else they are forgotten only once a checkpoint has what
+    they led to."""
+
+    def from_step(self, step: int) -> Iterator[Batch]: ...
+
+    def forget_before(self, step: int) -> None: ...
+
+
 class Rewindable:
     """An iterable of batches from any step on. Batches since `forget_before` are kept, as far as there is room."""
+
+    can_come_again: ClassVar[bool] = True
 
     def __init__(self, open_at: Callable[[int], Prefetcher], first: int, most_bytes: int = MOST_BYTES) -> None:
         self._open_at, self._most_bytes = open_at, most_bytes
@@ -43,6 +57,10 @@ class Rewindable:
 
     def __iter__(self) -> Iterator[Batch]:
         return self
+
+    def is_ready(self) -> bool:
+        """Return whether the next batch need not be waited for."""
+        return self._next < self._loaded or self._source.is_ready()
 
     def __next__(self) -> Batch:
         if self._next < self._loaded:

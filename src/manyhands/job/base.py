@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch.utils.data import Dataset
 
-from manyhands.data.loader import Prefetcher, length
-from manyhands.data.preload import HINT, Numbered, Preload
-from manyhands.data.rewinding import Rewindable
+from manyhands.data.loader import length
+from manyhands.data.preload import HINT, Preload
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
 from manyhands.executor.optimizers import renamed
 from manyhands.executor.resident_dataset import resident_bytes
@@ -36,6 +34,7 @@ from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
 from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
+from manyhands.job.data_wait_report import DataWaitReport
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
 from manyhands.job.finite_state import check_finite
@@ -142,8 +141,9 @@ class Job:
         self, planned: PlannedRun, on_step: OnStep | None, strategy: str, retry_policy: RetryPolicy
     ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end, and return the result with the last plan, which may differ from `planned`."""
-        workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
+        workload = self.workload
         every = self.checkpoint_every(planned)
+        self.data_waits = DataWaitReport(self.record, self.say, WARM_UP_STEPS)
         first, last = self.start.steps_done, self.last_step
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         replanner = self.replanner(planned, strategy)
@@ -161,12 +161,12 @@ class Job:
         )  # fmt: skip
         if workload.feed == "start":
             order.preload = self._preload(planned)
-        fed = workload.data if order.preload is None else Numbered(workload.data)
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             noted = elastic_job.outcome.of_last_step
-            self.record.step(step, step // steps_per_epoch, loss, seconds, workload.batch_size, *noted)
+            self.data_waits.add(seconds, elastic_job.outcome.data_waits.get(step, 0.0))
+            self.record.step(step, workload.epoch_of(step), loss, seconds, workload.batch_size, *noted)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():
@@ -176,7 +176,9 @@ class Job:
             self._keep(self.start)
         with (
             stopping() as stop,
-            Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
+            workload.batches(
+                first, last, self.folder, self.session.coordinator.wake, is_preloaded=order.preload is not None
+            ) as batches,
         ):
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
@@ -220,7 +222,7 @@ class Job:
     def _preload(self, planned: PlannedRun) -> Preload:
         """Return all samples for the devices to hold; refuse if one has no room for them beside what the plan needs."""
         self._doing("reading all samples, to lay them out at the devices")
-        preload = Preload.of(self.workload.data)
+        preload = Preload.of(self.workload.samples)
         lowering = Schedule(planned.plan, planned.network).lowering
         sizes = {}
         for name in planned.plan.devices:
@@ -320,6 +322,7 @@ class Job:
             staleness=outcome.staleness, skipped_steps=outcome.skipped_steps, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
             lengths=self.lengths.uses, ema=averaged_state(self.workload.model, self.graph, self.trained),
+            data_wait_share=self.data_waits.share,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)
@@ -332,6 +335,7 @@ class Job:
         """Evaluate held-out data and write pictures, after the last step. The weights are stored by now: a failure is
         only reported."""
         after = Aftermath(result.problems, self.record, self.say)
+        self.data_waits.end()
         if peft_model_of(self.workload.model) is not None:
             with after.surviving("The adapter could not be written"):
                 result.adapter = save_adapter(self.workload.model, self.folder / ADAPTER)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.data.given import given, with_labels
+from manyhands.data.given import with_labels
+from manyhands.data.held_out import samples_of
 from manyhands.data.loader import Prefetcher, example, length
 from manyhands.data.order import BatchOrder
 from manyhands.facts.cluster import Cluster, LabCluster
@@ -285,7 +286,7 @@ def evaluate(
     unchanged. `loss` is a function of (output, target), or "own" for the loss that the model's forward returns.
     `lengths` and `pad` are as in `mh.train`; here all samples are padded to the longest length that any of them needs.
     """
-    data = given(data).data
+    data = samples_of(data)
     if loss == OWN_LOSS:
         data = with_labels(data, LABELS)
     data = padded_to_longest(data, settings_from(PaddingSettings, "mh.evaluate", padding))

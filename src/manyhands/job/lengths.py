@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from torch.utils.data import Dataset
 
 from manyhands.data.length_order import LengthOrder, LengthUse, padded_share
-from manyhands.data.order import BatchOrder
+from manyhands.data.order import BatchOrder, GivenOrder
 from manyhands.data.padding import Chosen, Padded, SamplePadding, measured, wanted_lengths
 from manyhands.facts.errors import BadValue
 from manyhands.graph.graph import Graph
@@ -105,7 +105,7 @@ class RunLengths:
         return f"Batches by length: {batches}; {share:.0%} of all positions are padding." if batches else ""
 
 
-def lengths_of(order: BatchOrder, graphs: Mapping[int, Graph], first: int, last: int) -> RunLengths:
+def lengths_of(order: BatchOrder | GivenOrder, graphs: Mapping[int, Graph], first: int, last: int) -> RunLengths:
     """Return the lengths of the batches from step `first` up to `last`."""
     if not isinstance(order, LengthOrder):
         return RunLengths()

@@ -21,7 +21,7 @@ from manyhands.job.evaluation import captured
 from manyhands.job.padding_check import check_padding
 from manyhands.job.resume_hint import Words, point_to_checkpoint
 from manyhands.job.self_check import verified
-from manyhands.job.workload import Workload, check_same, resumed_from
+from manyhands.job.workload import Workload, check_same, go_on_with_data, resumed_from
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
 from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
@@ -81,6 +81,7 @@ def open_run(
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         check_same(resumed, workload, last_step)
+        go_on_with_data(resumed, workload, config.say)
     is_new = folder is None or not Path(folder).exists()
     where = Path(folder) if folder is not None else new_folder(command, graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)

@@ -60,6 +60,9 @@ class TrainResult:
     """(from, to) -> bytes sent in all rounds, without backups of state."""
     prediction_accuracy: PredictionAccuracy | None = None
     """Predicted beside measured, stage by stage; None: the run was too short to tell."""
+    data_wait_share: float = 0.0
+    """The part of the time of the steps, without the first ones, in which all devices waited for the next batch to be
+    loaded."""
     lengths: list[LengthUse] = field(default_factory=list)
     """With samples of different lengths: how many batches were padded to each, and how much of them is padding."""
     problems: list[str] = field(default_factory=list)

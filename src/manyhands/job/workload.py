@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from manyhands.data.batch_stream import BatchStream
+from manyhands.data.kept import KeptBatches
 from manyhands.data.length_order import LengthOrder
-from manyhands.data.loader import length
-from manyhands.data.order import BatchOrder
+from manyhands.data.loaded import LoadedBatches
+from manyhands.data.loader import Prefetcher, length
+from manyhands.data.order import BatchOrder, GivenOrder
 from manyhands.data.padding import Padded
+from manyhands.data.preload import Numbered
+from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import slots, validate
 from manyhands.executor.scheduling import FACT, Scheduling
@@ -33,6 +38,10 @@ from manyhands.job.given_optimizer import names_of_parameters
 from manyhands.job.lengths import SampleLengths
 from manyhands.job.update_config import UpdateConfig
 
+PLACE = "epoch"
+"""The key of a checkpoint's facts under which the beginning of its epoch is, of data that comes in batches."""
+GIVEN = "in batches as given"
+"""In place of the number of samples, where that does not follow from the data."""
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
 """Short epochs are not worth a checkpoint each."""
@@ -43,7 +52,8 @@ class Workload:
     """The workload of a job: the module, its data, loss and optimiser, with a configuration whose batch size is set."""
 
     model: nn.Module
-    data: Dataset[Any]
+    data: Dataset[Any] | BatchStream
+    """Samples by number, or batches as they come."""
     loss: Callable[..., torch.Tensor] | Literal["own"]
     """A function of (output, target); "own": forward is given the target as its labels, and returns the loss."""
     optimizer: Optimizer
@@ -70,13 +80,7 @@ class Workload:
         if self.config.batch_size is None:
             raise BadValue("batch_size is None; it must be a whole number of at least 1.", hint="Write batch_size=64.")
         self.batch_size: int = self.config.batch_size
-        shuffle = self.config.shuffle is not False
-        self.batch_facts = length(self.data), self.batch_size, shuffle, self.seed
-        """What the order of batches follows from, beside the samples' lengths."""
-        self.order: BatchOrder = BatchOrder(*self.batch_facts)
-        if self.lengths is not None:
-            padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
-            self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
+        self.order = self._order()
         self.optimizer = self.optimizer.over(list(names_of_parameters(self.model).values()))
         validate(self.optimizer, ((name, p.dim()) for name, p in self.model.named_parameters() if p.requires_grad))
         self.scheduling = self.scheduling or Scheduling.by_name(self.optimizer)
@@ -84,6 +88,25 @@ class Workload:
             self.scheduling.begin(self.order.steps_per_epoch, self.last_step)
             self.scheduling.check()
         check_precision(self.precision, self.model)
+
+    def _order(self) -> BatchOrder | GivenOrder:
+        if isinstance(self.data, BatchStream):
+            return GivenOrder(self.data.batches_per_epoch or self.config.steps or 1)
+        facts = length(self.data), self.batch_size, self.config.shuffle is not False, self.seed
+        if self.lengths is None:
+            return BatchOrder(*facts)
+        padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
+        return LengthOrder(*facts, padding=padding, sample_lengths=of_samples)
+
+    @property
+    def stream(self) -> BatchStream | None:
+        """The data, where its batches come as they are given; None: samples are taken by number."""
+        return self.data if isinstance(self.data, BatchStream) else None
+
+    @property
+    def samples(self) -> Dataset[Any]:
+        """The data set; of a stream, the samples of the first batch."""
+        return self.data.samples() if isinstance(self.data, BatchStream) else self.data
 
     @property
     def seed(self) -> int:
@@ -117,9 +140,11 @@ class Workload:
     @property
     def facts(self) -> dict[str, Any]:
         """The values that must be the same for a run to go on as if it had never stopped."""
+        is_by_number = not isinstance(self.data, BatchStream)
         return {
-            **self.config.decisive, "shuffle": self.config.shuffle is not False, "batch_norm": self.batch_norm,
-            "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
+            "samples": length(self.samples) if is_by_number else GIVEN, **self.config.decisive,
+            **({"shuffle": self.config.shuffle is not False} if is_by_number else {}),
+            "batch_norm": self.batch_norm, "optimizer": self.optimizer.to_dict(),
             **({"sample_lengths": self.order.digest} if isinstance(self.order, LengthOrder) else {}),
         }  # fmt: skip
 
@@ -130,13 +155,43 @@ class Workload:
     @property
     def of_one_shape(self) -> Dataset[Any]:
         """The data set with samples of one shape: where they have several lengths, padded to the longest."""
-        return self.data if self.lengths is None else Padded(self.data, self.lengths.padding, self.lengths.longest)
+        if self.lengths is None:
+            return self.samples
+        return Padded(self.data, self.lengths.padding, self.lengths.longest)
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Return a batch to try plans with, in the shape of the longest."""
+        if isinstance(self.data, BatchStream):
+            return self.data.first_batch()
+        order = BatchOrder(length(self.data), self.batch_size, self.config.shuffle is not False, self.seed)
+        with Prefetcher(self.of_one_shape, order, 0, 1) as batches:
+            return next(batches)[1:]
+
+    def facts_at(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint after so many steps keeps, for a resumed run to compare, and to go on from."""
+        if isinstance(self.data, BatchStream):
+            return {**self.facts, PLACE: self.data.start_of(step)}
+        return self.facts
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch of a step, counted from 0."""
+        return self.data.epoch_of(step) if isinstance(self.data, BatchStream) else step // self.order.steps_per_epoch
+
+    def batches(
+        self, first: int, last: int, folder: Path, wake: Callable[[], None], *, is_preloaded: bool = False
+    ) -> Rewindable | LoadedBatches:
+        """Return the batches of the steps from `first` up to `last`, loaded ahead; `wake` is called as they come."""
+        if isinstance(self.data, BatchStream):
+            return LoadedBatches(self.data, last, KeptBatches(folder), wake=wake)
+        data, order = Numbered(self.data) if is_preloaded else self.data, self.order
+        assert isinstance(order, BatchOrder)
+        return Rewindable(lambda step: Prefetcher(data, order, step, last, wake=wake), first)
 
     def examples(self) -> dict[int, Dataset[Any]]:
         """Return data sets that begin with a few samples to capture the network with, for each length; under 0, those
         of the only shape."""
         if self.lengths is None:
-            return {0: self.data}
+            return {0: self.samples}
         return {long: self.lengths.examples(self.data, long) for long in self.lengths.padding.lengths}
 
     def checkpoint_steps(self, step_seconds: float) -> int:
@@ -210,3 +265,17 @@ def _short(optimizer: Any) -> str:
     if optimizer.get("schedule"):
         words += f" and the schedule {optimizer['schedule']}"
     return f"{words:.300}"
+
+
+def go_on_with_data(loaded: checkpoint.Checkpoint, workload: Workload, say: Say | None) -> None:
+    """Take data that comes in batches to where the checkpoint was in it."""
+    if workload.stream is None:
+        return
+    skipped = workload.stream.resume(loaded.step, loaded.facts.get(PLACE, {}))
+    if say is not None and workload.stream.is_drawn_by_persistent_workers:
+        say(
+            "The DataLoader's workers persist over epochs: numbers that they draw (augmentation) are others than those "
+            "of a run that was never stopped. With persistent_workers=False they are the same."
+        )
+    if say is not None and skipped:
+        say(f"The data is read from the beginning of its epoch: {skipped:,} batch(es) that were trained are skipped.")

@@ -133,6 +133,8 @@ class Live(msgspec.Struct, frozen=True):
     links: tuple[LiveLink, ...] = ()
     stages: tuple[LiveStage, ...] = ()
     round: LiveRound | None = None
+    data_wait: float = 0.0
+    """The part of the last steps' time in which the devices waited for batches."""
 
     @property
     def is_over(self) -> bool:

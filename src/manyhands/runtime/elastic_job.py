@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.data.rewinding import Rewindable
+from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
@@ -70,6 +70,8 @@ class JobOutcome(Outcome):
     """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
     skipped_steps: list[int] = field(default_factory=list)
     """Steps that all devices skipped, since gradients of the scaled loss were not finite."""
+    data_waits: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds for which all devices waited for its batch, where they did."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each recovery began, by the clock of this process."""
 
@@ -94,7 +96,7 @@ class ElasticJob:
         self,
         coordinator: Coordinator,
         order: Order,
-        batches: Rewindable,
+        batches: RewindableBatches,
         replan: Replan,
         retry_policy: RetryPolicy,
         *,
@@ -195,6 +197,8 @@ class ElasticJob:
             self._furthest = step + 1
             self._failures = 0
             self.outcome.step_seconds.append(seconds)
+            if self._run is not None and step in self._run.feed.waits:
+                self.outcome.data_waits[step] = self._run.feed.waits[step]
             if loss is not None:
                 self.outcome.losses.append(loss)
             if self._run is not None and self._run.outcome.staleness:
@@ -220,6 +224,7 @@ class ElasticJob:
             self._begun = run
             self.controller.began(run.order.plan, step + 1)
         self._dismiss(givers_too=True)
+        self.batches.forget_before(self.saved.steps_done)
 
     def _saved(self, snapshot: RunState) -> None:
         self.hooks.on_snapshot(snapshot)
@@ -227,7 +232,10 @@ class ElasticJob:
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
-        self.batches.forget_before(step)
+        if (
+            self.batches.can_come_again
+        ):  # two losses at once may take all copies: then the last checkpoint is what is left
+            self.batches.forget_before(step)
 
     def _should_pause(self) -> bool:
         """Return whether the round under way should be the last: members have changed, or a stop or plan is due."""

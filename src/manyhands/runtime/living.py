@@ -177,6 +177,10 @@ class Living:
             remaining_seconds=max(0, self._live.steps - step - 1) * typical,
         )  # fmt: skip
 
+    def waited_for_data(self, share: float) -> None:
+        """Note for which part of the last steps' time the devices waited for batches."""
+        self._change(data_wait=share)
+
     def reported(self, device: str, message: Progress) -> None:
         """Note that a device has ended a round."""
         with self._lock:

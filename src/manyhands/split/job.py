@@ -172,7 +172,7 @@ class SplitJob(Job):
         config, workload = self.settings, self.workload
         if config.calibrate_seconds:
             result = calibrated(
-                self.graph, workload.data, self.test, workload.optimizer, batch_size=workload.batch_size,
+                self.graph, workload.samples, self.test, workload.optimizer, batch_size=workload.batch_size,
                 data=config.data_name, seed=workload.seed, seconds=config.calibrate_seconds,
                 allowed_drop=config.allowed_drop, mode=mode_of(config.mode), say=self.say,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from manyhands.data.batch_errors import deaths_named, incomplete
+from manyhands.data.batch_stream import BatchStream, as_stream
 from manyhands.data.given import batch_size_of, given, with_labels
-from manyhands.data.loader import Prefetcher, length
-from manyhands.data.order import BatchOrder
+from manyhands.data.held_out import samples_of
+from manyhands.data.loader import length
 from manyhands.data.padding import Padded
 from manyhands.data.preload import Preload
 from manyhands.executor.averaging import check_averaged
@@ -23,7 +25,7 @@ from manyhands.executor.scheduling import Scheduling
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.allowed_optimizers import allow_optimizers
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadPlan, ManyhandsError
+from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
@@ -53,21 +55,21 @@ from manyhands.training.tuning import fastest_in_trial
 @takes(TrainConfig)
 def train(
     model: nn.Module,
-    data: Dataset[Any],
+    data: Dataset[Any] | Iterable[Any] | Callable[[], Iterable[Any]],
     *,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     optimizer: OptimizerLike,
     scheduler: Any = None,
     **options: Unpack[TrainOptions],
 ) -> TrainResult:
-    """Train `model` on `data`, a data set of pairs (input, target), or of inputs if the model needs no target for its
-    loss, over a cluster, exactly as one device would.
+    """Train `model` on `data`, pairs (input, target), or inputs if the model needs no target for its loss, over a
+    cluster, exactly as one device would.
 
     The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and buffers when this returns.
     `TrainConfig` describes the options.
 
-    data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
-                    IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
+    data            any of torch.utils.data: map-style, a DataLoader (used as it is), an IterableDataset; or an iterable
+                    of batches, or a function that returns one
     loss            any callable (output, target) that torch.export can capture; left out: the loss that the model's
                     forward returns, given the target as its labels if it takes any
     optimizer       mh.Optimizer(name, **options) for any torch.optim class, with groups of weights and schedules; or
@@ -82,7 +84,7 @@ def train(
 def train_with(
     config: TrainConfig,
     model: nn.Module,
-    data: Dataset[Any],
+    data: Any,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     optimizer: OptimizerLike,
     scheduler: Any = None,
@@ -105,6 +107,7 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             tensorboard=config.tensorboard,
         ) as opened,
+        deaths_named(lambda: workload.stream.next_step if workload.stream is not None else 0),
         open_session(
             config.cluster, logs=opened.folder / "workers", say=say, silence_seconds=config.silence_seconds,
             rendezvous=config.rendezvous,
@@ -137,19 +140,27 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
 def workload_of(
     config: TrainConfig,
     model: nn.Module,
-    data: Dataset[Any],
+    data: Any,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     optimizer: Optimizer,
     scheduling: Scheduling | None = None,
 ) -> Workload:
-    """Return the workload, with the batch size and the order of a DataLoader where the configuration has none.
+    """Return the workload, with the batch size of data that comes in batches where the configuration has none.
 
     Samples of different lengths are read once, to know these.
     """
+    labels = LABELS if loss is None or loss == OWN_LOSS else ()
+    test = samples_of(config.test) if config.test is not None else None
+    if labels:
+        loss, test = OWN_LOSS, with_labels(test, labels) if test is not None else None
+    assert loss is not None
+    stream = as_stream(data, config.batch_size, labels)
+    if stream is not None:
+        check_stream(stream, config)
+        config = replace(config, batch_size=stream.batch_size, test=test)
+        return Workload(model, stream, loss, optimizer, config, config.batch_norm)
     samples = given(data)
-    data, test = samples.data, given(config.test).data if config.test is not None else None
-    if loss is None or loss == OWN_LOSS:
-        loss, data, test = OWN_LOSS, with_labels(data, LABELS), with_labels(test, LABELS) if test is not None else None
+    data = with_labels(samples.data, labels) if labels else samples.data
     config = replace(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
         test=test,
@@ -169,6 +180,34 @@ def workload_of(
 def needs_norm(config: TrainConfig) -> bool:
     """Return whether the devices learn of all gradients before each update: to clip them, or to skip it."""
     return config.clip_norm is not None or config.scales_loss
+
+
+def check_stream(stream: BatchStream, config: TrainConfig) -> None:
+    """Refuse options that are for samples by number, and a length of training that does not follow from the data."""
+    for option, is_given in (
+        ("lengths", config.lengths is not None), ("feed='start'", config.feed == "start"),
+        ("shuffle", config.shuffle is not None),
+    ):  # fmt: skip
+        if is_given:
+            raise BadValue(
+                f"{option} is for samples that are taken by number; the {stream.name} makes the batches itself.",
+                hint="Give the data set in its place: mh.train(model, loader.dataset, batch_size=...).",
+            )
+    per_epoch = stream.batches_per_epoch
+    if config.steps is None and per_epoch is None:
+        raise BadValue(
+            f"The {stream.name} does not say how many batches it has: its epochs have no known end.",
+            hint="Write how many are trained: steps=1000.",
+        )
+    if config.batch_size not in (None, stream.batch_size):
+        raise BadValue(
+            f"batch_size is {config.batch_size!r}; the batches of the {stream.name} have {stream.batch_size} samples.",
+            hint="Leave out batch_size=.",
+        )
+    left_over = stream.incomplete_samples
+    if left_over and per_epoch is not None and (config.steps is None or config.steps >= per_epoch):
+        raise incomplete(stream.name, -1, left_over, stream.batch_size)
+    stream.expects_whole_epochs = config.steps is None
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
@@ -278,9 +317,7 @@ class TrainJob(Job):
                     alike.append(plan)
         if self.say is not None:
             self.say(f"trying {min(most, len(alike))} plan(s)")
-        order = BatchOrder(*self.workload.batch_facts)
-        with Prefetcher(self.workload.of_one_shape, order, 0, 1) as batches:
-            _, inputs, targets = next(iter(batches))
+        inputs, targets = self.workload.first_batch()
         kernels = {name: device_profile.kernels for name, device_profile in profile.devices.items()}
         trials = fastest_in_trial(
             self.session.coordinator,
