@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import length

@@ -148,10 +148,6 @@ class Workload:
             **({"sample_lengths": self.order.digest} if isinstance(self.order, LengthOrder) else {}),
         }  # fmt: skip
 
-    def facts_at(self, steps_done: int) -> dict[str, Any]:
-        """Return all that a checkpoint of so many steps holds beside tensors."""
-        return self.facts | (self.scheduling.facts(steps_done) if self.scheduling is not None else {})
-
     @property
     def of_one_shape(self) -> Dataset[Any]:
         """The data set with samples of one shape: where they have several lengths, padded to the longest."""
@@ -169,9 +165,10 @@ class Workload:
 
     def facts_at(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint after so many steps keeps, for a resumed run to compare, and to go on from."""
+        facts = self.facts
         if isinstance(self.data, BatchStream):
-            return {**self.facts, PLACE: self.data.start_of(step)}
-        return self.facts
+            facts |= {PLACE: self.data.start_of(step)}
+        return facts | (self.scheduling.facts(step) if self.scheduling is not None else {})
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step, counted from 0."""
