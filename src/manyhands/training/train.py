@@ -65,8 +65,8 @@ def train(
     """Train `model` on `data`, pairs (input, target), or inputs if the model needs no target for its loss, over a
     cluster, exactly as one device would.
 
-    The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and buffers when this returns.
-    `TrainConfig` describes the options.
+    The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and
+    buffers when this returns. `TrainConfig` describes the options.
 
     data            any of torch.utils.data: map-style, a DataLoader (used as it is), an IterableDataset; or an iterable
                     of batches, or a function that returns one
