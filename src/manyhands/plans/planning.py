@@ -30,7 +30,6 @@ from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
 
-
 SLOW = 8.0
 """How many times as long as all before it another strategy is likely to take to plan."""
 
