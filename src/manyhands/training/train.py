@@ -90,16 +90,17 @@ def train_with(
     optimizer: Optimizer,
 ) -> TrainResult:
     """Train as configured, and return the result."""
+    expect_session(config.cluster)
     workload = workload_of(config, model, data, loss, optimizer)
     say, plan, stored = config.say, config.plan, dict(config.config or {})
     tiles = config.tile_options
-    expect_session(config.cluster)
     with (
         open_run(
             workload,
             document=stored.get(DOCUMENT),
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             tensorboard=config.tensorboard,
+            checks_meanwhile=True,
         ) as opened,
         open_session(
             config.cluster, logs=opened.folder / "workers", say=say, silence_seconds=config.silence_seconds,
@@ -115,6 +116,7 @@ def train_with(
         if plan == "tiles":
             decided["tiles"] = msgspec.to_builtins(tiles or TileOptions())
         planned = job.planned(retry_policy, decided if opened.is_resumed else None)
+        opened.finish_checks()
         opened.record.decided(
             {**stored, **workload.facts, "steps": opened.last_step, **decided}, planned.cluster, planned.profile,
             planned.plan,
@@ -206,6 +208,7 @@ class TrainJob(Job):
             self.is_partly_planned, self.planning_seconds = made.is_partial, time.monotonic() - began
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             if config.tune > 1:
+                self.opened.finish_checks()
                 plan = self._tried([plan, *(other for other in made.runners_up if other != plan)], config.tune, profile)
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
         else:
