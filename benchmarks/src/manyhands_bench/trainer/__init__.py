@@ -1,0 +1,1 @@
+"""What users of other trainers expect of this one, measured."""
