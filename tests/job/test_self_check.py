@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from custom_functions import reverse
 from manyhands.facts.errors import BadValue, CaptureFailed, ManyhandsError
+from manyhands.graph.capture import capture
 from manyhands.job import self_check as verifying
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import workers
@@ -135,7 +136,14 @@ def test_what_workers_cannot_do_is_refused_before_anything_starts(name: str, tmp
 
 @pytest.mark.parametrize(("batch_size", "samples"), [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (8, 4), (64, 4)])
 def test_it_takes_no_longer_than_a_step_of_the_run(batch_size: int, samples: int) -> None:
-    assert verifying._samples(batch_size) == samples
+    graph = capture(Net(), torch.zeros(2, 6, dtype=torch.float64))
+    assert verifying._samples(batch_size, graph.network) == samples
+
+
+def test_a_large_network_is_checked_on_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = capture(Net(), torch.zeros(2, 6, dtype=torch.float64))
+    monkeypatch.setattr(verifying, "LARGE_MACS", 1)
+    assert [verifying._samples(batch_size, graph.network) for batch_size in (1, 2, 64)] == [1, 2, 2]
 
 
 def test_autocast_around_training_is_refused(tmp_path: Path) -> None:

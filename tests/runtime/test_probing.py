@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,10 @@ from manyhands.runtime import probing
 from manyhands.transport.switchboard import Switchboard
 
 
+@pytest.mark.parametrize("extent", [replace(probing.WHOLE, alone_seconds=0.02), probing.QUICK], ids=["whole", "quick"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everybody_gets_what_was_announced(count: int, extent: probing.Extent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "LARGE_BYTES", 90_001)
-    monkeypatch.setattr(probing, "ALONE_SECONDS", 0.02)
     monkeypatch.setattr(probing, "PAIR_BYTES", 70_001)
     names = [f"d{number}" for number in range(count)]
     board = Switchboard(names)
@@ -21,7 +22,9 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
     for name in names:
         board.endpoints[name].mailbox.open(0, probing.expected(names, name))
     threads = [
-        threading.Thread(target=lambda name=name: found.update({name: probing.run(board.endpoints[name], names)}))
+        threading.Thread(
+            target=lambda name=name: found.update({name: probing.run(board.endpoints[name], names, extent)})
+        )
         for name in names
     ]
     for thread in threads:
@@ -31,15 +34,15 @@ def test_everybody_gets_what_was_announced(count: int, monkeypatch: pytest.Monke
     assert set(found) == set(names)
     for name in names:
         endpoint = board.endpoints[name]
-        rounds, small_rounds = probing.REPEATS + 1, probing.SMALL_REPEATS
+        rounds, small_rounds = extent.large + 1, extent.small
         announced = probing.expected(names, name)
         small = sum(size for (_, topic), size in announced.items() if topic == "small")
         large = sum(size for (_, topic), size in announced.items() if topic in ("gather", "spread"))
         again = sum(size for (_, topic), size in announced.items() if topic == "start")
         alone = sum(size for (_, topic), size in announced.items() if topic in ("ping", "pong", "much", "came"))
-        meetings = len(probing.tournament(names)) * probing.PAIR_REPEATS
+        meetings = len(probing.tournament(names)) * extent.pair
         planned = small_rounds * (3 * again + probing.PIECES * small) + rounds * (large + again)
-        planned += probing.PAIR_REPEATS * alone + meetings * again
+        planned += extent.pair * alone + meetings * again
         assert sum(endpoint.mailbox.received_bytes.values()) == planned
         assert endpoint.mailbox.refused == 0
         assert found[name].large_seconds > 0

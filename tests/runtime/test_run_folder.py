@@ -162,7 +162,7 @@ def test_a_run_keeps_its_plan(cluster: Coordinator, tmp_path: Path, monkeypatch:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(training, "measure_who_stays", never)
+    monkeypatch.setattr(training, "measure_within", never)
     ran = train(cluster, "samples", tmp_path, steps=4, resume=tmp_path)
     assert ran.result.plan == before[0].plan
     with pytest.raises(AssertionError, match="measured again"):

@@ -19,7 +19,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.measuring import measure_on
 from manyhands.runtime.worker import Worker
-from manyhands.session.measuring import _alike, profile_place
+from manyhands.session.measuring import alike, profile_place
 from manyhands.session.session import Session
 from manyhands.transport.transport import TcpTransport
 from real_runs import Pictures, network
@@ -73,7 +73,7 @@ def test_unequal_workers_of_one_machine_keep_their_own_numbers(graph: Graph) -> 
     first, second, third = cluster.names
     known = {first: (profile_of(graph, first, 4.0), 2e9), second: (profile_of(graph, second, 1.0), 8e9),
              third: (profile_of(graph, third, 2.0), 4e9)}  # fmt: skip
-    found = _alike(session, known)
+    found = alike(session, known)
     assert found[first] == known[first]
     assert found[second][0].layer_seconds(0, 4) == found[third][0].layer_seconds(0, 4) == (1.5, 3.0)
     places = {profile_place(session, graph, name, None) for name in cluster.names}

@@ -102,6 +102,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     """The difference between whole steps, as a part of the usual one (a standard deviation)."""
     corrected: Corrected | None = None
     """The correction of the profile; None if it is as measured or estimated."""
+    is_coarse: bool = False
+    """Whether it was measured in little time, before a run's first step: a thorough measurement replaces it."""
     version: int = 1
 
     def check_matches(self, network: Network) -> None:

@@ -74,7 +74,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
                 statistics=_statistics(node, specs),
                 mixes_samples=mixes_samples(node, specs, outers, numbers),
                 random=node.target in ops.RANDOM,
-                writes=_writes(node),
+                writes=writes(node),
                 carries=node.updates in graph.carried,
                 module=node.module,
                 where=node.where,
@@ -171,7 +171,7 @@ def _is_fixed(node: Node, specs: dict[str, TensorSpec]) -> bool:
     return not node.updates and all(spec.batch_axis is None for spec in tensors)
 
 
-def _writes(node: Node) -> tuple[str, ...]:
+def writes(node: Node) -> tuple[str, ...]:
     """Return the buffers that a node writes in training: by itself, or as running statistics of a normalisation."""
     if node.updates:
         return (node.updates,)

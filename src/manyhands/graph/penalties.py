@@ -20,6 +20,7 @@ from torch import nn
 
 from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import TensorSpec, WeightSpec
+from manyhands.graph.describe import writes
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Node, SampleCount, Value, Weight, records_of, values_of, weights_of
 from manyhands.graph.sizes import at
@@ -60,7 +61,7 @@ def with_penalties(graph: Graph, loss: Graph, module: nn.Module) -> Graph:
 def _weights_of_model(graph: Graph, loss: Graph, module: nn.Module) -> dict[str, str]:
     """Return the constants of the loss that are trained parameters of the module, by their memory -> the parameters'
     names."""
-    written = {name for op in graph.network.ops for name in op.writes}
+    written = {name for node in graph.nodes for name in writes(node)}
     tensors: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     by_memory = {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if not t.is_meta and t.numel()}
     used = {name: node for node in reversed(loss.nodes) for name in weights_of(node)}

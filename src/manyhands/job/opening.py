@@ -20,7 +20,7 @@ from manyhands.job.callbacks import Say
 from manyhands.job.evaluation import captured
 from manyhands.job.padding_check import check_padding
 from manyhands.job.resume_hint import Words, point_to_checkpoint
-from manyhands.job.self_check import verified
+from manyhands.job.self_check import SelfChecks, self_check
 from manyhands.job.workload import Workload, check_same, go_on_with_data, resumed_from
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
@@ -28,7 +28,7 @@ from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.record import RunRecord, new_folder, resumed_state
-from manyhands.weights.mapped import refuse_without_values
+from manyhands.weights.mapped import is_mapped, refuse_without_values
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class OpenedRun:
     is_resumed: bool
     graphs: Mapping[int, Graph] = field(default_factory=dict)
     """The graph of each length of samples, the longest of which is `graph`; under 0 the only one."""
+    finish_checks: Callable[[], None] = lambda: None
+    """Waits for the self-check, which goes on in a thread of its own, and raises what it has found: to be called before
+    the first step, and before anything else uses the module."""
 
 
 @contextlib.contextmanager
@@ -53,18 +56,19 @@ def open_run(
     document: Mapping[str, Any] | None = None,
     on_captured: Callable[[Graph], None] = lambda graph: None,
     tensorboard: bool = False,
+    checks_meanwhile: bool = False,
 ) -> Iterator[OpenedRun]:
     """Capture the model and make the folder, and yield both.
 
     The message of an error in the middle tells how to resume: as a command line, if `document` holds the workload that
-    it was started with. `on_captured` may refuse the graph before anything is made.
+    it was started with. `on_captured` may refuse the graph before anything is made. `checks_meanwhile`: the self-check
+    may go on in a thread while workers start and are measured; `finish_checks` waits for it.
     """
     config = workload.config
     if tensorboard:
         need_tensorboard()
     refuse_unsupported(workload.model)
     folder, resumed = resumed_from(config.folder, config.resume, config.say)
-    last_step = workload.last_step
     examples = workload.examples()
     with workload.computing():
         graphs = {
@@ -75,9 +79,32 @@ def open_run(
     graph = graphs[max(graphs)]
     on_captured(graph)
     refuse_without_values(graph.state)
-    checks = [verified(graphs[length], workload, config.verify, examples[length]) for length in graphs]
-    if config.verify is not False:
-        check_padding(workload)
+    checks = [self_check(graphs[length], workload, config.verify, examples[length]) for length in graphs]
+    with SelfChecks(checks) as checking:
+        if not checks_meanwhile or workload.lengths is not None or any(map(is_mapped, graph.state.values())):
+            checking.result()
+            if config.verify is not False:
+                check_padding(workload)
+        yield from _opened(workload, command, document, folder, resumed, graphs, checking, tensorboard)
+
+
+def _opened(
+    workload: Workload,
+    command: str,
+    document: Mapping[str, Any] | None,
+    folder: str | Path | None,
+    resumed: checkpoint.Checkpoint | None,
+    graphs: Mapping[int, Graph],
+    checking: SelfChecks,
+    tensorboard: bool,
+) -> Iterator[OpenedRun]:
+    """Make the folder, yield the run, and write how it ended."""
+    config, last_step, graph = workload.config, workload.last_step, graphs[max(graphs)]
+
+    def finish_checks() -> None:
+        for check in checking.new_results():
+            _record_check(record, check, config.say if config.verify is not False else None)
+
     start = resumed_state(graph, resumed) if resumed is not None else RunState(dict(graph.state))
     if resumed is not None:
         check_same(resumed, workload, last_step)
@@ -94,13 +121,13 @@ def open_run(
     ending: tuple[Ending, str] = ("ended", "")
     try:
         record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
-        for check in checks:
-            _record_check(record, check, config.say if config.verify is not False else None)
+        if checking.is_over:
+            finish_checks()
         remember(where)
         if config.on_opened is not None:
             living.shown_at(config.on_opened(where) or "")
         living.noted("starting workers")
-        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs)
+        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs, finish_checks)
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])

@@ -25,11 +25,18 @@ from manyhands.schedule.policy import Schedule
 from manyhands.session.measuring import MEASURE_SECONDS, stored_kernels
 from manyhands.session.session import Session
 
+OF_MEASURING = SWITCHED, KEPT = "switched", "kept"
+"""How a plan was made that was measured for while training: it is another, or the same one."""
+
 
 def happened(event: str, facts: Mapping[str, Any]) -> str:
     """Return what happened to the workers, in words; empty if it is not worth reporting."""
     if event == "lost":
         return str(facts["reason"])
+    if event == "replanned" and facts["how"] in OF_MEASURING:
+        return str(facts["reason"])
+    if event == "recovered" and facts["how"] in OF_MEASURING:
+        return ""
     if event == "recovered":
         devices, again = facts["devices"], facts["replayed"]
         repeated = f", {again} step(s) run again" if again else ""
@@ -86,6 +93,15 @@ class Replanner:
         chosen = resolve(replan.plan, network, cluster)
         every = chosen_backups(chosen, network, cluster, replan.seconds, self.backup_every)
         return Change(chosen, self.kernels(chosen), replan.how, replan.reason, every)
+
+    def learnt(self, cluster: Cluster, profile: Profile) -> None:
+        """Take new measurements of the devices present."""
+        self.cluster, self._base = cluster, None
+        self.profiles |= profile.devices
+
+    def begins_anew(self, plan: Plan, seconds: float) -> None:
+        """Take a plan, and the predicted seconds of its round, as the base of incremental re-planning."""
+        self._base = plan, seconds
 
     def kernels(self, plan: Plan) -> dict[str, Mapping[str, Kernel]]:
         return {name: self.profiles[name].kernels for name in plan.devices}

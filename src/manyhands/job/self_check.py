@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import example
-from manyhands.facts.network import DTYPE_BYTES
+from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.graph.verify import Verified, verify
@@ -16,33 +18,70 @@ from manyhands.job.workload import Workload
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.weights.mapped import is_mapped
 
+LARGE_MACS = 500_000_000
+"""Multiply-accumulates of a sample's forward pass above which two samples are compared: about a second of one core."""
 _OUTPUTS_HELD = 4
 """Tensors of the size of the outputs that a loss works with: they, what it makes of them, and gradients of both."""
 
 
-def verified(graph: Graph, workload: Workload, requested: bool | None, data: Dataset[Any]) -> Verified:
-    """Compare loss and gradients of up to four samples of `data` with the module's own; a difference is a
-    CaptureFailed.
+class SelfChecks:
+    """Self-checks that are made one after another in a thread of their own; leaving the context waits for its end."""
+
+    def __init__(self, checks: Sequence[Callable[[], Verified]]) -> None:
+        self._pool = ThreadPoolExecutor(1, "self-check")
+        self._made = self._pool.submit(lambda: [check() for check in checks])
+        self._is_new = True
+
+    @property
+    def is_over(self) -> bool:
+        return self._made.done()
+
+    def result(self) -> list[Verified]:
+        """Wait, and return the outcomes; raise what the checks have found."""
+        return self._made.result()
+
+    def new_results(self) -> list[Verified]:
+        """Return the outcomes where nobody has had them yet."""
+        results, is_new, self._is_new = self.result(), self._is_new, False
+        return results if is_new else []
+
+    def __enter__(self) -> SelfChecks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def self_check(graph: Graph, workload: Workload, requested: bool | None, data: Dataset[Any]) -> Callable[[], Verified]:
+    """Return a function that compares loss and gradients of up to four samples of `data` with the module's own; a
+    difference is a CaptureFailed. The samples are read now, and by this thread.
 
     `requested` None means: unless both steps together would take more than half of this machine's free memory.
     """
     if requested is False:
-        return Verified(0, 0.0, 0.0, "verify=False")
-    samples = _samples(workload.batch_size)
+        return lambda: Verified(0, 0.0, 0.0, "verify=False")
+    samples = _samples(workload.batch_size, graph.network)
     need, free = _bytes(graph, samples), free_bytes()
     if requested is None and need > free / 2:
         note = f"it would take {format_bytes(need)} of {format_bytes(free)} that are free here; verify=True insists"
-        return Verified(0, 0.0, 0.0, note)
+        return lambda: Verified(0, 0.0, 0.0, note)
     inputs, targets = example(data, samples)
     floats = floats_of(workload.model)
-    with workload.computing():
-        return verify(graph, workload.model, workload.loss, cast(inputs, floats), cast(targets, floats))
+    batch, target = cast(inputs, floats), cast(targets, floats)
+
+    def check() -> Verified:
+        with workload.computing():
+            return verify(graph, workload.model, workload.loss, batch, target)
+
+    return check
 
 
-def _samples(batch_size: int) -> int:
+def _samples(batch_size: int, network: Network) -> int:
     """Return the number of samples to compare. Module and graph each run them, so half a batch takes no longer than one
-    step of the run; with fewer than two, batch norms of plain numbers have no variance."""
-    return max(min(2, batch_size), min(EXAMPLE_SAMPLES, batch_size // 2))
+    step of the run; with fewer than two, batch norms of plain numbers have no variance. Networks that take long are
+    compared on two."""
+    most = EXAMPLE_SAMPLES if sum(op.macs for op in network.ops) <= LARGE_MACS else 2
+    return max(min(2, batch_size), min(most, batch_size // 2))
 
 
 def _bytes(graph: Graph, samples: int) -> int:

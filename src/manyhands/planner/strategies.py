@@ -41,6 +41,8 @@ from manyhands.planner.tile_plans import tiles, with_best_groups
 
 CORNERS = ("single", "samples", "pipeline", "tiles")
 STRATEGIES = ("auto", *CORNERS, "mixed")
+QUICK = ("samples", "pipeline")
+"""Strategies that are planned in a small part of the time that the others take."""
 MEMORY_SAVING: WarmUp = "2(P-p)-1"
 FURTHER_AHEAD: tuple[WarmUp, ...] = ("2(P-p)", "2(P-p)+1")
 WORTH_MEMORY = 0.99
@@ -323,24 +325,31 @@ def _kinds(task: Task) -> list[tuple[str, str]]:
     return [(f"single on {name}", name) for name in list(kinds.values())[:MOST_KINDS]]
 
 
-def choose(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
-    """Price every candidate. Return the best first, and last those that cannot run, with the reason."""
+def choose(
+    task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
+) -> list[PlanCandidate]:
+    """Price every candidate. Return the best first, and last those that cannot run, with the reason.
+
+    Once there is a plan, the strategies that are not QUICK are begun only until `is_over`.
+    """
     if not corners_only:
         load_extensions()
     best: dict[str, PlanCandidate] = {}
     for candidate in sorted(
-        _every_plan(task, price, corners_only=corners_only), key=lambda candidate: candidate.seconds
+        _every_plan(task, price, corners_only=corners_only, is_over=is_over), key=lambda candidate: candidate.seconds
     ):
         best.setdefault(candidate.name, candidate)
     return list(best.values())
 
 
-def _every_plan(task: Task, price: Price, *, corners_only: bool = False) -> list[PlanCandidate]:
+def _every_plan(
+    task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
+) -> list[PlanCandidate]:
     """Return every strategy's plans, on every cluster that is tried."""
     candidates: list[PlanCandidate] = []
     for subtask in _places(task, candidates):
         try:
-            candidates += _all(subtask, price, corners_only)
+            candidates += _all(subtask, price, corners_only, is_over)
         except ManyhandsError:
             continue
     return candidates
@@ -367,7 +376,7 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
             yield replace(task, cluster=subcluster(task.cluster, names[:count]))
 
 
-def _all(task: Task, price: Price, corners_only: bool) -> list[PlanCandidate]:
+def _all(task: Task, price: Price, corners_only: bool, is_over: Callable[[], bool]) -> list[PlanCandidate]:
     """Return every strategy's best plan, or the reason why it has none; of mixed plans the best few."""
     candidates = []
     for name, device in _kinds(task):
@@ -378,6 +387,8 @@ def _all(task: Task, price: Price, corners_only: bool) -> list[PlanCandidate]:
     if len(task.cluster.devices) == 1:
         return candidates
     for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed", *_registered])]:
+        if strategy not in QUICK and any(candidate.plan is not None for candidate in candidates) and is_over():
+            break
         try:
             ranked = _named(strategy, task, price)
         except ManyhandsError as error:

@@ -119,6 +119,11 @@ def _links_path(machine: Machine, count: int) -> Path:
     return cache_folder() / "machines" / f"{machine.slug}_{count}workers.json"
 
 
+def stored_links(cluster: Cluster, threads: int) -> Cluster | None:
+    """Return the workers with the links that the last run of as many, of so many threads each, measured."""
+    return _known_links(cluster, identify(threads))
+
+
 def _known_links(cluster: Cluster, machine: Machine) -> Cluster | None:
     """Return the workers with the links that the last run of as many measured; speeds are stored in profiles, not
     here."""

@@ -19,5 +19,7 @@ class Planned:
     """Others of the same strategy, the next fastest first: worth a trial (`train(tune=...)`)."""
     objective: Objective | None = None
     """The objective of a plan for inference; candidates' seconds are those of a sample. None: training."""
+    is_partial: bool = False
+    """Whether there was no time for every strategy."""
     best: Best = "throughput"
     """The objective of a plan for training."""

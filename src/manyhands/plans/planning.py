@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, get_args
@@ -28,6 +29,9 @@ from manyhands.plans.simulating import cluster_of, network_of, simulate
 from manyhands.schedule.actions import print_schedule
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
+
+SLOW = 8.0
+"""How many times as long as all before it another strategy is likely to take to plan."""
 
 
 @takes_settings(PlanSettings)
@@ -73,7 +77,14 @@ def plan(
         ranked = plan_by_name(strategy, task, prices)
         plans = [prices.whole(candidate.plan) for candidate in ranked if candidate.plan is not None]
         return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
-    ranked = choose(task, prices)
+    start, was_over = time.thread_time(), False
+
+    def is_over() -> bool:
+        nonlocal was_over
+        was_over = was_over or SLOW * (time.thread_time() - start) > settings.within_seconds
+        return was_over
+
+    ranked = choose(task, prices, is_over=is_over)
     best_plan = ranked[0].plan
     if best_plan is None:
         reasons = "\n".join(f"  {candidate.name}: {candidate.reason}" for candidate in ranked)
@@ -84,7 +95,7 @@ def plan(
         )
     ranked = [prices.scored(candidate) for candidate in ranked]
     others = tuple(candidate.plan for candidate in ranked[1:] if candidate.plan is not None)
-    return Planned(prices.whole(best_plan), ranked, others, best=task.best)
+    return Planned(prices.whole(best_plan), ranked, others, is_partial=was_over, best=task.best)
 
 
 class Prices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -40,6 +41,9 @@ class PlanSettings(StepSettings):
     warm_up: WarmUp = "2(P-p)-1"
     tiles: TileOptions | None = None
     """What is fixed about tiles; None: nothing."""
+    within_seconds: float = math.inf
+    """Seconds of computing in which strategy auto is to plan: once there is a plan, no strategy is begun that is likely
+    to take longer."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -51,3 +55,4 @@ class PlanOptions(TypedDict, total=False):
     optimizer_slots: int
     gradient_norm: bool
     tiles: TileOptions | None
+    within_seconds: float

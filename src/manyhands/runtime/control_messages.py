@@ -251,6 +251,10 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """The optimiser whose step is timed too."""
     training: bool = True
     """False: forward only, in evaluation mode."""
+    is_quick: bool = False
+    """Whether `seconds` is a limit: what there is no time to measure is estimated."""
+    alone: bool = False
+    """Whether time for which other work of this machine pauses the process does not count."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
@@ -266,6 +270,8 @@ class ProbeLinks(msgspec.Struct, frozen=True, tag="probe-links"):
     peers: dict[str, Address]
     sizes: dict[str, int] = {}
     """For two devices, the bytes that each sends to the other, once and in turn; empty: everything is measured."""
+    is_quick: bool = False
+    """Whether everything is measured with few repeats."""
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):

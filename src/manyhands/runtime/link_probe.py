@@ -18,5 +18,5 @@ def run(command: ProbeLinks, endpoint: Endpoint) -> Probed:
     if command.sizes:
         links = pair_probe.run(endpoint, command.devices, command.sizes)
         return Probed(command.generation, 0.0, 0.0, 0.0, links)
-    measured = probing.run(endpoint, command.devices)
+    measured = probing.run(endpoint, command.devices, probing.QUICK if command.is_quick else probing.WHOLE)
     return Probed(command.generation, *measured.of(len(command.devices)), measured.links)

@@ -66,12 +66,36 @@ def measure_on(
     return _answers(coordinator, generation, devices, Measured, task, seconds + LIMIT_SECONDS)
 
 
-def probe_links(coordinator: Coordinator, names: Iterable[str]) -> dict[str, Probed]:
-    """Return device -> what exchanging data with all the others took on it."""
+def measure_quickly_on(
+    coordinator: Coordinator,
+    graph: Graph,
+    names: Iterable[str],
+    *,
+    ladder: tuple[int, ...],
+    seconds: float,
+    kernels: Mapping[str, Kernel],
+    optimizer: Optimizer | None,
+    alone: bool,
+) -> dict[str, Measured]:
+    """Return device -> what it measured of training within `seconds`; `alone`: without time for which others' work
+    paused it."""
+    generation, document = coordinator.new_generation(), to_document(graph)
+    stepping = at_start(optimizer).to_dict() if optimizer is not None else None
+    devices = list(coordinator.members_for(names))
+    for name in devices:
+        command = Measure(
+            generation, document, graph.network, ladder, seconds, dict(kernels), stepping, is_quick=True, alone=alone
+        )
+        coordinator.send(name, command)
+    return _answers(coordinator, generation, devices, Measured, f"measure {graph.name}", seconds + LIMIT_SECONDS)
+
+
+def probe_links(coordinator: Coordinator, names: Iterable[str], *, is_quick: bool = False) -> dict[str, Probed]:
+    """Return device -> what exchanging data with all the others took on it. `is_quick`: with few repeats."""
     generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(names))
     for name in devices:
         peers = coordinator.addresses(devices, name, with_coordinator=False)
-        coordinator.send(name, ProbeLinks(generation, devices, peers))
+        coordinator.send(name, ProbeLinks(generation, devices, peers, is_quick=is_quick))
     _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
     for name in devices:
         coordinator.send(name, Start(generation, 0, 0, ()))

@@ -28,18 +28,31 @@ from manyhands.transport.endpoint import Endpoint
 
 SMALL_BYTES = 1024
 LARGE_BYTES = 8_000_000
-REPEATS = 7
-SMALL_REPEATS = 5
 PIECES, PIECE_SECONDS = 6, 0.002
 """Number of pieces of computing, with a small exchange after each or none, and the processor time of each."""
-ALONE_SECONDS = 0.3
-"""Total time of computing with nothing exchanged: a part of it before each large exchange, as machines' speeds vary."""
 _SMALL_STRIDE = PIECES + 2
 _NUMBER_BYTES = 8
 _SETS = 6
 """Sets of memory, used in turn: gradients are in no cache when they are added up."""
 PAIR_BYTES = 1_000_000
-PAIR_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How often everything is measured."""
+
+    small: int
+    large: int
+    pair: int
+    alone_seconds: float
+    """Total time of computing with nothing exchanged: a part of it before each large exchange, as machines' speeds
+    vary."""
+    takes_least: bool = False
+    """Whether the least of a few repeats counts, in place of the median: other work of the machine only ever adds."""
+
+
+WHOLE = Extent(small=5, large=7, pair=3, alone_seconds=0.3)
+QUICK = Extent(small=3, large=4, pair=1, alone_seconds=0.1, takes_least=True)
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,7 @@ def _step_of_computing() -> Callable[[], object]:
 
 
 @torch.no_grad()
-def _small_seconds(exchange: _Exchange) -> float:
+def _small_seconds(exchange: _Exchange, extent: Extent) -> float:
     """Return what a small exchange adds to the computing around it, where all devices compute.
 
     A faster device waits for the slowest, and that is not counted as the exchange's cost.
@@ -153,32 +166,33 @@ def _small_seconds(exchange: _Exchange) -> float:
         return (time.perf_counter() - start) / PIECES
 
     added = []
-    for step in range(0, SMALL_REPEATS * _SMALL_STRIDE, _SMALL_STRIDE):
+    for step in range(0, extent.small * _SMALL_STRIDE, _SMALL_STRIDE):
         with_exchange, alone = pieces(step, exchanging=True), pieces(step + PIECES, exchanging=False)
         added.append(with_exchange - exchange.largest(step + PIECES + 1, alone))
-    return statistics.median(added[1:])
+    return max(0.0, min(added[1:])) if extent.takes_least else statistics.median(added[1:])
 
 
-def run(endpoint: Endpoint, devices: Sequence[str]) -> Probe:
+def run(endpoint: Endpoint, devices: Sequence[str], extent: Extent = WHOLE) -> Probe:
     """Take part in the exchange; all devices named do so at the same time."""
     exchange = _Exchange(endpoint, devices)
-    small = _small_seconds(exchange)
-    large, lost = [], 0.0
-    first = SMALL_REPEATS * _SMALL_STRIDE
+    small = _small_seconds(exchange, extent)
+    large, lost = [], []
+    first = extent.small * _SMALL_STRIDE
     with _Computing() as computing:
         time.sleep(0.02)
-        for step in range(first, first + REPEATS + 1):
+        for step in range(first, first + extent.large + 1):
             endpoint.mailbox.begin_step(step)
-            alone = computing.per_second(ALONE_SECONDS / (REPEATS + 1))
+            alone = computing.per_second(extent.alone_seconds / (extent.large + 1))
             exchange.little(step, "start")
             start, before = time.perf_counter(), computing.count
             exchange.large(step)
             large.append(time.perf_counter() - start)
-            lost += large[-1] - (computing.count - before) / alone if alone else 0.0
-    lost = max(0.0, lost) / len(large)
-    links = exchange.links(first + REPEATS + 1, devices)
+            lost.append(large[-1] - (computing.count - before) / alone if alone else 0.0)
+    lost_seconds = max(0.0, min(lost) if extent.takes_least else statistics.mean(lost))
+    large_seconds = min(large) if extent.takes_least else statistics.median(large)
+    links = exchange.links(first + extent.large + 1, devices, extent.pair)
     nearest = min((link.delay_seconds for link in links.values()), default=0.0)  # nothing is faster, whatever the noise
-    return Probe(max(small, nearest), statistics.median(large), lost, links)
+    return Probe(max(small, nearest), large_seconds, lost_seconds, links)
 
 
 class _Exchange:
@@ -214,13 +228,13 @@ class _Exchange:
             total += numpy.frombuffer(box.take(name, step, "gather"), numpy.float32)
         self._pass(step, "spread", dict.fromkeys(self.others, own_chunk), memory)
 
-    def links(self, first_step: int, devices: Sequence[str]) -> dict[str, Link]:
+    def links(self, first_step: int, devices: Sequence[str], repeats: int) -> dict[str, Link]:
         """Return the link to each of the others, measured while its pair has it to itself."""
         trips: dict[str, list[tuple[float, float]]] = {name: [] for name in self.others}
         step = first_step
         for pairs in tournament(devices):
             own_pair = next((pair for pair in pairs if self.endpoint.name in pair), None)
-            for _ in range(PAIR_REPEATS):
+            for _ in range(repeats):
                 self.endpoint.mailbox.begin_step(step)
                 self.little(step, "start")
                 if own_pair is not None:

@@ -107,6 +107,11 @@ class RunRecord:
         if self.board is not None:
             self.board.decided(config, plan.to_dict())
 
+    def measured(self, cluster: Cluster, profile: Profile) -> None:
+        """Write what was measured while training, in place of what the run began with."""
+        write_document(self.folder / "cluster.yaml", cluster.to_dict())
+        write_document(self.folder / "profile.json", msgspec.to_builtins(profile.devices))
+
     def step(
         self, step: int, epoch: int, loss: float | None, seconds: float, samples: int, staleness: int | None = None,
         grad_norm: float | None = None,

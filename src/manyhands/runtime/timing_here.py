@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
+from manyhands.executor.update_rate import quick_bytes_per_second
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.check import check_graph
@@ -17,6 +18,7 @@ from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
 from manyhands.profiler.bands import is_measured_by_layers, needed_bytes
 from manyhands.profiler.measure import measure_network
+from manyhands.profiler.quick import QuickSettings, measure_quickly
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
 from manyhands.profiler.whole import scaled_to_steps
@@ -29,6 +31,8 @@ from manyhands.runtime.processes import give_back_memory
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
     """Return the times of a network's layers on this device, measured with made-up weights."""
     graph = graph_of(command.graph, command.network)
+    if command.is_quick:
+        return _measured_quickly(command, graph, device, joining)
     free = _free_bytes(joining.compute)
     by_layers = is_measured_by_layers(command.network, command.ladder[0], free)
     if not by_layers:
@@ -53,6 +57,18 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
     if by_layers:
         give_back_memory()  # the network takes nearly all of this device's memory
     return Measured(command.generation, slowed(profile, slowdown), rate / slowdown)
+
+
+def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Joining) -> Measured:
+    """Return the times of the layers as far as the limit of seconds allows, and the rate of the optimiser's steps."""
+    settings = QuickSettings(command.seconds, device, joining.compute, command.alone)
+    profile = measure_quickly(graph, command.ladder, command.kernels or {}, settings)
+    rate = 0.0
+    if command.optimizer is not None:
+        rate = quick_bytes_per_second(graph.network, Optimizer.from_dict(command.optimizer), joining.compute)
+    give_back_memory()
+    slowdown = joining.slowdown
+    return Measured(command.generation, slowed(profile, slowdown), (rate or copy_bytes_per_second()) / slowdown)
 
 
 def graph_of(document: dict[str, Any], network: Network | None) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -50,9 +50,19 @@ def measure_who_stays(
     Where too few remain, wait for others. `retry_policy`: None where a plan is given, which names every device that it
     needs.
     """
+    return among_who_stay(
+        session, retry_policy, say,
+        lambda: measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training),
+    )  # fmt: skip
+
+
+def among_who_stay(
+    session: Session, retry_policy: RetryPolicy | None, say: Say | None, make: Callable[[], tuple[Cluster, Profile]]
+) -> tuple[Cluster, Profile]:
+    """Return what `make` measures; where a device leaves or fails meanwhile, measure again without it."""
     while True:
         try:
-            return measure(session, graph, batch_size, optimizer=optimizer, say=say, ladder=ladder, training=training)
+            return make()
         except (WorkerLost, TimedOut):
             lost_names = session.go_on_without_lost(retry_policy) if retry_policy is not None else []
             if not lost_names and (retry_policy is None or not session.wait_for_enough(retry_policy)):
@@ -82,7 +92,9 @@ def measure(
     """
     count = len(session.cluster.devices)
     shares = ladder or tuple(sorted({1, max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    measured = None if refresh or kernels is not None else _load(session, graph, shares, optimizer, training)
+    measured = None if refresh or kernels is not None else stored_measurements(
+        session, graph, shares, optimizer, training=training
+    )  # fmt: skip
     if measured is None:
         if say is not None:
             say(f"measuring {graph.name} on {count} worker(s) at once")
@@ -91,35 +103,41 @@ def measure(
             session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, found_kernels, training
         )
         if kernels is None:
-            _keep(session, graph, measured, optimizer, training)
+            keep_measurements(session, graph, measured, optimizer, training=training)
+    return with_probed_links(session, measured)
+
+
+def with_probed_links(session: Session, measured: Measurements, *, is_quick: bool = False) -> tuple[Cluster, Profile]:
+    """Return the session's cluster with measured numbers, its links measured now, and the profile."""
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=measured[device.name][1], estimated=False)
         for device in session.cluster.devices
     )
     cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
-    if count > 1:
-        cluster = _with_message_costs(session, cluster) if session.has_links else _with_links(session, cluster)
-        if _is_plain(session):
+    if len(devices) > 1:
+        with_links = _with_message_costs if session.has_links else _with_links
+        cluster = with_links(session, cluster, is_quick)
+        if is_plain(session) and not is_quick:
             keep_links(cluster, session.threads)
     return cluster, Profile(
         {name: measured[name][0] for name in cluster.names}
     )  # in the cluster's order, not that of the replies
 
 
-def _is_plain(session: Session) -> bool:
+def is_plain(session: Session) -> bool:
     """Return whether these are local workers as `local:N` names them: CPUs only, none slowed down."""
     members = [session.coordinator.members[name].facts for name in session.cluster.names]
     return session.is_local and all(member.compute == "cpu" and member.slowdown == 1 for member in members)
 
 
-def _with_links(session: Session, cluster: Cluster) -> Cluster:
+def _with_links(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
     """Return the cluster with port rates and delays as measured when all workers exchange data at once, and every
     pair's link.
 
     Where every core computes, moving bytes takes time from computing; with a core to spare for each worker it does not:
     that is measured too.
     """
-    probes = probe_links(session.coordinator, cluster.names)
+    probes = probe_links(session.coordinator, cluster.names, is_quick=is_quick)
     delay = statistics.median(probe.delay_seconds for probe in probes.values())
     usual = statistics.median(probe.bytes_per_second for probe in probes.values())
     copying = statistics.median(probe.lost_seconds_per_byte for probe in probes.values()) * 1e9
@@ -142,13 +160,13 @@ def _with_links(session: Session, cluster: Cluster) -> Cluster:
     return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
 
 
-def _with_message_costs(session: Session, cluster: Cluster) -> Cluster:
+def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
     """Return a cluster whose links are known, with what messages cost its devices beside the links' time: computing
     time lost to each message and each byte. Where links are so slow that this is negligible, it is not measured."""
     slowest = min(cluster.bytes_per_second_between(a, b) for a in cluster.names for b in cluster.names if a != b)
     if slowest < WORTH_PROBING:
         return cluster
-    probes = probe_links(session.coordinator, cluster.names)
+    probes = probe_links(session.coordinator, cluster.names, is_quick=is_quick)
     devices = []
     for device in cluster.devices:
         probe = probes[device.name]
@@ -169,7 +187,7 @@ def _measured(
     optimizer: Optimizer | None,
     kernels: Mapping[str, Kernel],
     training: bool,
-) -> _Known:
+) -> Measurements:
     """Measure shares on all workers at once, as they will run; on one machine, the whole batch on one worker alone."""
     crowded = session.is_local and len(session.cluster.devices) > 1
     ladder = shares if crowded else tuple(sorted({*shares, batch_size}))
@@ -180,7 +198,7 @@ def _measured(
     measured = {name: (report.profile, report.memory_bytes_per_second) for name, report in reports.items()}
     if not crowded:
         return measured
-    measured = _alike(session, measured)
+    measured = alike(session, measured)
     if batch_size > shares[-1]:
         for names in _equal(session):
             alone = measure_on(
@@ -209,29 +227,31 @@ def _equal(session: Session) -> list[list[str]]:
     return list(groups.values())
 
 
-def _alike(session: Session, measured: _Known) -> _Known:
+def alike(session: Session, measured: Measurements) -> Measurements:
     """Give workers on equal hardware equal numbers, the medians: a difference between them is noise."""
-    levelled: _Known = {}
+    levelled: Measurements = {}
     for names in _equal(session):
         profiles = [measured[name][0] for name in names]
         rate = statistics.median(measured[name][1] for name in names)
         spread = statistics.median(profile.spread for profile in profiles)
-        common = msgspec.structs.replace(profiles[0], layers=_median(profiles), spread=spread)
+        is_coarse = any(profile.is_coarse for profile in profiles)
+        common = msgspec.structs.replace(profiles[0], layers=_median(profiles), spread=spread, is_coarse=is_coarse)
         levelled |= {name: (msgspec.structs.replace(common, device=name), rate) for name in names}
     return {name: levelled[name] for name in session.cluster.names}
 
 
 def _median(profiles: list[DeviceProfile]) -> tuple[LayerTiming, ...]:
-    rungs = min(len(profile.layers[0].ladder) for profile in profiles)
+    sizes = sorted(set.intersection(*({timing.samples for timing in profile.ladders[0]} for profile in profiles)))
     layers = []
     for layers_alike in zip(*(profile.layers for profile in profiles)):
+        timings = [{timing.samples: timing for timing in layer.ladder} for layer in layers_alike]
         ladder = tuple(
             Timing(
-                layers_alike[0].ladder[rung].samples,
-                statistics.median(layer.ladder[rung].forward_seconds for layer in layers_alike),
-                statistics.median(layer.ladder[rung].backward_seconds for layer in layers_alike),
+                samples,
+                statistics.median(by_samples[samples].forward_seconds for by_samples in timings),
+                statistics.median(by_samples[samples].backward_seconds for by_samples in timings),
             )
-            for rung in range(rungs)
+            for samples in sizes
         )
         layers.append(LayerTiming(layers_alike[0].layer, ladder))
     return tuple(layers)
@@ -255,11 +275,13 @@ def _rate_path(path: Path) -> Path:
     return path.with_suffix(".rate.json")
 
 
-def _load(
-    session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None, training: bool
-) -> _Known | None:
+def stored_measurements(
+    session: Session, graph: Graph, shares: tuple[int, ...], optimizer: Optimizer | None, *, training: bool = True,
+    may_be_coarse: bool = False,
+) -> Measurements | None:  # fmt: skip
+    """Return the measurements that an earlier run stored for these devices; None unless there are those of all."""
     kernels = dict(stored_kernels(graph, session.threads, training=training))
-    loaded: _Known = {}
+    loaded: Measurements = {}
     for name in session.cluster.names:
         path = profile_place(session, graph, name, optimizer, training)
         try:
@@ -268,15 +290,19 @@ def _load(
         except ManyhandsError:
             return None
         sizes = {timing.samples for timing in profile.layers[0].ladder}
-        if profile.machine != session.coordinator.members[name].facts.machine or not sizes >= set(shares):
+        has_shares = sizes >= set(shares) or profile.is_coarse  # coarse: as many as there was time for
+        if profile.machine != session.coordinator.members[name].facts.machine or not has_shares:
             return None
-        if not isinstance(raw, float) or profile.kernels != kernels:
+        if not isinstance(raw, float) or profile.kernels != kernels or (profile.is_coarse and not may_be_coarse):
             return None
         loaded[name] = (msgspec.structs.replace(profile, device=name), raw)
     return loaded
 
 
-def _keep(session: Session, graph: Graph, measured: _Known, optimizer: Optimizer | None, training: bool) -> None:
+def keep_measurements(
+    session: Session, graph: Graph, measured: Measurements, optimizer: Optimizer | None, *, training: bool = True
+) -> None:
+    """Store measurements for the next run; coarse ones say so."""
     with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
         for name, (profile, rate) in measured.items():
             path = profile_place(session, graph, name, optimizer, training)
@@ -284,4 +310,4 @@ def _keep(session: Session, graph: Graph, measured: _Known, optimizer: Optimizer
             write_document(_rate_path(path), rate)
 
 
-_Known = dict[str, tuple[DeviceProfile, float]]
+Measurements = dict[str, tuple[DeviceProfile, float]]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from manyhands.facts.plan import Plan
     from manyhands.planner.task import TileOptions
 
+PROFILE_SECONDS = 2.0
 STRATEGIES = {"auto": "fastest", "single": "", "samples": "", "pipeline": "", "tiles": "", "mixed": ""}
 
 
@@ -134,7 +135,21 @@ class OptimizerConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, PrecisionConfig, SharingConfig, OptimizerConfig):
+class BeginningConfig(Config):
+    """The beginning of a run."""
+
+    profile_seconds: float = option(
+        PROFILE_SECONDS,
+        "Seconds that measuring the network may take before the first step; planning may take half as many. What there "
+        "is no time for is done while training, once it takes less than a thirtieth of that. 0: all is done first.",
+        "--profile-seconds", kind=float, at_least=0, unit=" seconds",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    WorkloadConfig, DevicesConfig, LengthsConfig, PrecisionConfig, SharingConfig, OptimizerConfig, BeginningConfig
+):
     """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ class TrainOptions(TypedDict, total=False):
     """Every keyword that `TrainConfig` describes."""
 
     allow_optimizers: Sequence[str]
+    profile_seconds: float
     epochs: int
     steps: int | None
     batch_size: int | None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Unpack
@@ -31,25 +33,34 @@ from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
-from manyhands.job.base import Job, cuts_statistics
+from manyhands.job.base import Guide, Job, cuts_statistics
 from manyhands.job.config import takes
 from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_optimizer
 from manyhands.job.lengths import sample_lengths
 from manyhands.job.opening import open_run
+from manyhands.job.refining import Course, Refiner
 from manyhands.job.result import TrainResult
 from manyhands.job.workload import Workload
 from manyhands.planner.task import TileOptions
+from manyhands.plans.planned import Planned
 from manyhands.plans.planning import batch_norm_named, is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.tiles import check_tiles
+from manyhands.runtime.controller import Controller
 from manyhands.runtime.record import read_config, read_decided
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.session.measuring import measure_who_stays
+from manyhands.session.measuring import among_who_stay, measure_who_stays
 from manyhands.session.opening import expect_session, open_session
+from manyhands.session.quick_measuring import measure_within, thorough_seconds
 from manyhands.training.arguments import DOCUMENT
 from manyhands.training.config import TrainConfig
 from manyhands.training.options import TrainOptions
 from manyhands.training.tuning import fastest_in_trial
+
+PLANNING = 0.5
+"""The part of the limit of seconds for measuring that planning may take."""
+WHOLE_PLANNING = 15.0
+"""How many times as long as the quick strategies all of them are likely to take to plan."""
 
 
 @takes(TrainConfig)
@@ -91,6 +102,7 @@ def train_with(
 ) -> TrainResult:
     """Train as configured, and return the result."""
     allow_optimizers(config.allow_optimizers)
+    expect_session(config.cluster)
     read = read_optimizer(model, optimizer, scheduler)
     with read.frozen():
         return _train(config, workload_of(config, model, data, loss, read.optimizer, read.scheduling), read)
@@ -99,13 +111,13 @@ def train_with(
 def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> TrainResult:
     say, plan, stored = config.say, config.plan, dict(config.config or {})
     tiles = config.tile_options
-    expect_session(config.cluster)
     with (
         open_run(
             workload,
             document=stored.get(DOCUMENT),
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
             tensorboard=config.tensorboard,
+            checks_meanwhile=True,
         ) as opened,
         deaths_named(lambda: workload.stream.next_step if workload.stream is not None else 0),
         open_session(
@@ -122,6 +134,7 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
         if plan == "tiles":
             decided["tiles"] = msgspec.to_builtins(tiles or TileOptions())
         planned = job.planned(retry_policy, decided if opened.is_resumed else None)
+        opened.finish_checks()
         opened.record.decided(
             {**stored, **workload.facts, "steps": opened.last_step, **decided}, planned.cluster, planned.profile,
             planned.plan,
@@ -224,6 +237,12 @@ def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
 class TrainJob(Job):
     """A training job, which plans for any cluster, by any strategy."""
 
+    is_partly_planned = False
+    """Whether there was no time for every strategy."""
+    planning_seconds = 0.0
+    refiner: Refiner | None = None
+    """Measures and plans again while training, where that is worth it."""
+
     @property
     def settings(self) -> TrainConfig:
         """The configuration of this kind of job."""
@@ -244,23 +263,18 @@ class TrainJob(Job):
         if before is not None:
             cluster, profile, _ = before
         else:
-            cluster, profile = measure_who_stays(
-                self.session, self.graph, self.workload.batch_size,
-                retry_policy if is_strategy(str(requested)) else None, optimizer=self.workload.optimizer, say=self.say,
-            )  # fmt: skip
+            cluster, profile = self._measured(retry_policy)
         if before is not None and is_strategy(str(requested)):
             plan = before[2]
         elif isinstance(requested, Plan):
             plan = requested
         elif is_strategy(str(requested)):
-            made = make_plan(
-                network, cluster, batch_size=self.workload.batch_size, strategy=str(requested), profile=profile,
-                micro_batches=config.micro_batches, optimizer_slots=self.workload.optimizer_slots,
-                tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
-                gradient_norm=needs_norm(config),
-            )  # fmt: skip
+            began = time.monotonic()
+            made = self._made(cluster, profile, PLANNING * config.profile_seconds or math.inf)
+            self.is_partly_planned, self.planning_seconds = made.is_partial, time.monotonic() - began
             plan = self._runnable(made.plan, [c.plan for c in made.candidates if c.plan is not None])
             if config.tune > 1:
+                self.opened.finish_checks()
                 plan = self._tried([plan, *(other for other in made.runners_up if other != plan)], config.tune, profile)
             alternatives = {c.name: c.seconds for c in made.candidates if c.plan is not None}
         else:
@@ -276,6 +290,61 @@ class TrainJob(Job):
             hint = "Write batch_norm: local in the plan."
             raise BadPlan(f"batch_norm is 'local'; the plan's is '{plan.batch_norm}'.", hint=hint)
         return replace(self.checked(plan, cluster, profile), alternatives=alternatives)
+
+    def _measured(self, retry_policy: RetryPolicy) -> tuple[Cluster, Profile]:
+        """Return the cluster and the profile, as they are stored or measured now, within the limit of seconds."""
+        workload, seconds = self.workload, self.settings.profile_seconds
+        retry_policy_of_strategy = retry_policy if is_strategy(str(self.settings.plan)) else None
+        if not seconds:
+            return measure_who_stays(
+                self.session, self.graph, workload.batch_size, retry_policy_of_strategy, optimizer=workload.optimizer,
+                say=self.say,
+            )  # fmt: skip
+        return among_who_stay(
+            self.session, retry_policy_of_strategy, self.say,
+            lambda: measure_within(
+                self.session, self.graph, workload.batch_size, seconds, optimizer=workload.optimizer, say=self.say
+            ),
+        )  # fmt: skip
+
+    def _made(self, cluster: Cluster, profile: Profile, within_seconds: float = math.inf) -> Planned:
+        """Plan by the strategy."""
+        config = self.settings
+        return make_plan(
+            self.graph.network, cluster, batch_size=self.workload.batch_size, strategy=str(config.plan),
+            profile=profile, micro_batches=config.micro_batches, optimizer_slots=self.workload.optimizer_slots,
+            tiles=config.tile_options, batch_norm=batch_norm_named(self.workload.batch_norm),
+            gradient_norm=needs_norm(config), within_seconds=within_seconds,
+        )  # fmt: skip
+
+    def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
+        replanner = super().replanner(planned, strategy)
+        config, profiles = self.settings, planned.profile.devices.values()
+        is_coarse = any(profile.is_coarse for profile in profiles)
+        is_free = is_strategy(str(config.plan)) and config.tune <= 1 and config.feed == "step"
+        if not config.profile_seconds or not is_free or not (is_coarse or self.is_partly_planned):
+            return replanner
+        workload = self.workload
+        measuring_seconds = thorough_seconds(planned.profile, workload.batch_size) if is_coarse else 0.0
+
+        def measure() -> tuple[Cluster, Profile]:
+            return measure_within(
+                self.session, self.graph, workload.batch_size, measuring_seconds, optimizer=workload.optimizer,
+                refresh=True,
+            )  # fmt: skip
+
+        def plan(cluster: Cluster, profile: Profile) -> Plan:
+            made = self._made(cluster, profile)
+            chosen = self._runnable(made.plan, [other.plan for other in made.candidates if other.plan is not None])
+            return resolve(applied(config, chosen, workload.batch_size), self.graph.network, cluster)
+
+        seconds = measuring_seconds + self.planning_seconds * (WHOLE_PLANNING if self.is_partly_planned else 1.0)
+        course = Course(seconds, self.last_step, measure if is_coarse else None, plan, self.record.measured)
+        self.refiner = Refiner(replanner, planned, course)
+        return self.refiner
+
+    def controller(self) -> Controller | None:
+        return self.refiner
 
     def _decided(self, options: Mapping[str, Any]) -> tuple[Cluster, Profile, Plan] | None:
         """Return the stored cluster, profile and plan of this run, if the options and the devices are the same."""
