@@ -86,6 +86,11 @@ class Scheduling:
         """The metrics that schedulers need."""
         return frozenset(each.monitor for each in self._scheduled if each.needs_metric)
 
+    @property
+    def follows_epochs(self) -> bool:
+        """Whether a scheduler is stepped at the end of each epoch."""
+        return any(each.interval == "epoch" and not each.needs_metric for each in self._scheduled)
+
     def begin(self, steps_per_epoch: int, last_step: int) -> None:
         """Note how long an epoch and the run are; refuse schedules that end before it."""
         self.steps_per_epoch = steps_per_epoch

@@ -85,6 +85,12 @@ class Workload:
         validate(self.optimizer, ((name, p.dim()) for name, p in self.model.named_parameters() if p.requires_grad))
         self.scheduling = self.scheduling or Scheduling.by_name(self.optimizer)
         if self.scheduling is not None:
+            if self.stream is not None and self.stream.batches_per_epoch is None and self.scheduling.follows_epochs:
+                raise BadValue(
+                    f"The scheduler is stepped once an epoch; the {self.stream.name} does not say how many batches an "
+                    "epoch has.",
+                    hint='Step it by steps: scheduler={"scheduler": ..., "interval": "step"}.',
+                )
             self.scheduling.begin(self.order.steps_per_epoch, self.last_step)
             self.scheduling.check()
         check_precision(self.precision, self.model)

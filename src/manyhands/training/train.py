@@ -171,7 +171,9 @@ def workload_of(
     if stream is not None:
         check_stream(stream, config)
         config = replace(config, batch_size=stream.batch_size, test=test)
-        return Workload(model, stream, loss, optimizer, config, config.batch_norm)
+        return Workload(
+            model, stream, loss, optimizer, config, config.batch_norm, precision=config.precision, scheduling=scheduling
+        )
     samples = given(data)
     data = with_labels(samples.data, labels) if labels else samples.data
     config = replace(
