@@ -102,7 +102,9 @@ def test_activations_and_gradients_travel_in_half_the_bytes(name: str) -> None:
         ran = run(graph, plan, batches, PLAIN_SGD)
         ran.assert_as_planned(1)
         kinds = [log.sent_kinds for log in ran.logs.values()]
-        sent[dtype] = sum(each.get(kind, 0) for each in kinds for kind in ("value", "gradient", "halo", "halo-gradient"))
+        sent[dtype] = sum(
+            each.get(kind, 0) for each in kinds for kind in ("value", "gradient", "halo", "halo-gradient")
+        )
     assert sent[torch.float32] > 0
     assert sent[torch.bfloat16] * 2 == sent[torch.float32]
 
@@ -209,7 +211,9 @@ def test_all_devices_skip_the_steps_that_pytorch_skips(name: str, clip: float | 
     scales = [executor.loss_scale for executor in ran.executors.values() if executor.loss_scale is not None]
     assert scales
     assert {(each.scale, each.steps) for each in scales} == {(2.0**14, 3)}
-    exact = trained_plainly(module, [batch for batch, is_skipped in zip(batches, skipped) if not is_skipped], torch.float64)
+    exact = trained_plainly(
+        module, [batch for batch, is_skipped in zip(batches, skipped) if not is_skipped], torch.float64
+    )
     for own in ran.weights.values():
         for name_of, tensor in own.items():
             assert torch.isfinite(tensor).all()
@@ -217,7 +221,9 @@ def test_all_devices_skip_the_steps_that_pytorch_skips(name: str, clip: float | 
                 assert float((tensor - weights[name_of]).abs().max()) <= 2e-3 * float(weights[name_of].abs().max())
     of_all = {name_of: tensor for own in ran.weights.values() for name_of, tensor in own.items()}
     apart = distance(of_all, {name_of: tensor.double() for name_of, tensor in weights.items()})
-    assert apart <= 1e-3 * distance(exact, {name_of: tensor.double() for name_of, tensor in module.state_dict().items()})
+    assert apart <= 1e-3 * distance(
+        exact, {name_of: tensor.double() for name_of, tensor in module.state_dict().items()}
+    )
 
 
 def test_one_device_skips_by_itself_without_the_others() -> None:
@@ -229,7 +235,8 @@ def test_one_device_skips_by_itself_without_the_others() -> None:
     (loss * 2.0**16).backward()  # type: ignore[no-untyped-call]
     finite = {name: bool(torch.isfinite(p.grad).all()) for name, p in module.named_parameters() if p.grad is not None}
     assert not finite["a.weight"]
-    assert finite["b.weight"] and finite["c.weight"]
+    assert finite["b.weight"]
+    assert finite["c.weight"]
 
 
 def test_without_scaling_the_loss_as_is() -> None:

@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in float32": lambda x: x / torch.linalg.vector_norm(x.float(), dim=1, keepdim=True).add(1.0),
     "decomposed": lambda x: functional.glu(torch.cat([x, x], 1), 1),
     "a product of several types": lambda x: torch.einsum("bchw,cd->bdhw", x, torch.eye(4)),
-    "attention": lambda x: functional.scaled_dot_product_attention(x.flatten(2), x.flatten(2), x.flatten(2)).view(x.shape),
+    "attention": lambda x: functional.scaled_dot_product_attention(*[x.flatten(2)] * 3).view(x.shape),
     "in a region of its own": lambda x: _in_float32(x),
     "padded": lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"),
     "batched product": lambda x: _batched(x),
@@ -73,7 +73,12 @@ def test_a_graph_trains_as_the_module_does_under_autocast(precision: str, name: 
     assert str(LOWER[precision]).removeprefix("torch.") in types
     assert graph.loss is not None
     assert {spec.dtype for node in graph.loss.nodes for spec in node.outputs} == {"float32"}
-    assert all(spec.batch_axis == 0 for node in graph.nodes for spec in node.outputs if len(spec.shape) == 4 and "cast" not in node.name)
+    assert all(
+        spec.batch_axis == 0
+        for node in graph.nodes
+        for spec in node.outputs
+        if len(spec.shape) == 4 and "cast" not in node.name
+    )
     assert {spec.dtype for spec in graph.weights} == {"float32"}
 
 

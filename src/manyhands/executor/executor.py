@@ -78,7 +78,7 @@ class Executor:
         )  # fmt: skip
         self.slowdown = Slowdown(options.slowdown)
         self.loss_scale = loss_scale_of(schedule, self.device) if options.scales_loss else None
-        """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it is not scaled here."""
+        """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it has none here."""
         setup = DeviceSetup(endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale)
         longest = GraphPart(graph, schedule, setup)
         self.parts: dict[int, GraphPart] = {

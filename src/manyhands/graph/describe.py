@@ -90,7 +90,13 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         name=graph.name,
         ops=tuple(described),
         layers=layers_of(
-            tuple(described), specs, weights, graph.outputs, granularity, _attached(graph) | _carrying(graph) | early_places(graph.nodes, graph.outputs), numbers
+            tuple(described),
+            specs,
+            weights,
+            graph.outputs,
+            granularity,
+            _attached(graph) | _carrying(graph) | early_places(graph.nodes, graph.outputs),
+            numbers,
         ),
         tensors=specs,
         weights=weights,

@@ -64,7 +64,7 @@ class Order:
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none. For one of their norm, the plan has `gradient_norm`."""
     scales_loss: bool = False
-    """Whether the loss is scaled, and steps whose gradients are not finite are skipped: the plan has `gradient_norm`."""
+    """Whether the loss is scaled, and steps whose gradients overflow are skipped: the plan has `gradient_norm`."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 

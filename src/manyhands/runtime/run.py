@@ -96,9 +96,9 @@ class Run:
         self.stalls = StallWatch(self)
         self._diagnosis = FailureDiagnosis(self)
         work = stalls.work_of(order.plan, order.graph.network)
-        self.reports = self.reports_class(self, Agreement(
-            schedule, work, suspicions or Suspicions(), may_overflow=order.scales_loss
-        ))
+        self.reports = self.reports_class(
+            self, Agreement(schedule, work, suspicions or Suspicions(), may_overflow=order.scales_loss)
+        )
 
     def _feeders_of_lengths(self, order: Order) -> dict[Graph, Feeder]:
         """Return the feeders of batches that are shorter than the longest, by their graphs."""

@@ -59,8 +59,8 @@ def train(
     """Train `model` on `data`, a data set of pairs (input, target), or of inputs if the model needs no target for its
     loss, over a cluster, exactly as one device would.
 
-    The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and buffers when this returns.
-    `TrainConfig` describes the options.
+    The model keeps its type (float32, float64), whatever `precision` it computes in, and holds the trained weights and
+    buffers when this returns. `TrainConfig` describes the options.
 
     data            any of torch.utils.data: map-style, a DataLoader (its data set, batch size and order), an
                     IterableDataset (one pass of it is kept in memory; mh.collect takes a part)

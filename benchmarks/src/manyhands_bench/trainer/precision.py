@@ -70,7 +70,7 @@ def bf16_speedup_gpu() -> float | None:
     for precision in ("float32", "bf16"):
         with TemporaryDirectory() as folder:
             result = mh.train(
-                registry.build(GPU_MODEL, classes=10), data, loss=functional.cross_entropy,
+                registry.build(GPU_MODEL, num_classes=10), data, loss=functional.cross_entropy,
                 optimizer=mh.Optimizer("SGD", lr=0.01), batch_size=GPU_BATCH, steps=GPU_STEPS,
                 cluster=mh.Cluster.local(1, gpus=1), plan="single", folder=Path(folder) / precision,
                 precision=precision,
