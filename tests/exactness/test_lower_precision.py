@@ -235,7 +235,8 @@ def test_one_device_skips_by_itself_without_the_others() -> None:
     (loss * 2.0**16).backward()  # type: ignore[no-untyped-call]
     finite = {name: bool(torch.isfinite(p.grad).all()) for name, p in module.named_parameters() if p.grad is not None}
     assert not finite["a.weight"]
-    assert finite["b.weight"] and finite["c.weight"]
+    assert finite["b.weight"]
+    assert finite["c.weight"]
 
 
 def test_without_scaling_the_loss_as_is() -> None:

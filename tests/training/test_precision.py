@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
         trained(Rows(), None, tmp_path / "run", precision="fp8")
     with pytest.raises(BadValue, match="keeps weights in float32; the module's place is float64"):
         trained(Rows().double(), None, tmp_path / "run", precision="bf16")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BadValue, match="under torch.autocast") as refused:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BadValue, match=r"under torch\.autocast") as refused:
         trained(Rows(), None, tmp_path / "run")
     assert "precision='bf16'" in str(refused.value.hint)
     assert not (tmp_path / "run").exists()

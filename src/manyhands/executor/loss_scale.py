@@ -2,9 +2,9 @@
 
     loss · scale ─backward─▶ gradients · scale ─sums, then ÷ scale─▶ gradients ─all devices agree─▶ step, or skip it
 
-Small gradients would be zeros in float16; with a factor they are not. Where the factor is too large, some are not finite
-on some device: what the devices exchange before each update (schedule/gradient_norm.py) tells all of them, and all skip
-the step and halve the factor. After many steps without that it is doubled.
+Small gradients would be zeros in float16; with a factor they are not. Where it is too large, some are not finite
+on some device: what the devices exchange before each update (schedule/gradient_norm.py) tells all of them, and all
+skip the step and halve the factor. After many steps without that it is doubled.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class LossScale:
         is_scale = isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale)
         if not is_scale or scale < LEAST_SCALE or type(steps) is not int or not 0 <= steps < GROWTH_STEPS:
             raise BadFile(
-                f"The state has the loss scale {scale!r:.40} after {steps!r:.40} steps; precision='fp16' needs a factor "
-                f"of at least {LEAST_SCALE:g}, and a whole number below {GROWTH_STEPS}."
+                f"The state has the loss scale {scale!r:.40} after {steps!r:.40} steps; precision='fp16' needs a "
+                f"factor of at least {LEAST_SCALE:g}, and a whole number below {GROWTH_STEPS}."
             )
         self.scale, self.steps = float(scale), steps
 
@@ -79,12 +79,13 @@ def check_scaled(plan: Plan) -> None:
     """Refuse a plan by which devices could not agree which steps are skipped."""
     if not plan.gradient_norm:
         raise BadPlan(
-            "precision='fp16' skips a step where any device's gradients overflow; the plan's devices do not exchange that.",
+            "precision='fp16' skips a step where any device's gradients overflow; the plan's devices do not "
+            "exchange that.",
             hint="Write gradient_norm: true in the plan.",
         )
     if plan.order in ("replay", "interleave"):
         raise BadPlan(
-            f"precision='fp16' needs the scale of the loss from the step before; with order {plan.order} steps overlap.",
+            f"precision='fp16' needs the scale of the loss from the step before; with {plan.order} steps overlap.",
             hint="Use order: 1f1b, or precision='bf16'.",
         )
     if any(stage.codec.gradients for stage in plan.stages):

@@ -35,8 +35,8 @@ class WeightUpdates:
         rates: ArrivingRates | None = None,
         average: WeightAverage | None = None,
     ) -> None:
-        """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients are
-        to be divided by."""
+        """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients
+        are to be divided by."""
         self.weights, self.stepper, self.reductions, self._untrained = weights, stepper, reductions, untrained
         self.clipping, self._norm_part = clipping or UNCLIPPED, norm_part
         self.loss_scale = loss_scale

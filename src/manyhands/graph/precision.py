@@ -1,8 +1,8 @@
 """The precision that a module computes in: float32, or lower under torch.autocast.
 
 A capture inside `torch.autocast(...)` is of the module as it computes there: the region is put around the module's own
-forward and around its loss, so that torch.export keeps it, and its casts become operators (autocast.py). Weights stay as
-they are, and so do their gradients: the cast of a weight is an operator, whose gradient is float32 again.
+forward and around its loss, so that torch.export keeps it, and its casts become operators (autocast.py). Weights stay
+as they are, and so do their gradients: the cast of a weight is an operator, whose gradient is float32 again.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def evaluate_in(
     profile: Profile,
     precision: str = FLOAT32,
 ) -> EvaluateResult:
-    """Evaluate on the session's workers, by a plan's stages and shares. `precision`: the one that the graph was captured
-    in; the loss is computed in it too."""
+    """Evaluate on the session's workers, by a plan's stages and shares. `precision`: the one that the graph was
+    captured in; the loss is computed in it too."""
     refuse_pairs(graph)
     stream = resolve(inference_plan(plan), graph.network)
     samples, size = length(data), stream.batch_size

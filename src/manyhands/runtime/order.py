@@ -75,7 +75,7 @@ class Order:
     clipping: Clipping | None = None
     """The limits of gradients; None: there are none. For one of their norm, the plan has `gradient_norm`."""
     scales_loss: bool = False
-    """Whether the loss is scaled, and steps whose gradients are not finite are skipped: the plan has `gradient_norm`."""
+    """Whether the loss is scaled, and steps whose gradients overflow are skipped: the plan has `gradient_norm`."""
     ema: float | None = None
     """The decay of an average of the weights, which is kept with the optimizer's state; None: there is none."""
     lengths: LengthGraphs | None = None
