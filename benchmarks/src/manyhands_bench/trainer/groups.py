@@ -1,4 +1,4 @@
-"""How far training with groups of weights, several optimizers and schedules is from plain PyTorch, in float64."""
+"""Training with groups of weights, several optimizers and schedules, beside plain PyTorch: float64 differences."""
 
 from __future__ import annotations
 
