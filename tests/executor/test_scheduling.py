@@ -271,3 +271,13 @@ def test_one_that_ends_too_early() -> None:
 def test_frequency_counts_as_lightning_does() -> None:
     scheduling, _ = of(lambda o: lr.ExponentialLR(o, 0.5), frequency=3)
     assert [scheduling.at(step)[0] for step in range(9)] == [0.1] * 3 + [0.05] * 4 + [0.025] * 2
+
+
+def test_numbers_since_the_last_checkpoint_are_kept() -> None:
+    scheduling, _ = of(SCHEDULERS["StepLR"])
+    rates = [scheduling.at(step) for step in range(9)]
+    scheduling.forget_before(6)
+    assert [scheduling.at(step) for step in range(5, 9)] == rates[5:]
+    assert scheduling.learning_rate(5) == rates[5][0]
+    assert scheduling.learning_rate(3) is None
+    assert scheduling.facts(6)[FACT]["rates"] == list(rates[5])

@@ -256,6 +256,24 @@ class Halving(torch.optim.Optimizer):
                     parameter -= group["lr"] / 2 * parameter.grad
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in the group, as timm's Lamb does, and bounds the norm of all gradients if asked to."""
+
+    def __init__(self, params: Any, lr: float = 0.1, most: float | None = None) -> None:
+        super().__init__(params, {"lr": lr, "most": most})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            factor = 1.0 if group["most"] is None else min(1.0, group["most"] / float(norm))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] / group["step"] * factor * parameter.grad
+
+
 @pytest.fixture
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allowed_optimizers, "_allowed", set())
@@ -277,6 +295,40 @@ def test_another_packages_class_must_be_allowed() -> None:
     weight.grad = torch.ones(2)
     build(Optimizer.from_dict(read.optimizer.to_dict()), {"w": weight}).step()
     assert weight.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_steps_that_are_counted_in_the_group_go_on() -> None:
+    name, model = f"{Counting.__module__}.Counting", Model()
+    allowed_optimizers.allow_optimizers([name])
+    straight = Counting(model.parameters())
+    stepper = build(Optimizer(name), dict(model.named_parameters()))
+    for each in (straight, stepper):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.step()
+    tensors, scalars = stepper.state()
+    assert scalars["one.bias/group.step"] == 1
+    again = build(Optimizer(name), dict(model.named_parameters()))
+    again.load(tensors, scalars, 1)
+    again.step()
+    assert again.state()[1]["one.bias/group.step"] == 2
+    read = read_optimizer(model, straight)
+    straight.state[model.one.bias]["seen"] = 1
+    with pytest.raises(BadValue, match="cannot be taken along"):
+        read.state()
+    read.take_back(*again.state())
+    assert straight.param_groups[0]["step"] == 2
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_what_looks_at_all_weights_cannot_be_split() -> None:
+    name = f"{Counting.__module__}.Counting"
+    allowed_optimizers.allow_optimizers([name])
+    validate(Optimizer(name))
+    with pytest.raises(BadValue, match="an optimizer that cannot be split") as caught:
+        validate(Optimizer(name, most=1.0))
+    assert "max_grad_norm" in caught.value.hint
 
 
 @pytest.mark.usefixtures("_as_before")

@@ -155,8 +155,8 @@ class Scheduling:
         """Take what `state_dict` returned."""
 
     def forget_before(self, step: int) -> None:
-        """Forget numbers of earlier steps, which will not be run again."""
-        for old in [earlier for earlier in list(self._numbers) if earlier < min(step, self._front)]:
+        """Forget numbers of earlier steps, which will not be run again, but of the last one done."""
+        for old in [earlier for earlier in list(self._numbers) if earlier < min(step, self._front) - 1]:
             del self._numbers[old]
 
     def _is_awaited(self, steps_done: int) -> bool:

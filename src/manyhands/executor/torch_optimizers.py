@@ -21,6 +21,8 @@ REFUSED_OPTIMIZERS = {
     "cannot be split",
     "SparseAdam": "it needs sparse gradients, and those of workers are dense",
 }
+SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""The options that may change from step to step."""
 _ABOUT_FUSING = {"fused", "foreach", "differentiable", "capturable"}
 
 

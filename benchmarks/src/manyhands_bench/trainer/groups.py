@@ -1,4 +1,4 @@
-"""How far training with groups of weights, several optimizers and schedules is from plain PyTorch, in float64."""
+"""Training with groups of weights, several optimizers and schedules, beside plain PyTorch: float64 differences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def groups_exact() -> dict[str, float | bool]:
 
 def no_decay(model: nn.Module) -> Made:
     """Return AdamW without decay for biases, and a cycle of rates with a highest rate for each group."""
-    groups = [{"params": large(model)}, {"params": small(model), "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": large(model)}, {"params": small(model), "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     return optimizer, lr_scheduler.OneCycleLR(optimizer, [0.02, 0.05], total_steps=BATCHES * EPOCHS + 1)
 
