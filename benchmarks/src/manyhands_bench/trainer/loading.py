@@ -29,7 +29,7 @@ from manyhands.graph.capture import capture
 
 SHAPE = (3, 96, 96)
 SAMPLES, BATCH, CLASSES = 192, 16, 3
-STEPS, REPEATS = 20, 5
+STEPS, REPEATS = 12, 5
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LoaderRates:
 
 
 def loader_ratio(
-    *, steps: int = STEPS, repeats: int = REPEATS, width: int = 48, say: Callable[[str], None] = lambda text: None
+    *, steps: int = STEPS, repeats: int = REPEATS, width: int = 96, say: Callable[[str], None] = lambda text: None
 ) -> LoaderRates:
     """Measure how much of the rate of samples in memory is reached from a folder of JPEGs; `width`: channels of the
     network, which decide how long a step takes."""
