@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class TrainOptions(TypedDict, total=False):
     """Every keyword that `TrainConfig` describes."""
 
-    profile_seconds: float
     epochs: int
     steps: int | None
     batch_size: int | None
@@ -40,6 +39,7 @@ class TrainOptions(TypedDict, total=False):
     tensorboard: bool
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
+    profile_seconds: float
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
