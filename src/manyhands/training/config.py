@@ -142,13 +142,13 @@ class BeginningConfig(Config):
         PROFILE_SECONDS,
         "Seconds that measuring the network may take before the first step; planning may take half as many. What there "
         "is no time for is done while training, once it takes less than a thirtieth of that. 0: all is done first.",
-        "--profile-seconds", kind=float, at_least=0, unit=" seconds",
+        "--profile-seconds", kind=float, at_least=0, unit=" seconds", stored=None,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    WorkloadConfig, DevicesConfig, LengthsConfig, PrecisionConfig, SharingConfig, OptimizerConfig, BeginningConfig
+    WorkloadConfig, DevicesConfig, BeginningConfig, LengthsConfig, PrecisionConfig, OptimizerConfig, SharingConfig
 ):
     """Every option of `mh.train` and `manyhands train`."""
 

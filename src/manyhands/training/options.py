@@ -42,6 +42,7 @@ class TrainOptions(TypedDict, total=False):
     precision: str
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
+    profile_seconds: float
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None

@@ -39,6 +39,7 @@ from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_op
 from manyhands.job.lengths import sample_lengths
 from manyhands.job.opening import open_run
 from manyhands.job.refining import Course, Refiner
+from manyhands.job.replanning import Replanner
 from manyhands.job.result import TrainResult
 from manyhands.job.workload import Workload
 from manyhands.planner.task import TileOptions
@@ -321,6 +322,7 @@ class TrainJob(Job):
 
     def replanner(self, planned: PlannedRun, strategy: str) -> Guide:
         replanner = super().replanner(planned, strategy)
+        assert isinstance(replanner, Replanner)
         config, profiles = self.settings, planned.profile.devices.values()
         is_coarse = any(profile.is_coarse for profile in profiles)
         is_free = is_strategy(str(config.plan)) and config.tune <= 1 and config.feed == "step"
