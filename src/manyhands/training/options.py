@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 class TrainOptions(TypedDict, total=False):
     """Every keyword that `TrainConfig` describes."""
 
-    allow_optimizers: Sequence[str]
-    profile_seconds: float
     epochs: int
     steps: int | None
     batch_size: int | None
@@ -39,6 +37,7 @@ class TrainOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    allow_optimizers: Sequence[str]
     precision: str
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
