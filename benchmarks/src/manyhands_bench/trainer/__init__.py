@@ -1,1 +1,1 @@
-"""What users of other trainers expect of this one, measured."""
+"""Measurements of what users of other trainers expect of this one."""
