@@ -23,7 +23,7 @@ from manyhands.facts.profile import Profile
 from manyhands.files.documents import read_document
 from manyhands.graph.capture import capture
 from manyhands.job import refining
-from manyhands.job.refining import Course, Refiner
+from manyhands.job.refining import Refinement, Refiner
 from manyhands.job.replanning import KEPT, SWITCHED
 from manyhands.plans.planned import Planned
 from manyhands.plans.simulating import simulate
@@ -76,7 +76,7 @@ class Refined:
         planned = PlannedRun(self.slow, network, self.cluster, self.profile, prediction, last_step, Path())
         self.now, self.written = 0.0, 0
         self.error: Exception | None = None
-        course = Course(seconds, last_step, self.measure, lambda *_: self.fast, self.on_measured, lambda: self.now)
+        course = Refinement(seconds, last_step, self.measure, lambda *_: self.fast, self.on_measured, lambda: self.now)
         self.refiner = Refiner(self.replans, planned, course)  # type: ignore[arg-type]
 
     def measure(self) -> tuple[Cluster, Profile]:

@@ -1,4 +1,4 @@
-"""How fast an optimiser's step passes over memory, measured on a few of a network's weights."""
+"""Measures how fast an optimiser's step passes over memory, on a few of a network's weights."""
 
 from __future__ import annotations
 

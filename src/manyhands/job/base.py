@@ -41,7 +41,7 @@ from manyhands.job.evaluation import captured as captured
 from manyhands.job.finite_state import check_finite
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
-from manyhands.job.replanning import OF_MEASURING, Replanner, chosen_backups, happened
+from manyhands.job.replanning import Replanner, chosen_backups, happened, unplanned
 from manyhands.job.result import TrainResult
 from manyhands.job.stopping import stopping
 from manyhands.job.workload import Workload
@@ -319,8 +319,7 @@ class Job:
             throughput=self.workload.batch_size * len(steady) / sum(steady),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
-            scale=self.session.scale, stands_in=self.session.stands_in,
-            recoveries=[facts for facts in outcome.recoveries if facts["how"] not in OF_MEASURING],
+            scale=self.session.scale, stands_in=self.session.stands_in, recoveries=unplanned(outcome.recoveries),
             staleness=outcome.staleness, skipped_steps=outcome.skipped_steps, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
             lengths=self.lengths.uses, ema=averaged_state(self.workload.model, self.graph, self.trained),

@@ -37,8 +37,8 @@ Planning = Callable[[Cluster, Profile], Plan]
 
 
 @dataclass(frozen=True)
-class Course:
-    """What may be done again, how long it is likely to take, and when the run ends."""
+class Refinement:
+    """The measuring and planning that are left, how long they are likely to take, and when the run ends."""
 
     seconds: float
     """Likely for measuring and planning."""
@@ -53,7 +53,7 @@ class Course:
 class Refiner:
     """The controller of an elastic job that began with less than was worth knowing; it is also the job's `Replan`."""
 
-    def __init__(self, replanner: Replanner, planned: PlannedRun, course: Course) -> None:
+    def __init__(self, replanner: Replanner, planned: PlannedRun, course: Refinement) -> None:
         self.replanner, self.course = replanner, course
         self.cluster, self.profile = planned.cluster, planned.profile
         self.is_over = self._is_due = False

@@ -56,6 +56,11 @@ def happened(event: str, facts: Mapping[str, Any]) -> str:
     return f"{facts['device']} {words[event]}." if event in words else ""
 
 
+def unplanned(recoveries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the recoveries after workers came or went: the others were pauses in which the run itself measured."""
+    return [facts for facts in recoveries if facts["how"] not in OF_MEASURING]
+
+
 class Replanner:
     """Plans again when workers change; knows every device that was ever present, and its measurements."""
 

@@ -328,22 +328,19 @@ def _kinds(task: Task) -> list[tuple[str, str]]:
 def choose(
     task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
 ) -> list[PlanCandidate]:
-    """Price every candidate. Return the best first, and last those that cannot run, with the reason.
-
-    Once there is a plan, the strategies that are not QUICK are begun only until `is_over`.
-    """
+    """Price every candidate. Return the best first, and last those that cannot run, with the reason. Once there is a
+    plan, the strategies that are not QUICK are begun only until `is_over`."""
     if not corners_only:
         load_extensions()
     best: dict[str, PlanCandidate] = {}
-    for candidate in sorted(
-        _every_plan(task, price, corners_only=corners_only, is_over=is_over), key=lambda candidate: candidate.seconds
-    ):
+    every = _every_plan(task, price, corners_only, is_over)
+    for candidate in sorted(every, key=lambda candidate: candidate.seconds):
         best.setdefault(candidate.name, candidate)
     return list(best.values())
 
 
 def _every_plan(
-    task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
+    task: Task, price: Price, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
 ) -> list[PlanCandidate]:
     """Return every strategy's plans, on every cluster that is tried."""
     candidates: list[PlanCandidate] = []

@@ -48,7 +48,7 @@ Seconds = tuple[float, float]
 
 @dataclass(frozen=True)
 class QuickSettings:
-    """How a network is measured in little time."""
+    """The settings of measuring a network in little time."""
 
     seconds: float
     """The limit: no layer is begun after it."""
@@ -91,7 +91,7 @@ def measure_quickly(
 
 @dataclass
 class _Rung:
-    """What was measured with one number of samples."""
+    """The measurements with one number of samples."""
 
     seconds: dict[int, Seconds] = field(default_factory=dict)
     """Layer -> the least seconds of any pass."""

@@ -39,7 +39,7 @@ PAIR_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class Extent:
-    """How often everything is measured."""
+    """The number of repeats of each measurement."""
 
     small: int
     large: int

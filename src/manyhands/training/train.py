@@ -38,7 +38,7 @@ from manyhands.job.config import takes
 from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_optimizer
 from manyhands.job.lengths import sample_lengths
 from manyhands.job.opening import open_run
-from manyhands.job.refining import Course, Refiner
+from manyhands.job.refining import Refinement, Refiner
 from manyhands.job.replanning import Replanner
 from manyhands.job.result import TrainResult
 from manyhands.job.workload import Workload
@@ -343,7 +343,7 @@ class TrainJob(Job):
             return resolve(applied(config, chosen, workload.batch_size), self.graph.network, cluster)
 
         seconds = measuring_seconds + self.planning_seconds * (WHOLE_PLANNING if self.is_partly_planned else 1.0)
-        course = Course(seconds, self.last_step, measure if is_coarse else None, plan, self.record.measured)
+        course = Refinement(seconds, self.last_step, measure if is_coarse else None, plan, self.record.measured)
         self.refiner = Refiner(replanner, planned, course)
         return self.refiner
 

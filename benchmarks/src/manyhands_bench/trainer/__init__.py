@@ -1,1 +1,1 @@
-"""Measurements of what trainers offer beside training: each equal to one device."""
+"""Measurements of what users of other trainers expect of this one."""
