@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from torch.utils.data import Dataset
 
 from manyhands.data.loader import Prefetcher, length
@@ -21,7 +21,7 @@ from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic, traffic_of_all
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -33,24 +33,28 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
+from manyhands.job.callback_list import ValidationListener
 from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
+from manyhands.job.finite import check_finite
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
 from manyhands.job.stopping import stopping
+from manyhands.job.validation import check_plan
+from manyhands.job.watch import JobWatch
 from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
-from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.outcome import JobHooks
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
@@ -73,11 +77,6 @@ def cuts_statistics(plan: Plan, network: Network) -> bool:
     return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
 
 
-def _was_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is finite: a constant such as a mask may hold infinities from the beginning."""
-    return bool(torch.isfinite(tensor).all())
-
-
 @dataclass
 class Job:
     """One call of `train` or a similar function: the workload, the connected workers, and the run folder."""
@@ -85,6 +84,15 @@ class Job:
     workload: Workload
     session: Session
     opened: OpenedRun
+
+    @functools.cached_property
+    def watch(self) -> JobWatch:
+        """The job's validations and callbacks."""
+        return JobWatch(self.workload, self.opened, self.session.coordinator, self.listeners())
+
+    def listeners(self) -> tuple[ValidationListener, ...]:
+        """Return the parts of the job that go by the results of validations; they are told before any callback."""
+        return ()
 
     @property
     def graph(self) -> Graph:
@@ -128,6 +136,9 @@ class Job:
             refuse_pairs(self.graph)
             if not length(self.test):
                 raise BadData("The held-out data set is empty.", hint="Leave test out.")
+        if (held_out := self.workload.held_out) is not None:
+            interval = held_out.interval(self.workload.order.steps_per_epoch)
+            check_plan(plan, network, interval, self.start.steps_done)
         if cuts_statistics(plan, network):
             note = (
                 f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
@@ -174,15 +185,17 @@ class Job:
                 with stop.asked_by():
                     on_step(step, loss if loss is not None else float("nan"), seconds)
 
+        watch = self.watch
         if first == 0:
             self._keep(self.start)
+        watch.callbacks.start()
         with (
             stopping() as stop,
             Rewindable(lambda step: Prefetcher(fed, workload.order, step, last), first) as batches,
         ):
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
-                hooks=JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say)),
+                hooks=watch.hooks(JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say))),
                 controller=self.controller(), living=self.record.living,
             )  # fmt: skip
             try:
@@ -195,6 +208,7 @@ class Job:
         Weights(self.trained.weights).load_into(workload.model, self.graph)
         if stop.is_asked:
             raise KeyboardInterrupt
+        watch.check()
         if outcome.plan != planned.plan:
             cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
@@ -292,47 +306,30 @@ class Job:
 
     def _keep(self, state: RunState) -> None:
         workload = self.workload
-        self._check_finite(state)
+        check_finite(self.graph, state)
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts
-        )
-
-    def _check_finite(self, state: RunState) -> None:
-        """Refuse a state with weights that are not finite: no step could go on from such a checkpoint."""
-        if not state.steps_done:
-            return
-        network = self.graph.network
-        constants = constant_weights(network)
-        for layer in network.layers:
-            for name in network.weights_of(layer.first, layer.last):
-                tensor = state.weights[name]
-                if (
-                    name not in constants
-                    and tensor.is_floating_point()
-                    and not bool(torch.isfinite(tensor).all())
-                    and _was_finite(self.graph.state[name])
-                ):
-                    raise NotFinite(
-                        f"The weight {name} of layer {layer.name} is not finite after step {state.steps_done - 1}.",
-                        hint="Lower the learning rate, or look at the data of the steps before.",
-                    )
+            workload.model, self.graph, state, workload.optimizer, workload.seed,
+            workload.facts | self.watch.facts_after(state.steps_done),
+        )  # fmt: skip
+        self.watch.saved(self.checkpoint, state.steps_done)
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
         steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs
         predicted = outcome.step_seconds if lengths is None else lengths.of_longest(outcome.step_seconds)
-        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady)
+        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady or [0.0])
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
         result = TrainResult(
             losses=self.record.losses(), plan=planned.plan, folder=self.folder,
-            throughput=self.workload.batch_size * len(steady) / sum(steady),
+            throughput=self.workload.batch_size * len(steady) / sum(steady) if steady else 0.0,
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=outcome.recoveries,
             staleness=outcome.staleness, bytes_between=dict(outcome.bytes_between),
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
-            lengths=self.lengths.uses,
+            lengths=self.lengths.uses, validation=self.watch.results(), best_checkpoint=self.watch.best_checkpoint,
+            stopped_because=self.watch.callbacks.stopped_because,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)

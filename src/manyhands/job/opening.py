@@ -43,6 +43,10 @@ class OpenedRun:
     is_resumed: bool
     graphs: Mapping[int, Graph] = field(default_factory=dict)
     """The graph of each length of samples, the longest of which is `graph`; under 0 the only one."""
+    metric_names: tuple[str, ...] = ()
+    """The names of the results of a validation."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the checkpoint says besides from which the run goes on."""
 
 
 @contextlib.contextmanager
@@ -74,6 +78,7 @@ def open_run(
     graph = graphs[max(graphs)]
     on_captured(graph)
     refuse_without_values(graph.state)
+    metric_names = workload.check_watched(graph)
     checks = [verified(graphs[length], workload, config.verify, examples[length]) for length in graphs]
     if config.verify is not False:
         check_padding(workload)
@@ -98,7 +103,8 @@ def open_run(
         if config.on_opened is not None:
             living.shown_at(config.on_opened(where) or "")
         living.noted("starting workers")
-        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs)
+        facts = resumed.facts if resumed is not None else {}
+        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs, metric_names, facts)
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])

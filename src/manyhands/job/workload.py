@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,14 @@ from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.graph.graph import Graph
 from manyhands.graph.own_loss import OWN_LOSS
+from manyhands.job.callback import Callback
+from manyhands.job.callback_list import check_monitors
 from manyhands.job.callbacks import Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.lengths import SampleLengths
+from manyhands.job.validation import HeldOut
 
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
@@ -45,6 +49,9 @@ class Workload:
     feed: str = "step"
     lengths: SampleLengths | None = None
     """The lengths of samples that are padded; None: they all have one shape."""
+    held_out: HeldOut | None = None
+    """The data of validations while the job goes on; None: there are none."""
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -67,6 +74,8 @@ class Workload:
             padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
             self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
         validate(self.optimizer, self.last_step)
+        if self.held_out is not None:
+            self.held_out.check(self.last_step, self.order.steps_per_epoch)
 
     @property
     def seed(self) -> int:
@@ -96,6 +105,16 @@ class Workload:
     def of_one_shape(self) -> Dataset[Any]:
         """The data set with samples of one shape: where they have several lengths, padded to the longest."""
         return self.data if self.lengths is None else Padded(self.data, self.lengths.padding, self.lengths.longest)
+
+    def check_watched(self, graph: Graph) -> tuple[str, ...]:
+        """Return the names of a validation's results. Refuse held-out data that does not fit the graph, and callbacks
+        that need a metric which it does not have."""
+        names: tuple[str, ...] = ()
+        if self.held_out is not None:
+            self.held_out.check_fits(graph, self.of_one_shape)
+            names = self.held_out.metric_names(graph)
+        check_monitors(self.callbacks, names)
+        return names
 
     def examples(self) -> dict[int, Dataset[Any]]:
         """Return data sets that begin with a few samples to capture the network with, for each length; under 0, those

@@ -11,6 +11,7 @@ from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.errors import BadValue
 from manyhands.job.config import Config, Option, full_path, option
 from manyhands.job.config_sections import HEARTBEAT_TIMEOUT_SECONDS, DevicesConfig, LearningConfig, WorkloadConfig
+from manyhands.training.watching_config import WatchingConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ class LengthsConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
+class TrainConfig(WorkloadConfig, DevicesConfig, WatchingConfig, LengthsConfig, SharingConfig):
     """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:

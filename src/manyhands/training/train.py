@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 import msgspec
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from manyhands.data.given import batch_size_of, given, with_labels
 from manyhands.data.loader import Prefetcher, length
@@ -21,17 +21,20 @@ from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadPlan, ManyhandsError
+from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
+from manyhands.job.callback_list import check_callbacks
 from manyhands.job.config import takes
 from manyhands.job.lengths import sample_lengths
+from manyhands.job.metrics import check_metrics
 from manyhands.job.opening import open_run
 from manyhands.job.result import TrainResult
+from manyhands.job.validation import HeldOut
 from manyhands.job.workload import Workload
 from manyhands.planner.task import TileOptions
 from manyhands.plans.planning import batch_norm_named, is_strategy, plan_file, read_plan
@@ -42,6 +45,7 @@ from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import measure_who_stays
 from manyhands.session.opening import expect_session, open_session
 from manyhands.training.arguments import DOCUMENT
+from manyhands.training.callbacks import TensorBoard
 from manyhands.training.config import TrainConfig
 from manyhands.training.options import TrainOptions
 from manyhands.training.tuning import fastest_in_trial
@@ -88,7 +92,7 @@ def train_with(
             workload,
             document=stored.get(DOCUMENT),
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
-            tensorboard=config.tensorboard,
+            tensorboard=config.tensorboard or any(isinstance(callback, TensorBoard) for callback in config.callbacks),
         ) as opened,
         open_session(
             config.cluster, logs=opened.folder / "workers", say=say, silence_seconds=config.silence_seconds,
@@ -111,8 +115,14 @@ def train_with(
         if config.on_planned is not None:
             config.on_planned(planned)
         strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
-        result, planned = job.run(planned, config.on_step, strategy, retry_policy)
-        job.finish(planned, result)
+        callbacks = job.watch.callbacks
+        try:
+            result, planned = job.run(planned, config.on_step, strategy, retry_policy)
+            job.finish(planned, result)
+        except BaseException as error:
+            callbacks.end(error=error)
+            raise
+        callbacks.end(model)
         return result
 
 
@@ -127,22 +137,48 @@ def workload_of(
 
     Samples of different lengths are read once, to know these.
     """
-    samples = given(data)
-    data, test = samples.data, given(config.test).data if config.test is not None else None
-    if loss is None or loss == OWN_LOSS:
-        loss, data, test = OWN_LOSS, with_labels(data, LABELS), with_labels(test, LABELS) if test is not None else None
+    check_callbacks(config.callbacks)
+    samples, given_test = given(data), given(config.test).data if config.test is not None else None
+    has_own_loss = loss is None or loss == OWN_LOSS
+    data, test, held_out = (
+        with_labels(each, LABELS) if has_own_loss and each is not None else each
+        for each in (samples.data, given_test, held_out_of(config, given_test))
+    )
     config = replace(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
-        test=test,
+        test=test, validate=held_out,
     )  # fmt: skip
     if config.lengths is not None and config.say is not None:
         config.say(f"reading {length(data):,} samples once, for their lengths")
-    lengths = sample_lengths(data, test, config.lengths, config.pad)
+    others = [each for each in (test, held_out) if each is not None]
+    lengths = sample_lengths(data, ConcatDataset(others) if others else None, config.lengths, config.pad)
     if lengths is not None:
         assert config.lengths is not None
-        test = Padded(test, lengths.padding, lengths.longest) if test is not None else None
-        config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test)
-    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths)
+        test, held_out = (
+            Padded(each, lengths.padding, lengths.longest) if each is not None else None for each in (test, held_out)
+        )
+        config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test, validate=held_out)
+    validated = None
+    if held_out is not None and (every := config.interval) is not None:
+        check_metrics(config.metrics or {})
+        validated = HeldOut(held_out, every, config.metrics or {})
+    return Workload(
+        model, data, OWN_LOSS if has_own_loss or loss is None else loss, optimizer, config, config.batch_norm,
+        config.feed, lengths, validated, config.callbacks,
+    )  # fmt: skip
+
+
+def held_out_of(config: TrainConfig, test: Any) -> Any:
+    """Return the data of validations: that of `validate`, or of `test` where only their interval is given."""
+    if config.interval is None:
+        return None
+    if config.validate is None and test is None:
+        spelling = config.spelling("validate_every")
+        raise BadValue(
+            f"{spelling} is {config.validate_every}; there is no held-out data to validate on.",
+            hint="Take data that has some, or leave it out." if config.is_command else "Add validate=data_set.",
+        )
+    return given(config.validate).data if config.validate is not None else test
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
