@@ -58,6 +58,7 @@ from manyhands.runtime.outcome import JobHooks
 from manyhands.runtime.part_builder import PartBuilder
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state_exchange import StateExchange
+from manyhands.runtime.validating import CheckpointRequests, NoValidation, Validation
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
@@ -340,6 +341,8 @@ class FaultCluster:
         data: Dataset[Any] | None = None,
         batches_of: BatchOrder = SHUFFLED,
         lengths: LengthGraphs | None = None,
+        validation: Validation | None = None,
+        requests: CheckpointRequests | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -391,7 +394,7 @@ class FaultCluster:
                 self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),
                 hooks=JobHooks(
                     stepped, lambda snapshot: trip.saved.append(snapshot.steps_done), logged,
-                    should_stop or (lambda: False),
+                    should_stop or (lambda: False), validation or NoValidation(), requests or CheckpointRequests(),
                 ),
                 controller=controller,
             )  # fmt: skip
