@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from manyhands.inference.export import export_onnx
     from manyhands.inference.generate import Generated, generate
     from manyhands.inference.infer import Inference, infer
-    from manyhands.job.callback import Callback, Context
+    from manyhands.job.callback import Callback, CallbackContext
     from manyhands.job.evaluation import EvaluateResult, evaluate
     from manyhands.job.result import TrainResult
     from manyhands.job.validation import Validated
@@ -82,7 +82,7 @@ _HOMES = {
     "tile_plan": ("plans.tiles", "tile_plan"),
     "train": ("training.train", "train"),
     "Callback": ("job.callback", "Callback"),
-    "Context": ("job.callback", "Context"),
+    "CallbackContext": ("job.callback", "CallbackContext"),
     "EarlyStopping": ("training.callbacks", "EarlyStopping"),
     "BestCheckpoint": ("training.callbacks", "BestCheckpoint"),
     "CSV": ("training.callbacks", "CSV"),
@@ -123,7 +123,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "CSV", "BestCheckpoint", "Callback", "Cluster", "Comparison", "Context", "Coordinator", "DecoupleReport",
+    "CSV", "BestCheckpoint", "Callback", "CallbackContext", "Cluster", "Comparison", "Coordinator", "DecoupleReport",
     "Decoupled", "Device", "EarlyStopping", "EvaluateResult", "Explanation", "Generated", "Graph", "Inference",
     "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "Profile",
     "SplitResult", "Stage", "TensorBoard", "TrainResult", "Trainer", "Validated", "WandB", "__version__", "capture",

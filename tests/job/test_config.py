@@ -161,7 +161,9 @@ def test_a_training_of_0_2_0_is_resumed_as_it_was(tmp_path: Path) -> None:
     text = (STORED / "train.yaml").read_text()
     (tmp_path / "config.yaml").write_text(text)
     config = train_config({"resume": str(tmp_path)})
-    assert config.document() == yaml.safe_load(text)["wish"] | {"depths": ""}  # there were no volumes
+    assert config.document() == yaml.safe_load(text)["wish"] | {
+        "depths": "", "validate_every": "",  # there were no volumes, and no validation
+    }  # fmt: skip
     assert (config.plan, config.silence_seconds, config.steps, config.seed) == ("samples", 5.0, 4, 3)
     with pytest.raises(BadValue, match="was started with --seed 3; it is now 4"):
         train_config({"resume": str(tmp_path), "seed": 4})

@@ -50,6 +50,9 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "accuracy": result.accuracy,
         "test_loss": result.test.loss if result.test is not None else None,
         "losses": result.losses,
+        "validation": [
+            {"step": results.steps_done, "epoch": results.epoch, **results.metrics} for results in result.validation
+        ],
         "plan": result.plan.to_dict(),
         "folder": str(result.folder),
         "checkpoint": str(result.checkpoint),

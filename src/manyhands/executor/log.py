@@ -106,8 +106,8 @@ def _one_log(earlier: DeviceLog, later: DeviceLog) -> DeviceLog:
     )  # fmt: skip
 
 
-def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
+def _sums(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
+    return {key: earlier.get(key, 0) + later.get(key, 0) for key in {**earlier, **later}}
 
 
 class _Known(NamedTuple):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Control(Protocol):
-    """What a callback may ask of the job."""
+    """The requests of a callback to its job."""
 
     def stop(self, reason: str) -> None: ...
 
@@ -20,8 +20,8 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a callback is told about the run; it changes nothing but by `stop` and `checkpoint`."""
+class CallbackContext:
+    """The state of the run at a callback's call. It is read-only, but for `stop` and `checkpoint`."""
 
     step: int
     """The last step that is done, counted from 0; -1: none is."""
@@ -81,25 +81,25 @@ class Callback:
 
     @property
     def name(self) -> str:
-        """Its name in errors and in checkpoints."""
+        """The name of this callback in errors and in checkpoints."""
         return type(self).__name__
 
-    def on_start(self, context: Context) -> None:
+    def on_start(self, context: CallbackContext) -> None:
         """Called before the first step, and before the first one of a resumed run."""
 
-    def on_step(self, context: Context) -> None:
+    def on_step(self, context: CallbackContext) -> None:
         """Called after every step, once each, in order."""
 
-    def on_epoch(self, context: Context) -> None:
+    def on_epoch(self, context: CallbackContext) -> None:
         """Called after the last step of every epoch."""
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         """Called after every validation, before the next step begins."""
 
-    def on_recovery(self, context: Context) -> None:
+    def on_recovery(self, context: CallbackContext) -> None:
         """Called when the run has gone on after workers were lost, joined or left."""
 
-    def on_end(self, context: Context) -> None:
+    def on_end(self, context: CallbackContext) -> None:
         """Called once at the end, also where the run was stopped or has failed (`context.error`)."""
 
     def state_dict(self) -> dict[str, Any]:

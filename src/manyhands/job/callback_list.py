@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhands.facts.errors import BadFile, BadValue, ManyhandsError, unknown
-from manyhands.job.callback import Callback, Context
+from manyhands.job.callback import Callback, CallbackContext
 from manyhands.runtime.validating import CheckpointRequests
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ValidationListener(Protocol):
 
     @property
     def name(self) -> str:
-        """Its key in checkpoints."""
+        """The key of its state in checkpoints."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Take the results of a validation, by name."""
@@ -43,7 +43,7 @@ class ValidationListener(Protocol):
 
 
 class Stateful(Protocol):
-    """What checkpoints hold the state of."""
+    """An object whose state checkpoints hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -52,7 +52,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is the same for a whole run."""
+    """The facts that are the same for a whole run."""
 
     folder: Path
     first_step: int
@@ -112,15 +112,16 @@ class CallbackList:
         """(steps done, state from then on), as JSON; only where it has changed."""
         self._lock = threading.Lock()
         self._is_started = False
-        self._context = Context(
+        self._context = CallbackContext(
             facts.first_step - 1, facts.steps, max(0, facts.first_step - 1) // facts.steps_per_epoch, None, 0.0, None,
             {}, facts.metric_names, facts.folder, control=self,
         )  # fmt: skip
         names: dict[str, int] = {}
         self._stateful: dict[str, Stateful] = {}
-        for each in (*listeners, *callbacks):
-            names[each.name] = count = names.get(each.name, 0) + 1
-            self._stateful[each.name if count == 1 else f"{each.name}-{count}"] = each
+        named: list[tuple[str, Stateful]] = [(listener.name, listener) for listener in listeners]
+        for name, each in (*named, *((callback.name, callback) for callback in callbacks)):
+            names[name] = count = names.get(name, 0) + 1
+            self._stateful[name if count == 1 else f"{name}-{count}"] = each
 
     @property
     def is_stopping(self) -> bool:
@@ -184,7 +185,7 @@ class CallbackList:
         if error is None and before is None and self.failure is not None:
             raise self.failure
 
-    def _call(self, event: str, context: Context) -> None:
+    def _call(self, event: str, context: CallbackContext) -> None:
         """Call a method of every callback; the first that raises ends the job."""
         for callback in self.callbacks:
             if self.failure is not None and event != "on_end":
@@ -251,7 +252,7 @@ class CallbackList:
                 ) from error
 
 
-def _failure(callback: Callback, event: str, context: Context, error: Exception) -> ManyhandsError:
+def _failure(callback: Callback, event: str, context: CallbackContext, error: Exception) -> ManyhandsError:
     after = f"after step {context.step}" if context.step >= 0 else "before the first step"
     if isinstance(error, ManyhandsError):
         error.message = f"The callback {callback.name} in {event}, {after}: {error.message}"

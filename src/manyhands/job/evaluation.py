@@ -29,7 +29,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.lengths import PaddingOptions, PaddingSettings, padded_to_longest
-from manyhands.job.metrics import Tally, cast
+from manyhands.job.metrics import MetricTally, cast
 from manyhands.plans.planning import is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.runtime.coordinator import Coordinator
@@ -112,13 +112,13 @@ def evaluate_in(
     stream = resolve(inference_plan(plan), graph.network)
     kernels = {name: profile.of(name).kernels for name in stream.devices}
     order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=0, kernels=kernels)
-    tally = Tally(graph, loss, length(data), stream.batch_size)
+    tally = MetricTally(graph, loss, length(data), stream.batch_size)
     seconds, _ = streamed(session.coordinator, order, data, tally)
     return EvaluateResult(tally.samples, tally.loss, tally.accuracy, seconds)
 
 
 def streamed(
-    coordinator: Coordinator, order: Order, data: Dataset[Any], tally: Tally, *, since: int | None = None,
+    coordinator: Coordinator, order: Order, data: Dataset[Any], tally: MetricTally, *, since: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, bool]:  # fmt: skip
     """Evaluate a data set in one generation, whose order has a stream's plan, and return how many seconds it took and
@@ -143,7 +143,7 @@ def streamed(
 class _Batches:
     """A data set as a flow: inputs are sent, targets stay here until their answer comes."""
 
-    def __init__(self, first: int, batches: Iterator[Any], count: int, tally: Tally) -> None:
+    def __init__(self, first: int, batches: Iterator[Any], count: int, tally: MetricTally) -> None:
         """`first`: the step under which the first batch travels."""
         self.first, self.batches, self.left, self.tally = first, batches, count, tally
 

@@ -65,7 +65,7 @@ def has_accuracy(graph: Graph, targets: Any) -> bool:
     return spec is not None and len(spec.shape_for(2)) == 2 and _are_classes(targets)
 
 
-class Tally:
+class MetricTally:
     """Adds up what is known of the predictions so far. `metrics` are reset when it is made."""
 
     def __init__(

@@ -24,7 +24,7 @@ from manyhands.job.self_check import verified
 from manyhands.job.workload import Workload, check_same, resumed_from
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
-from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
+from manyhands.observe.tensorboard import TensorBoardLog, need_tensorboard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.record import RunRecord, new_folder, resumed_state
@@ -89,7 +89,7 @@ def open_run(
     where = Path(folder) if folder is not None else new_folder(command, graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
     if tensorboard:
-        record.board = TensorBoard(where, start.steps_done)
+        record.board = TensorBoardLog(where, start.steps_done)
     living = record.living = Living(
         where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
         batch_size=workload.batch_size,

@@ -24,12 +24,10 @@ from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
 from manyhands.job.evaluation import inference_plan, streamed
-from manyhands.job.metrics import ACCURACY, LOSS, Metric, Tally, has_accuracy
+from manyhands.job.metrics import ACCURACY, LOSS, Metric, MetricTally, has_accuracy
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order
 from manyhands.runtime.state import Located
-
-EPOCH = "epoch"
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,20 @@ class HeldOut:
     """The data of a job's validations, when they are, and what is computed."""
 
     data: Dataset[Any]
-    every: int | Literal["epoch"]
-    """Steps between two of them, or at the end of every epoch."""
+    every: int | None
+    """Steps between two of them; None: they are at the end of every epoch."""
     metrics: Mapping[str, Metric]
 
     def interval(self, steps_per_epoch: int) -> int:
         """Return the number of steps between two validations."""
-        return steps_per_epoch if self.every == EPOCH else self.every
+        return steps_per_epoch if self.every is None else self.every
 
     def check(self, steps: int, steps_per_epoch: int) -> None:
         """Refuse an interval that is longer than the run."""
         if self.interval(steps_per_epoch) > steps:
-            of_epoch = f" ({steps_per_epoch} steps)" if self.every == EPOCH else ""
+            every = self.every if self.every is not None else f"'epoch', {steps_per_epoch} steps"
             raise BadValue(
-                f"validate_every is {self.every}{of_epoch}; the run has {steps} steps: it would never be validated.",
+                f"validate_every is {every}; the run has {steps} steps: it would never be validated.",
                 hint=f"Write validate_every={steps}, or train for longer.",
             )
 
@@ -124,7 +122,7 @@ class JobValidation:
             wait_limit_seconds=order.wait_limit_seconds, located=located.of_weights(),
         )  # fmt: skip
         data = self.held_out.data
-        tally = Tally(graph, self.loss, length(data), stream.batch_size, self.held_out.metrics)
+        tally = MetricTally(graph, self.loss, length(data), stream.batch_size, self.held_out.metrics)
         seconds, is_complete = streamed(
             self.coordinator, forward, data, tally, since=since, should_stop=self._should_stop
         )

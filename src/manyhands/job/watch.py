@@ -1,4 +1,4 @@
-"""What a job's owner sees and asks for while it runs: validations, callbacks, checkpoints on request."""
+"""Validations, callbacks and checkpoints on request: how a job's owner watches and steers it while it runs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def need_tensorboard() -> None:
     load("tensorboard", "A log for TensorBoard")
 
 
-class TensorBoard:
+class TensorBoardLog:
     """A writer of one run's log."""
 
     def __init__(self, run: Path, steps_done: int = 0) -> None:

@@ -41,7 +41,8 @@ from manyhands.files.documents import make_folder, read_document, write_document
 from manyhands.files.plain import open_plain
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
-from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.tensorboard import TensorBoardLog
+from manyhands.observe.validation_log import COLUMNS as VALIDATION_COLUMNS
 from manyhands.observe.validation_log import Row, ValidationLog
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
@@ -65,7 +66,7 @@ class RunRecord:
         self.folder = folder
         self.living: Living | None = None
         """Shows the run to others while it goes on."""
-        self.board: TensorBoard | None = None
+        self.board: TensorBoardLog | None = None
         """Writes the same for TensorBoard, if asked for."""
         try:
             make_folder(folder, is_private=True)
@@ -122,7 +123,8 @@ class RunRecord:
     def validated(self, row: Row) -> None:
         """Write the results of a validation: `step` is the number of steps done."""
         self.validations.add(row)
-        self.event("validated", **row)
+        facts = {name: value for name, value in row.items() if name in VALIDATION_COLUMNS}
+        self.event("validated", **facts, metrics={name: row[name] for name in row if name not in facts})
         if self.board is not None:
             self.board.validated(row)
 

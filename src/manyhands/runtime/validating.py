@@ -1,4 +1,4 @@
-"""What an elastic job does between two rounds for its owner: it validates at some steps, and saves when it is asked."""
+"""Validations at certain steps and checkpoints on request: what an elastic job does between two rounds."""
 
 from __future__ import annotations
 

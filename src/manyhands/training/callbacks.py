@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.files.documents import make_folder, write_failed, write_text_atomic
-from manyhands.job.callback import Callback, Context
+from manyhands.job.callback import Callback, CallbackContext
 from manyhands.job.callback_list import is_better
 from manyhands.job.metrics import ACCURACY, LOSS
 from manyhands.job.watch import BEST
@@ -36,7 +36,7 @@ class _Monitoring(Callback):
         self.best: float | None = None
         """The best value so far."""
 
-    def _is_better(self, context: Context) -> bool:
+    def _is_better(self, context: CallbackContext) -> bool:
         """Return whether the last validation was the best so far, and remember its value then."""
         value = context.metrics[self.monitor]
         if not is_better(value, self.best, self.mode, self.min_delta):
@@ -68,7 +68,7 @@ class EarlyStopping(_Monitoring):
             raise BadValue(f"patience is {patience!r}; it must be a whole number of validations of at least 1.")
         self.patience, self.waited = patience, 0
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         self.waited = 0 if self._is_better(context) else self.waited + 1
         if self.waited >= self.patience:
             best = "a number" if self.best is None else f"better than {self.best:.6g}"
@@ -91,7 +91,7 @@ class BestCheckpoint(_Monitoring):
     def __init__(self, monitor: str = LOSS, mode: str | None = None) -> None:
         super().__init__(monitor, mode)
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         if self._is_better(context):
             context.checkpoint(BEST)
 
@@ -106,7 +106,7 @@ class CSV(Callback):
         self.path = Path(path)
         self._file: Metrics | None = None
 
-    def on_start(self, context: Context) -> None:
+    def on_start(self, context: CallbackContext) -> None:
         columns = ("step", "epoch", "loss", "seconds", "learning_rate", *(f"val_{n}" for n in context.metric_names))
         make_folder(self.path.absolute().parent)
         if self.path.exists():
@@ -125,20 +125,20 @@ class CSV(Callback):
         if header:
             write_text_atomic(self.path, "".join(",".join(row) + "\n" for row in (header, *kept)))
 
-    def on_step(self, context: Context) -> None:
+    def on_step(self, context: CallbackContext) -> None:
         if self._file is not None:
             self._file.write(
                 step=context.step, epoch=context.epoch, loss=context.loss, seconds=context.seconds,
                 learning_rate=context.learning_rate,
             )  # fmt: skip
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         if self._file is not None:
-            known = set(context.metric_names)
-            metrics = {f"val_{name}": value for name, value in context.metrics.items() if name in known}
+            columns = set(context.metric_names)
+            metrics = {f"val_{name}": value for name, value in context.metrics.items() if name in columns}
             self._file.write(step=context.step, epoch=context.epoch, **metrics)
 
-    def on_end(self, context: Context) -> None:
+    def on_end(self, context: CallbackContext) -> None:
         if self._file is not None:
             try:
                 self._file.close()

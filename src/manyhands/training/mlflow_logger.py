@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.facts.extras import load
-from manyhands.job.callback import Callback, Context
+from manyhands.job.callback import Callback, CallbackContext
 
 
 class MLflow(Callback):
@@ -25,29 +25,29 @@ class MLflow(Callback):
         self._experiment, self._run_name = experiment, run_name
         self._id: str | None = None
 
-    def on_start(self, context: Context) -> None:
+    def on_start(self, context: CallbackContext) -> None:
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(self._experiment)
-        experiment = known.experiment_id if known is not None else self._client.create_experiment(self._experiment)
+        present = self._client.get_experiment_by_name(self._experiment)
+        experiment = present.experiment_id if present is not None else self._client.create_experiment(self._experiment)
         run = self._client.create_run(experiment, run_name=self._run_name or context.folder.name)
         self._id = str(run.info.run_id)
         self._client.log_param(self._id, "steps", context.steps)
         self._client.log_param(self._id, "folder", str(context.folder))
 
-    def on_step(self, context: Context) -> None:
+    def on_step(self, context: CallbackContext) -> None:
         self._log(context, {"loss": context.loss, "seconds": context.seconds, "learning_rate": context.learning_rate})
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         self._log(context, {f"validation/{name}": value for name, value in context.metrics.items()})
 
-    def _log(self, context: Context, values: Mapping[str, float | None]) -> None:
+    def _log(self, context: CallbackContext, values: Mapping[str, float | None]) -> None:
         for name, value in values.items():
             if value is not None and not math.isnan(value):
                 self._client.log_metric(self._id, name, value, step=context.step)
 
-    def on_end(self, context: Context) -> None:
+    def on_end(self, context: CallbackContext) -> None:
         if self._id is not None:
             self._client.set_terminated(self._id, status="FINISHED" if context.error is None else "FAILED")
 

@@ -138,12 +138,12 @@ def workload_of(
     Samples of different lengths are read once, to know these.
     """
     check_callbacks(config.callbacks)
-    samples, given_test = given(data), given(config.test).data if config.test is not None else None
-    has_own_loss = loss is None or loss == OWN_LOSS
-    data, test, held_out = (
-        with_labels(each, LABELS) if has_own_loss and each is not None else each
-        for each in (samples.data, given_test, held_out_of(config, given_test))
-    )
+    samples = given(data)
+    data, test = samples.data, given(config.test).data if config.test is not None else None
+    held_out = held_out_of(config, test)
+    if loss is None or loss == OWN_LOSS:
+        loss, data = OWN_LOSS, with_labels(data, LABELS)
+        test, held_out = (with_labels(each, LABELS) if each is not None else None for each in (test, held_out))
     config = replace(
         config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
         test=test, validate=held_out,
@@ -159,18 +159,17 @@ def workload_of(
         )
         config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test, validate=held_out)
     validated = None
-    if held_out is not None and (every := config.interval) is not None:
+    if held_out is not None:
         check_metrics(config.metrics or {})
-        validated = HeldOut(held_out, every, config.metrics or {})
+        validated = HeldOut(held_out, config.interval, config.metrics or {})
     return Workload(
-        model, data, OWN_LOSS if has_own_loss or loss is None else loss, optimizer, config, config.batch_norm,
-        config.feed, lengths, validated, config.callbacks,
-    )  # fmt: skip
+        model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths, validated, config.callbacks
+    )
 
 
 def held_out_of(config: TrainConfig, test: Any) -> Any:
     """Return the data of validations: that of `validate`, or of `test` where only their interval is given."""
-    if config.interval is None:
+    if not config.is_validated:
         return None
     if config.validate is None and test is None:
         spelling = config.spelling("validate_every")

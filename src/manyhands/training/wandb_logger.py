@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyhands.facts.extras import load
-from manyhands.job.callback import Callback, Context
+from manyhands.job.callback import Callback, CallbackContext
 
 
 class WandB(Callback):
@@ -23,24 +23,24 @@ class WandB(Callback):
         self._run: Any = None
         self._id: str | None = None
 
-    def on_start(self, context: Context) -> None:
+    def on_start(self, context: CallbackContext) -> None:
         again = {"id": self._id, "resume": "allow"} if self._id is not None else {}
         where = {"dir": str(context.folder), "name": context.folder.name}
         self._run = self._wandb.init(**{**where, **self._options, **again})
         self._id = str(self._run.id)
 
-    def on_step(self, context: Context) -> None:
+    def on_step(self, context: CallbackContext) -> None:
         values = {
             "loss": context.loss, "seconds": context.seconds, "learning_rate": context.learning_rate,
             "epoch": context.epoch,
         }  # fmt: skip
         self._run.log({name: value for name, value in values.items() if value is not None}, step=context.step)
 
-    def on_validation(self, context: Context) -> None:
+    def on_validation(self, context: CallbackContext) -> None:
         numbers = {f"validation/{name}": value for name, value in context.metrics.items() if not math.isnan(value)}
         self._run.log(numbers, step=context.step)
 
-    def on_end(self, context: Context) -> None:
+    def on_end(self, context: CallbackContext) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if context.error is None else 1)
 

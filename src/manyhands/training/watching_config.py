@@ -52,8 +52,11 @@ class WatchingConfig(Config):
             raise BadValue("metrics are computed at validations; this job has none.", hint="Add validate=data_set.")
 
     @property
-    def interval(self) -> int | str | None:
-        """The steps between two validations, or "epoch"; None: there are no validations."""
-        if self.validate_every is None:
-            return EPOCH if self.validate is not None else None
-        return self.validate_every if self.validate_every == EPOCH else int(self.validate_every)
+    def is_validated(self) -> bool:
+        """Whether held-out data is evaluated while training goes on."""
+        return self.validate is not None or self.validate_every is not None
+
+    @property
+    def interval(self) -> int | None:
+        """The steps between two validations; None: an epoch."""
+        return None if self.validate_every in (None, EPOCH) else int(self.validate_every or 0)
