@@ -21,6 +21,10 @@ STATE = "callbacks"
 """The fact of a checkpoint that holds the state of callbacks and listeners, and the step of the last validation."""
 
 
+RUN_FOLDERS = ("checkpoints", "workers", "tensorboard", "plots", "adapter", "wandb")
+"""Folders of a run that a callback's checkpoint may not replace."""
+
+
 class ValidationListener(Protocol):
     """A part of manyhands that goes by the results of validations, such as a learning rate that falls on a plateau.
 
@@ -134,7 +138,8 @@ class CallbackList:
 
     def checkpoint(self, name: str = "") -> None:
         is_folder = name == Path(name).name and not name.startswith(".")
-        if name and not (is_folder and name.isprintable() and len(name) <= 100):
+        is_taken = name in RUN_FOLDERS
+        if name and (is_taken or not (is_folder and name.isprintable() and len(name) <= 100)):
             raise BadValue(f"{name!r} cannot be a folder of the run.", hint='Write checkpoint("best"), say.')
         self.requests.add(self._context.steps_done, name)
 
@@ -166,10 +171,13 @@ class CallbackList:
         self._context = replace(self._context, step=steps_done - 1, metrics=dict(metrics))
         try:
             check_monitors(self.callbacks, [*metrics])
-            for listener in self.listeners:
-                listener.on_validation(metrics)
         except ManyhandsError as error:
             self.failure = self.failure or error
+        for listener in self.listeners:
+            try:
+                listener.on_validation(metrics)
+            except Exception as error:
+                self.failure = self.failure or _failure(listener.name, "on_validation", self._context, error)
         self._call("on_validation", self._context)
         self._note()
 
@@ -194,7 +202,7 @@ class CallbackList:
                 getattr(callback, event)(context)
             except Exception as error:
                 if self.failure is None:
-                    self.failure = _failure(callback, event, context, error)
+                    self.failure = _failure(callback.name, event, context, error)
 
     # State
 
@@ -252,14 +260,12 @@ class CallbackList:
                 ) from error
 
 
-def _failure(callback: Callback, event: str, context: CallbackContext, error: Exception) -> ManyhandsError:
+def _failure(name: str, event: str, context: CallbackContext, error: Exception) -> ManyhandsError:
     after = f"after step {context.step}" if context.step >= 0 else "before the first step"
     if isinstance(error, ManyhandsError):
-        error.message = f"The callback {callback.name} in {event}, {after}: {error.message}"
+        error.message = f"The callback {name} in {event}, {after}: {error.message}"
         return error
-    failure = BadValue(
-        f"The callback {callback.name} raised in {event}, {after}: {type(error).__name__}: {error!s:.300}"
-    )
+    failure = BadValue(f"The callback {name} raised in {event}, {after}: {type(error).__name__}: {error!s:.300}")
     failure.__cause__ = error
     return failure
 

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.facts.errors import BadValue
 from manyhands.graph.graph import Graph
-from manyhands.graph.loss import ignored_class
+from manyhands.graph.loss import ignored_classes
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import bind_inputs, outputs_of
 from manyhands.graph.trees import Fields, branched, rebuilt
@@ -66,7 +66,11 @@ def has_accuracy(graph: Graph, targets: Any) -> bool:
 
 
 class MetricTally:
-    """Adds up what is known of the predictions so far. `metrics` are reset when it is made."""
+    """Adds up what is known of the predictions so far. `metrics` are reset when it begins.
+
+    `is_incomplete`: a target is of a class that the loss ignores, and no predictions were kept: the loss is not known,
+    and it has to begin anew with `keeps_all`.
+    """
 
     def __init__(
         self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int,
@@ -77,16 +81,18 @@ class MetricTally:
         self.metrics = dict(metrics or {})
         self.failure: BadValue | None = None
         """The error of a metric that raised; nothing is added up from then on."""
+        self._ignored = frozenset(ignored_classes(graph)) if loss is not None else frozenset[int]()
+        self._functions = [name for name, metric in self.metrics.items() if not isinstance(metric, RunningMetric)]
+        self.begin(keeps_all=bool(self._functions) or graph.loss_combination in ("weighted", "whole"))
+
+    def begin(self, *, keeps_all: bool) -> None:
+        """Begin anew. `keeps_all`: keep all predictions and targets, as a function needs them, or a loss that does not
+        follow from those of batches."""
+        self.keeps_all, self.is_incomplete = keeps_all, False
         self.targets: dict[int, Any] = {}
         """Targets of the batches under way, by their numbers."""
         self._penalties: list[torch.Tensor] = []
-        self._needs_all = loss is not None and (
-            graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None
-        )
-        """Whether the loss of all samples does not follow from those of batches."""
-        self._functions = [name for name, metric in self.metrics.items() if not isinstance(metric, RunningMetric)]
         self._kept: list[tuple[Any, Any]] = []
-        """All predictions and targets, where the loss or a function needs them."""
         self._loss = 0.0
         self._right = 0
         self._answers = 0
@@ -100,9 +106,11 @@ class MetricTally:
         target = _first(self.targets.pop(number), count)
         output = _first(outputs_of(self.graph, outputs), count)
         self._penalties = [outputs[name] for name in self.graph.penalties]
-        if self._needs_all or self._functions:
+        if self.keeps_all:
             self._kept.append((output, target))
-        if self.function is not None and not self._needs_all:
+        elif self._ignored and self._holds_ignored(target):
+            self.is_incomplete = True
+        if self.function is not None and not self._needs_all and not self.is_incomplete:
             value = self._loss_of(output, target)
             self._loss += value if self.graph.loss_combination == "sum" else value * count
         scores = output.get("logits") if isinstance(output, dict) else output
@@ -175,6 +183,15 @@ class MetricTally:
         if self._needs_all:
             return self._loss_of(*(_joined_part(self._kept, part) for part in (0, 1)))
         return self._loss / self.samples
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether the loss of all samples does not follow from those of batches."""
+        return self.keeps_all and (self.graph.loss_combination in ("weighted", "whole") or bool(self._ignored))
+
+    def _holds_ignored(self, target: Any) -> bool:
+        """Return whether a mean over these targets leaves some out, so that it is not one of as many as there are."""
+        return any(bool((leaf.long() == number).any()) for leaf in _leaves(target) for number in self._ignored)
 
     @property
     def accuracy(self) -> float | None:

@@ -104,6 +104,8 @@ class JobValidation:
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self.interval = held_out.interval(steps_per_epoch)
         self._validated, self._report, self._should_stop = validated, report, should_stop
+        self._keeps_all = False
+        """Whether the loss of the last validation needed all predictions: the next one will, too."""
 
     def next_after(self, steps_done: int) -> int | None:
         step = (max(steps_done, self._validated) // self.interval + 1) * self.interval
@@ -123,11 +125,14 @@ class JobValidation:
         )  # fmt: skip
         data = self.held_out.data
         tally = MetricTally(graph, self.loss, length(data), stream.batch_size, self.held_out.metrics)
+        if self._keeps_all and not tally.keeps_all:
+            tally.begin(keeps_all=True)
         seconds, is_complete = streamed(
             self.coordinator, forward, data, tally, since=since, should_stop=self._should_stop
         )
         if not is_complete:
             return
+        self._keeps_all = tally.keeps_all
         results = tally.results()
         if tally.failure is None:
             self._validated = steps_done
