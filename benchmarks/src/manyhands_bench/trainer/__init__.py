@@ -1,0 +1,1 @@
+"""What people who move to manyhands from another trainer rely on, measured."""
