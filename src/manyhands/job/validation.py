@@ -116,15 +116,8 @@ class JobValidation:
 
     def evaluate(self, order: Order, since: int) -> None:
         """Evaluate, and report the results once they are complete."""
-        steps_done, graph = order.first_step, self.graph
-        stream = resolve(inference_plan(order.plan), graph.network)
-        located = order.located or Located.at_coordinator(order.start)
-        forward = Order(
-            graph=graph, plan=stream, start=order.start, last_step=0, kernels=order.kernels,
-            wait_limit_seconds=order.wait_limit_seconds, located=located.of_weights(),
-        )  # fmt: skip
-        data = self.held_out.data
-        tally = MetricTally(graph, self.loss, length(data), stream.batch_size, self.held_out.metrics)
+        steps_done, data, forward = order.first_step, self.held_out.data, forward_order(order, self.graph)
+        tally = MetricTally(self.graph, self.loss, length(data), forward.plan.batch_size, self.held_out.metrics)
         if self._keeps_all and not tally.keeps_all:
             tally.begin(keeps_all=True)
         seconds, is_complete = streamed(
@@ -138,6 +131,18 @@ class JobValidation:
             self._validated = steps_done
         epoch = (steps_done - 1) // self.steps_per_epoch
         self._report(Validated(steps_done, epoch, tally.samples, seconds, results), tally.failure)
+
+
+def forward_order(order: Order, graph: Graph) -> Order:
+    """Return the order of a stream on the devices of a training's order, with the weights where that begins with them.
+
+    A `StreamRun` with the training's `since` follows it, and leaves the state that the devices hold as it is.
+    """
+    located = order.located or Located.at_coordinator(order.start)
+    return Order(
+        graph=graph, plan=resolve(inference_plan(order.plan), graph.network), start=order.start, last_step=0,
+        kernels=order.kernels, wait_limit_seconds=order.wait_limit_seconds, located=located.of_weights(),
+    )  # fmt: skip
 
 
 def check_plan(plan: Plan, network: Network, interval: int, first_step: int) -> None:
