@@ -52,13 +52,15 @@ from manyhands.plans.simulating import simulate
 from manyhands.runtime import timing_here
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.outcome import JobHooks
 from manyhands.runtime.part_builder import PartBuilder
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state_exchange import StateExchange
+from manyhands.runtime.validating import CheckpointRequests, NoValidation, Validation
 from manyhands.runtime.worker import Worker
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Receive, Reduce, Send, Step
 from manyhands.schedule.backup import holders
@@ -342,6 +344,8 @@ class FaultCluster:
         batches_of: BatchOrder = SHUFFLED,
         lengths: LengthGraphs | None = None,
         loaded: AbstractContextManager[RewindableBatches] | None = None,
+        validation: Validation | None = None,
+        requests: CheckpointRequests | None = None,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -396,7 +400,7 @@ class FaultCluster:
                 self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),
                 hooks=JobHooks(
                     stepped, lambda snapshot: trip.saved.append(snapshot.steps_done), logged,
-                    should_stop or (lambda: False),
+                    should_stop or (lambda: False), validation or NoValidation(), requests or CheckpointRequests(),
                 ),
                 controller=controller,
             )  # fmt: skip

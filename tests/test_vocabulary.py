@@ -30,6 +30,7 @@ EXEMPT = {
     ("wish", "inference/model.py"): "the same",
     ("patience", "runtime/processes.py"): "a hidden option, which is passed to workers",
     ("patience", "cli/worker.py"): "the same hidden option, which coordinators of 0.2.0 pass",
+    ("patience", "training/callbacks.py"): "the keyword of EarlyStopping, as everywhere",
     ("desk", "lab/spaces.py"): "a name in the kernel, which `lab down` of another version looks for",
 }
 """Names that are stored, sent or typed stay as they are: (word, file) -> why."""

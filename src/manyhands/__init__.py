@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from manyhands.inference.export import export_onnx
     from manyhands.inference.generate import Generated, generate
     from manyhands.inference.infer import Inference, infer
+    from manyhands.job.callback import Callback, CallbackContext
     from manyhands.job.evaluation import EvaluateResult, evaluate
     from manyhands.job.result import TrainResult
+    from manyhands.job.validation import Validated
     from manyhands.plans.pipelines import pipeline_plan
     from manyhands.plans.planned import Planned
     from manyhands.plans.planning import plan, read_plan
@@ -54,8 +56,11 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
     from manyhands.split.job import SplitResult
     from manyhands.split.training import split_train
+    from manyhands.training.callbacks import CSV, BestCheckpoint, EarlyStopping, TensorBoard
+    from manyhands.training.mlflow_logger import MLflow
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
+    from manyhands.training.wandb_logger import WandB
     from manyhands.weights.adapters import save_adapter
     from manyhands.weights.mapped import map_weights, without_weights
 
@@ -76,6 +81,15 @@ _HOMES = {
     "pipeline_plan": ("plans.pipelines", "pipeline_plan"),
     "tile_plan": ("plans.tiles", "tile_plan"),
     "train": ("training.train", "train"),
+    "Callback": ("job.callback", "Callback"),
+    "CallbackContext": ("job.callback", "CallbackContext"),
+    "EarlyStopping": ("training.callbacks", "EarlyStopping"),
+    "BestCheckpoint": ("training.callbacks", "BestCheckpoint"),
+    "CSV": ("training.callbacks", "CSV"),
+    "TensorBoard": ("training.callbacks", "TensorBoard"),
+    "WandB": ("training.wandb_logger", "WandB"),
+    "MLflow": ("training.mlflow_logger", "MLflow"),
+    "Validated": ("job.validation", "Validated"),
     "TrainResult": ("job.result", "TrainResult"),
     "split_train": ("split.training", "split_train"),
     "SplitResult": ("split.job", "SplitResult"),
@@ -109,9 +123,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult",
-    "Explanation", "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs",
-    "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "__version__", "capture",
+    "CSV", "BestCheckpoint", "Callback", "CallbackContext", "Cluster", "Comparison", "Coordinator", "DecoupleReport",
+    "Decoupled", "Device", "EarlyStopping", "EvaluateResult", "Explanation", "Generated", "Graph", "Inference",
+    "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "Profile",
+    "SplitResult", "Stage", "TensorBoard", "TrainResult", "Trainer", "Validated", "WandB", "__version__", "capture",
     "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
     "load_graph", "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_adapter", "save_graph",
     "simulate", "split_train", "tile_plan", "train", "without_weights",

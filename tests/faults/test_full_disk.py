@@ -27,7 +27,7 @@ from manyhands.job import pictures, workload
 from manyhands.job.base import Job
 from manyhands.observe import figures
 from manyhands.observe.append import LineFile, Metrics
-from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.tensorboard import TensorBoardLog
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.record import RunRecord
 from real_runs import BATCH, Pictures, Ran, assert_same, names, shared, train, workers
@@ -289,7 +289,7 @@ def test_what_fails_before_the_pictures(
 
 def test_a_log_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
-    board = TensorBoard(tmp_path)
+    board = TensorBoardLog(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(board._writer, "add_scalar", full)
         with pytest.raises(DiskFull, match="tensorboard: the log for TensorBoard cannot be written: No space"):

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 import manyhands as mh
 from blood_cells import blood_cells
 from manyhands.data.data_sets import DataSets
+from manyhands.data.loader import example
 from manyhands.data.sets import load
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import ByTiles
 from manyhands.job.named import build_model, loss_of
+from manyhands.models.detections import MeanAveragePrecision
 from manyhands.models.yolov2 import VOC_ANCHORS, region_loss
 from manyhands.plans.tiles import tile_options
 from manyhands.runtime.coordinator import Coordinator
@@ -129,6 +131,28 @@ def test_tiles_have_the_loss_curve_of_one_device(cluster: Coordinator, data: Dat
     assert tiled.result.test is not None
     assert one.result.test is not None
     assert tiled.result.test.loss == pytest.approx(one.result.test.loss, rel=1e-10)
+
+
+def test_the_mean_average_precision_is_that_of_the_plain_module(
+    cluster: Coordinator, data: DataSets, tmp_path: Path
+) -> None:
+    """By tiles, with targets of several boxes; the best checkpoint goes by it."""
+    assert data.test is not None
+    metric, plain = MeanAveragePrecision(least_overlap=0.1), MeanAveragePrecision(least_overlap=0.1)
+    ran = train(
+        cluster, "tiles", tmp_path / "run", model=detector(), data=data.train, loss=region_loss, batch_size=4,
+        tiles=tile_options("2x1", None, None), optimizer=Optimizer("SGD", lr=1e-3, momentum=0.9), steps=4,
+        validate=data.test, validate_every=2, metrics={"mAP": metric}, verify=False,
+        callbacks=[mh.BestCheckpoint("mAP", "max")],
+    )  # fmt: skip
+    pictures, boxes = example(data.test, len(data.test))  # type: ignore[arg-type]
+    with torch.no_grad():
+        outputs = ran.model.eval()(pictures.double())
+    plain.update(outputs, boxes)
+    results = ran.result.validation[-1].metrics
+    assert results["mAP"] == pytest.approx(plain.compute(), rel=1e-10)
+    assert results["loss"] == pytest.approx(float(region_loss(outputs, boxes.double())), rel=1e-10)
+    assert ran.result.best_checkpoint is not None
 
 
 @pytest.mark.slow

@@ -192,6 +192,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         "rewound": str(event.get("reason", "")),
         "checkpoint": f"checkpoint after step {step}",
         "evaluated": _evaluated(event),
+        "validated": _validated(event),
         "finished": "finished",
         "failed": f"failed: {event.get('message', '')}",
         "stopped": f"stopped after step {step}",
@@ -206,6 +207,13 @@ def _evaluated(event: Mapping[str, Any]) -> str:
     if isinstance(accuracy, (int, float)):
         return f"accuracy on held-out data: {accuracy:.1%}"
     return f"loss on held-out data: {number(loss)}" if isinstance(loss, (int, float)) else "evaluated"
+
+
+def _validated(event: Mapping[str, Any]) -> str:
+    metrics = event.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    shown = [f"{name} {number(value)}" for name, value in numbers if isinstance(value, (int, float))]
+    return f"validation after {event.get('step')} steps: {', '.join(shown)}"
 
 
 def event_time(event: Mapping[str, Any]) -> str:

@@ -51,6 +51,9 @@ def to_dict(result: TrainResult) -> dict[str, Any]:
         "test_loss": result.test.loss if result.test is not None else None,
         "losses": result.losses,
         "grad_norms": result.grad_norms,
+        "validation": [
+            {"step": results.steps_done, "epoch": results.epoch, **results.metrics} for results in result.validation
+        ],
         "plan": result.plan.to_dict(),
         "folder": str(result.folder),
         "checkpoint": str(result.checkpoint),

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from manyhands.facts.decode import decode
 from manyhands.facts.errors import BadFile
 from manyhands.facts.units import format_bytes
-from manyhands.files.documents import read_document, sync_folder
+from manyhands.files.documents import make_folder, read_document, sync_folder, write_failed
 from manyhands.files.plain import open_plain
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -178,6 +178,24 @@ def put_in_place(new: Path, target: Path) -> None:
         raise
     sync_folder(target.parent)
     delete(aside)
+
+
+def keep_as(checkpoint: Path, target: Path) -> None:
+    """Keep a checkpoint under another name too, whole or not at all, in place of what was there."""
+    temporary = beside(target, "tmp")
+    try:
+        make_folder(temporary)
+        for name in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE):
+            try:
+                os.link(checkpoint / name, temporary / name)
+            except OSError:  # not every file system has links
+                shutil.copy2(checkpoint / name, temporary / name)
+        sync_folder(temporary)
+        put_in_place(temporary, target)
+    except OSError as error:
+        raise write_failed(target, error, what="the checkpoint") from error
+    finally:
+        delete(temporary)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:

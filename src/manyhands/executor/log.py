@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -69,6 +70,44 @@ class DeviceLog(msgspec.Struct):
         fields: dict[str, Any] = msgspec.to_builtins(self)
         del fields["spans"], fields["stage_seconds"]
         return fields
+
+
+def merged(earlier: Mapping[str, DeviceLog], later: Mapping[str, DeviceLog]) -> dict[str, DeviceLog]:
+    """Return what each device did in two runs by one plan, as one log."""
+    return {
+        name: _one_log(earlier[name], later[name]) if name in earlier and name in later
+        else later.get(name) or earlier[name]
+        for name in {**earlier, **later}
+    }  # fmt: skip
+
+
+def _one_log(earlier: DeviceLog, later: DeviceLog) -> DeviceLog:
+    if not later.rounds:
+        return earlier
+    is_same = earlier.actions == later.actions
+    peak = max(earlier, later, key=lambda log: log.peak_bytes)
+    stages = {**earlier.stage_seconds, **later.stage_seconds}
+    return DeviceLog(
+        device=later.device, rounds=earlier.rounds + later.rounds, actions=later.actions,
+        same_actions=later.same_actions + (earlier.same_actions if is_same else 0),
+        samples=earlier.samples + later.samples, operators=earlier.operators + later.operators,
+        elements=earlier.elements + later.elements, sent_kinds=_sums(earlier.sent_kinds, later.sent_kinds),
+        peak_bytes=peak.peak_bytes, peak_parts=peak.peak_parts,
+        sent_bytes=_sums(earlier.sent_bytes, later.sent_bytes),
+        received_bytes=_sums(earlier.received_bytes, later.received_bytes),
+        state_bytes=_sums(earlier.state_bytes, later.state_bytes),
+        busy_seconds=earlier.busy_seconds + later.busy_seconds,
+        stage_seconds={
+            stage: (earlier.stage_seconds.get(stage, []) + later.stage_seconds.get(stage, []))[-MOST_ROUNDS:]
+            for stage in stages
+        },
+        refused_frames=earlier.refused_frames + later.refused_frames,
+        spans=(earlier.spans + later.spans)[:MOST_SPANS],
+    )  # fmt: skip
+
+
+def _sums(earlier: Mapping[str, int], later: Mapping[str, int]) -> dict[str, int]:
+    return {key: earlier.get(key, 0) + later.get(key, 0) for key in {**earlier, **later}}
 
 
 class _Known(NamedTuple):

@@ -29,6 +29,8 @@ EXTRAS = (
     Extra("plots", ("matplotlib",), "pictures of runs, plans and benchmarks (PNG files)"),
     Extra("pictures", ("PIL",), "data sets and samples that are pictures"),
     Extra("tensorboard", ("tensorboard",), "logs for TensorBoard: `manyhands train --tensorboard`"),
+    Extra("wandb", ("wandb",), "logs for Weights & Biases: `callbacks=[mh.WandB()]`"),
+    Extra("mlflow", ("mlflow",), "logs for MLflow: `callbacks=[mh.MLflow()]`"),
     Extra("onnx", ("onnx", "onnxscript"), "trained networks as ONNX files: `manyhands export`"),
 )
 

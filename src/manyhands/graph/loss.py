@@ -94,11 +94,16 @@ def _proved(graph: Graph, totals: LossTotals) -> tuple[LossCombination, int]:
 
 def ignored_class(graph: Graph) -> int | None:
     """Return the class whose targets a mean-reduced cross entropy in `graph.loss` leaves out; None: there is none."""
+    return next(iter(ignored_classes(graph)), None)
+
+
+def ignored_classes(graph: Graph) -> list[int]:
+    """Return the classes whose targets mean-reduced cross entropies in `graph.loss` leave out, one for each of them."""
     if graph.loss is None:
-        return None
+        return []
     proof = LossProof(graph.loss, _penalties(graph))
     proof.combination()
-    return next((number for _, number in proof.ignored), None)
+    return [number for _, number in proof.ignored]
 
 
 def _is_found(ignored: list[tuple[str, int]], tensors: dict[str, torch.Tensor]) -> bool:

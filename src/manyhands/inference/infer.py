@@ -33,7 +33,8 @@ from manyhands.inference.options import InferOptions
 from manyhands.inference.pulling import Pulled
 from manyhands.inference.replanning import InferenceReplanner, sized
 from manyhands.job.config import takes
-from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, inference_plan
+from manyhands.job.evaluation import EXAMPLE_SAMPLES, inference_plan
+from manyhands.job.metrics import cast
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.plans.inference import plan_for, sample_seconds, stream_seconds
 from manyhands.plans.planning import read_plan

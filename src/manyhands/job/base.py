@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.job.aftermath import Aftermath
+from manyhands.job.callback_list import ValidationListener
 from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.data_wait_report import DataWaitReport
@@ -44,12 +46,15 @@ from manyhands.job.opening import OpenedRun
 from manyhands.job.replanning import Replanner, chosen_backups, happened, unplanned
 from manyhands.job.result import TrainResult
 from manyhands.job.stopping import stopping
+from manyhands.job.validation import check_plan
+from manyhands.job.watch import JobWatch
 from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
-from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.outcome import JobHooks
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord, averaged_state
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.checker import check
@@ -81,6 +86,15 @@ class Job:
     workload: Workload
     session: Session
     opened: OpenedRun
+
+    @functools.cached_property
+    def watch(self) -> JobWatch:
+        """The job's validations and callbacks."""
+        return JobWatch(self.workload, self.opened, self.session.coordinator, self.listeners())
+
+    def listeners(self) -> tuple[ValidationListener, ...]:
+        """Return the parts of the job that go by the results of validations; they are told before any callback."""
+        return ()
 
     @property
     def graph(self) -> Graph:
@@ -124,6 +138,9 @@ class Job:
             refuse_pairs(self.graph)
             if not length(self.test):
                 raise BadData("The held-out data set is empty.", hint="Leave test out.")
+        if (held_out := self.workload.held_out) is not None:
+            interval = held_out.interval(self.workload.order.steps_per_epoch)
+            check_plan(plan, network, interval, self.start.steps_done)
         if cuts_statistics(plan, network):
             note = (
                 f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
@@ -173,8 +190,10 @@ class Job:
                 with stop.asked_by():
                     on_step(step, loss if loss is not None else float("nan"), seconds)
 
+        watch = self.watch
         if first == 0:
             self._keep(self.start)
+        watch.callbacks.start()
         with (
             stopping() as stop,
             workload.batches(
@@ -183,7 +202,7 @@ class Job:
         ):
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
-                hooks=JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say)),
+                hooks=watch.hooks(JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say))),
                 controller=self.controller(), living=self.record.living,
             )  # fmt: skip
             try:
@@ -198,6 +217,7 @@ class Job:
             workload.scheduling.rewind(self.trained.steps_done)
         if stop.is_asked:
             raise KeyboardInterrupt
+        watch.check()
         if outcome.plan != planned.plan:
             cluster, profile = replanner.present(outcome.plan, outcome.plan.devices)
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
@@ -302,21 +322,23 @@ class Job:
         workload = self.workload
         check_finite(self.graph, state)
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts_at(state.steps_done)
-        )
+            workload.model, self.graph, state, workload.optimizer, workload.seed,
+            workload.facts_at(state.steps_done) | self.watch.facts_after(state.steps_done),
+        )  # fmt: skip
         if workload.scheduling is not None:
             workload.scheduling.forget_before(state.steps_done)
+        self.watch.saved(self.checkpoint, state.steps_done)
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
         steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs
         predicted = outcome.step_seconds if lengths is None else lengths.of_longest(outcome.step_seconds)
-        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady)
+        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady or [0.0])
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
         result = TrainResult(
             losses=self.record.losses(), grad_norms=self.record.grad_norms(), plan=planned.plan, folder=self.folder,
-            throughput=self.workload.batch_size * len(steady) / sum(steady),
+            throughput=self.workload.batch_size * len(steady) / sum(steady) if steady else 0.0,
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=unplanned(outcome.recoveries),
@@ -324,6 +346,8 @@ class Job:
             prediction_accuracy=compared(planned, schedule, outcome.logs, predicted),
             lengths=self.lengths.uses, ema=averaged_state(self.workload.model, self.graph, self.trained),
             data_wait_share=self.data_waits.share,
+            validation=self.watch.results(), best_checkpoint=self.watch.best_checkpoint,
+            stopped_because=self.watch.callbacks.stopped_because,
         )  # fmt: skip
         with Aftermath(result.problems, self.record, self.say).surviving("What each device did could not be written"):
             sent = traffic if lengths is None else traffic_of_all(lengths, planned.plan, outcome.logs)

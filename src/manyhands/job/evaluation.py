@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,18 +29,14 @@ from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.labels import check_labels
-from manyhands.graph.loss import ignored_class
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
-from manyhands.graph.piece import Context, Piece
-from manyhands.graph.precision import under
-from manyhands.graph.tape import bind_inputs, outputs_of
-from manyhands.graph.trees import Fields, branched, rebuilt
-from manyhands.graph.weights import Weights
 from manyhands.job.lengths import PaddingOptions, PaddingSettings, padded_to_longest
+from manyhands.job.metrics import MetricTally, cast
 from manyhands.plans.planning import is_strategy, plan_file, read_plan
 from manyhands.plans.planning import plan as make_plan
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState
+from manyhands.runtime.outcome import RunHooks
 from manyhands.runtime.stream_run import StreamRun
 from manyhands.session.measuring import measure
 from manyhands.session.opening import expect_session, open_session
@@ -96,17 +93,6 @@ def floats_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def cast(value: Any, floats: torch.dtype) -> Any:
-    """Return the value, in its structure, with tensors of floats cast to another type of floats."""
-    if isinstance(value, torch.Tensor):
-        return value.to(floats) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast(item, floats) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast(item, floats) for item in value)
-    return value
-
-
 def inference_plan(plan: Plan) -> Plan:
     """Return the same stages and shares as a stream: one micro-batch after another, forward only, nothing packed."""
     return msgspec.structs.replace(
@@ -127,27 +113,55 @@ def evaluate_in(
 ) -> EvaluateResult:
     """Evaluate on the session's workers, by a plan's stages and shares. `precision`: the one that the graph was
     captured in; the loss is computed in it too."""
-    refuse_pairs(graph)
     stream = resolve(inference_plan(plan), graph.network)
-    samples, size = length(data), stream.batch_size
-    padded = _Padded(data, samples, size)
-    steps = len(padded) // size
     kernels = {name: profile.of(name).kernels for name in stream.devices}
-    order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
-    tally = _Tally(graph, loss, samples, size, precision)
-    with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
-        run = StreamRun(session.coordinator, order, _Batches(graph, batches, steps, tally))
+    order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=0, kernels=kernels)
+    tally = MetricTally(graph, loss, length(data), stream.batch_size, precision=precision)
+    seconds, _ = streamed(session.coordinator, order, data, tally)
+    return EvaluateResult(tally.samples, tally.loss, tally.accuracy, seconds)
+
+
+def streamed(
+    coordinator: Coordinator, order: Order, data: Dataset[Any], tally: MetricTally, *, since: int | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[float, bool]:  # fmt: skip
+    """Evaluate a data set in one generation, whose order has a stream's plan, and return how many seconds it took and
+    whether it was completed. The tally then holds the results.
+
+    `since`: the generation with which the job began whose state the devices hold, and from which they take the weights.
+    """
+    seconds, is_complete = _streamed_once(coordinator, order, data, tally, since, should_stop)
+    if is_complete and tally.is_incomplete:
+        tally.begin(keeps_all=True)
+        again, is_complete = _streamed_once(coordinator, order, data, tally, since, should_stop)
+        seconds += again
+    return seconds, is_complete
+
+
+def _streamed_once(
+    coordinator: Coordinator, order: Order, data: Dataset[Any], tally: MetricTally, since: int | None,
+    should_stop: Callable[[], bool],
+) -> tuple[float, bool]:  # fmt: skip
+    refuse_pairs(order.graph)
+    size, first = order.plan.batch_size, order.first_step
+    padded = _Padded(data, tally.samples, size)
+    count = len(padded) // size
+    order = dataclasses.replace(order, last_step=first + count)
+    with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, count) as batches:
+        flow = _Batches(first, batches, count, tally)
+        run = StreamRun(coordinator, order, flow, RunHooks(should_pause=should_stop), since=since)
         run.prepare()
         start = time.monotonic()
         run.stream()
-    return EvaluateResult(samples, tally.loss, tally.accuracy, time.monotonic() - start)
+    return time.monotonic() - start, flow.is_over
 
 
 class _Batches:
     """A data set as a flow: inputs are sent, targets stay here until their answer comes."""
 
-    def __init__(self, graph: Graph, batches: Iterator[Any], steps: int, tally: _Tally) -> None:
-        self.graph, self.batches, self.left, self.tally = graph, batches, steps, tally
+    def __init__(self, first: int, batches: Iterator[Any], count: int, tally: MetricTally) -> None:
+        """`first`: the step under which the first batch travels."""
+        self.first, self.batches, self.left, self.tally = first, batches, count, tally
 
     @property
     def is_over(self) -> bool:
@@ -157,115 +171,18 @@ class _Batches:
         return 0.0 if self.left else math.inf
 
     def take(self, step: int, size: int) -> Mapping[str, torch.Tensor]:
-        step, inputs, targets = next(self.batches)
-        check_labels(self.graph, targets, f"The targets of batch {step}")
-        self.tally.targets[step] = targets
+        number, inputs, targets = next(self.batches)
+        graph = self.tally.graph
+        check_labels(graph, targets, f"The targets of batch {number}")
+        self.tally.targets[step - self.first] = targets
         self.left -= 1
-        return bound_inputs(self.graph, inputs)
+        return bound_inputs(graph, inputs)
 
     def answered(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
-        self.tally.take(step, outputs)
+        self.tally.take(step - self.first, outputs)
 
     def check(self) -> None:
         """Do nothing: all answers are needed."""
-
-
-class _Tally:
-    """Adds up losses and right answers."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        loss: Callable[..., torch.Tensor] | Literal["own"] | None,
-        samples: int,
-        size: int,
-        precision: str,
-    ) -> None:
-        self.graph, self.samples, self.size, self.precision = graph, samples, size, precision
-        self.function = self._own_loss if isinstance(loss, str) else loss
-        self._penalties: list[torch.Tensor] = []
-        self.targets: dict[int, Any] = {}
-        """Targets of the batches under way, by step."""
-        self._is_whole = loss is not None and (
-            graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None
-        )
-        """Whether the loss of all samples does not follow from those of batches: all outputs are kept until the end."""
-        self._kept: list[tuple[Any, Any]] = []
-        self._loss = 0.0
-        self._right = 0
-        self._answers = 0
-
-    def take(self, step: int, outputs: dict[str, torch.Tensor]) -> None:
-        count = min(self.size, self.samples - step * self.size)
-        target = _first(self.targets.pop(step), count)
-        output = _first(outputs_of(self.graph, outputs), count)
-        self._penalties = [outputs[name] for name in self.graph.penalties]
-        if self._is_whole:
-            self._kept.append((output, target))
-        elif self.function is not None:
-            value = self._loss_of(output, target)
-            self._loss += value if self.graph.loss_combination == "sum" else value * count
-        is_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and target.dim() == 1
-        scores = output.get("logits") if isinstance(output, dict) else output
-        if isinstance(scores, torch.Tensor) and scores.dim() == 2 and is_classes:
-            self._right += int((scores.argmax(1) == target).sum())
-            self._answers += count
-
-    def _loss_of(self, output: Any, target: Any) -> float:
-        assert self.function is not None
-        floats = next((leaf.dtype for leaf in _leaves(output) if leaf.is_floating_point()), torch.get_default_dtype())
-        if self.precision != FLOAT32:
-            floats = torch.float32  # autocast itself casts what the loss reads
-        with torch.no_grad(), under(FLOAT32 if self.function == self._own_loss else self.precision):
-            return float(self.function(rebuilt(output), cast(target, floats)))
-
-    def _own_loss(self, output: Any, target: Any) -> torch.Tensor:
-        """Return the loss that the module computes itself."""
-        loss = self.graph.loss
-        assert loss is not None, "the graph was captured with its own loss"
-        inputs = bind_inputs(loss, ([output, self._penalties] if self._penalties else output, target))
-        return Piece(loss, Weights.copied(loss))(inputs, Context(training=False))[loss.outputs[0]]
-
-    @property
-    def loss(self) -> float | None:
-        if self._kept:
-            return self._loss_of(*(_joined([pair[part] for pair in self._kept]) for part in (0, 1)))
-        return self._loss / self.samples if self.function is not None else None
-
-    @property
-    def accuracy(self) -> float | None:
-        return self._right / self._answers if self._answers else None
-
-
-def _first(value: Any, count: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[:count]
-    if isinstance(value, dict):
-        return branched(value, lambda item: _first(item, count))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_first(item, count) for item in value)
-    return value
-
-
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Return the batches concatenated along the first axis."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts)
-    if isinstance(parts[0], dict):
-        items = {key: _joined([part[key] for part in parts]) for key in parts[0]}
-        return parts[0].filled(items) if isinstance(parts[0], Fields) else items
-    return type(parts[0])(_joined([part[place] for part in parts]) for place in range(len(parts[0])))
 
 
 @takes_settings(PaddingSettings)

@@ -24,7 +24,7 @@ from manyhands.job.self_check import SelfChecks, self_check
 from manyhands.job.workload import Workload, check_same, go_on_with_data, resumed_from
 from manyhands.observe.live import RunState as Ending
 from manyhands.observe.recent import remember
-from manyhands.observe.tensorboard import TensorBoard, need_tensorboard
+from manyhands.observe.tensorboard import TensorBoardLog, need_tensorboard
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.record import RunRecord, new_folder, resumed_state
@@ -43,6 +43,10 @@ class OpenedRun:
     is_resumed: bool
     graphs: Mapping[int, Graph] = field(default_factory=dict)
     """The graph of each length of samples, the longest of which is `graph`; under 0 the only one."""
+    metric_names: tuple[str, ...] = ()
+    """The names of the results of a validation."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the checkpoint says besides from which the run goes on."""
     finish_checks: Callable[[], None] = lambda: None
     """Waits for the self-check, which goes on in a thread of its own, and raises what it has found: to be called before
     the first step, and before anything else uses the module."""
@@ -79,13 +83,14 @@ def open_run(
     graph = graphs[max(graphs)]
     on_captured(graph)
     refuse_without_values(graph.state)
+    metric_names = workload.check_watched(graph)
     checks = [self_check(graphs[length], workload, config.verify, examples[length]) for length in graphs]
     with SelfChecks(checks) as checking:
         if not checks_meanwhile or workload.lengths is not None or any(map(is_mapped, graph.state.values())):
             checking.result()
             if config.verify is not False:
                 check_padding(workload)
-        yield from _opened(workload, command, document, folder, resumed, graphs, checking, tensorboard)
+        yield from _opened(workload, command, document, folder, resumed, graphs, checking, tensorboard, metric_names)
 
 
 def _opened(
@@ -97,6 +102,7 @@ def _opened(
     graphs: Mapping[int, Graph],
     checking: SelfChecks,
     tensorboard: bool,
+    metric_names: tuple[str, ...],
 ) -> Iterator[OpenedRun]:
     """Make the folder, yield the run, and write how it ended."""
     config, last_step, graph = workload.config, workload.last_step, graphs[max(graphs)]
@@ -113,7 +119,7 @@ def _opened(
     where = Path(folder) if folder is not None else new_folder(command, graph.name)
     record = RunRecord(where, steps_done=resumed.step if resumed is not None else None)
     if tensorboard:
-        record.board = TensorBoard(where, start.steps_done)
+        record.board = TensorBoardLog(where, start.steps_done)
     living = record.living = Living(
         where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
         batch_size=workload.batch_size,
@@ -127,7 +133,10 @@ def _opened(
         if config.on_opened is not None:
             living.shown_at(config.on_opened(where) or "")
         living.noted("starting workers")
-        yield OpenedRun(graph, record, start, where, last_step, resumed is not None, graphs, finish_checks)
+        facts = resumed.facts if resumed is not None else {}
+        yield OpenedRun(
+            graph, record, start, where, last_step, resumed is not None, graphs, metric_names, facts, finish_checks
+        )
     except BaseException as error:
         is_stop = isinstance(error, KeyboardInterrupt)
         ending = ("stopped", "") if is_stop else ("failed", str(getattr(error, "message", error))[:500])

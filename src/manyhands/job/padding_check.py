@@ -11,8 +11,9 @@ from torch import nn
 from manyhands.data.loader import example, sample_of
 from manyhands.facts.errors import BadData
 from manyhands.graph.own_loss import module_loss
-from manyhands.job.evaluation import cast, floats_of
+from manyhands.job.evaluation import floats_of
 from manyhands.job.lengths import SampleLengths
+from manyhands.job.metrics import cast
 from manyhands.job.workload import Workload
 
 _ROUNDINGS = 1024

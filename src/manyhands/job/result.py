@@ -12,6 +12,7 @@ from manyhands.explaining.prediction_accuracy import PredictionAccuracy
 from manyhands.explaining.tile_report import Traffic
 from manyhands.facts.plan import Plan
 from manyhands.job.evaluation import EvaluateResult
+from manyhands.job.validation import Validated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,12 @@ class TrainResult:
     loaded."""
     lengths: list[LengthUse] = field(default_factory=list)
     """With samples of different lengths: how many batches were padded to each, and how much of them is padding."""
+    validation: list[Validated] = field(default_factory=list)
+    """The results of every validation, those before the run was resumed too."""
+    best_checkpoint: Path | None = None
+    """The folder of the checkpoint with the best validation, if a BestCheckpoint was among the callbacks."""
+    stopped_because: str | None = None
+    """The reason that a callback gave to stop; None: none has."""
     problems: list[str] = field(default_factory=list)
     """Errors after the last step, a line each, such as pictures for which the disk had no room."""
 

@@ -13,7 +13,8 @@ from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.facts.units import format_bytes
 from manyhands.graph.graph import Graph
 from manyhands.graph.verify import Verified, verify
-from manyhands.job.evaluation import EXAMPLE_SAMPLES, cast, floats_of
+from manyhands.job.evaluation import EXAMPLE_SAMPLES, floats_of
+from manyhands.job.metrics import cast
 from manyhands.job.workload import Workload
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.weights.mapped import is_mapped

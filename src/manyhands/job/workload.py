@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,22 @@ from manyhands.data.rewinding import Rewindable
 from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import slots, validate
 from manyhands.executor.scheduling import FACT, Scheduling
+from manyhands.executor.torch_optimizers import stand_ins
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.precision import FLOAT32, FP16
+from manyhands.graph.graph import Graph
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.graph.precision import check_precision, under
+from manyhands.job.callback import Callback
+from manyhands.job.callback_list import check_monitors
 from manyhands.job.callbacks import Say
 from manyhands.job.config import keywords_of
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.given_optimizer import names_of_parameters
 from manyhands.job.lengths import SampleLengths
 from manyhands.job.update_config import UpdateConfig
+from manyhands.job.validation import HeldOut
 
 PLACE = "epoch"
 """The key of a checkpoint's facts under which the beginning of its epoch is, of data that comes in batches."""
@@ -66,6 +71,9 @@ class Workload:
     """The precision that the network computes in (facts/precision.py)."""
     scheduling: Scheduling | None = None
     """The schedulers of the optimizer; None: those that it names, if any."""
+    held_out: HeldOut | None = None
+    """The data of validations while the job goes on; None: there are none."""
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -84,16 +92,29 @@ class Workload:
         self.optimizer = self.optimizer.over(list(names_of_parameters(self.model).values()))
         validate(self.optimizer, ((name, p.dim()) for name, p in self.model.named_parameters() if p.requires_grad))
         self.scheduling = self.scheduling or Scheduling.by_name(self.optimizer)
+        self._check_epochs()
+        if self.held_out is not None:
+            self.held_out.check(self.last_step, self.order.steps_per_epoch)
         if self.scheduling is not None:
-            if self.stream is not None and self.stream.batches_per_epoch is None and self.scheduling.follows_epochs:
-                raise BadValue(
-                    f"The scheduler is stepped once an epoch; the {self.stream.name} does not say how many batches an "
-                    "epoch has.",
-                    hint='Step it by steps: scheduler={"scheduler": ..., "interval": "step"}.',
-                )
+            if self.held_out is not None:
+                interval = self.held_out.interval(self.order.steps_per_epoch)
+                self.scheduling.validates_after = lambda steps_done: steps_done % interval == 0
             self.scheduling.begin(self.order.steps_per_epoch, self.last_step)
             self.scheduling.check()
         check_precision(self.precision, self.model)
+
+    def _check_epochs(self) -> None:
+        """Refuse what happens at the end of each epoch where the data does not say when that is."""
+        if self.stream is None or self.stream.batches_per_epoch is not None:
+            return
+        unknown = f"the {self.stream.name} does not say how many batches an epoch has."
+        if self.scheduling is not None and self.scheduling.follows_epochs:
+            raise BadValue(
+                f"The scheduler is stepped once an epoch; {unknown}",
+                hint='Step it by steps: scheduler={"scheduler": ..., "interval": "step"}.',
+            )
+        if self.held_out is not None and self.held_out.every is None:
+            raise BadValue(f"Validation is after each epoch; {unknown}", hint="Write validate_every=, in steps.")
 
     def _order(self) -> BatchOrder | GivenOrder:
         if isinstance(self.data, BatchStream):
@@ -176,6 +197,13 @@ class Workload:
             facts |= {PLACE: self.data.start_of(step)}
         return facts | (self.scheduling.facts(step) if self.scheduling is not None else {})
 
+    def learning_rate(self, step: int) -> float | None:
+        """Return the learning rate of a step that is done, of the first group; None where it has none."""
+        if self.scheduling is not None:
+            return self.scheduling.learning_rate(step)
+        rate = stand_ins(self.optimizer)[1][0].get("lr")
+        return None if rate is None else float(rate)
+
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step, counted from 0."""
         return self.data.epoch_of(step) if isinstance(self.data, BatchStream) else step // self.order.steps_per_epoch
@@ -189,6 +217,16 @@ class Workload:
         data, order = Numbered(self.data) if is_preloaded else self.data, self.order
         assert isinstance(order, BatchOrder)
         return Rewindable(lambda step: Prefetcher(data, order, step, last, wake=wake), first)
+
+    def check_watched(self, graph: Graph) -> tuple[str, ...]:
+        """Return the names of a validation's results. Refuse held-out data that does not fit the graph, and callbacks
+        that need a metric which it does not have."""
+        names: tuple[str, ...] = ()
+        if self.held_out is not None:
+            self.held_out.check_fits(graph, self.of_one_shape)
+            names = self.held_out.metric_names(graph)
+        check_monitors(self.callbacks, names)
+        return names
 
     def examples(self) -> dict[int, Dataset[Any]]:
         """Return data sets that begin with a few samples to capture the network with, for each length; under 0, those

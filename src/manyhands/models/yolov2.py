@@ -82,7 +82,7 @@ def yolov2_first16() -> nn.Sequential:
     return _stack(3, _DARKNET19[:16])
 
 
-def _overlap(first: Tensor, second: Tensor) -> Tensor:
+def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
     """Return the intersection over union of boxes given as (..., 4) centre x, y, width, height."""
     low = torch.maximum(first[..., :2] - first[..., 2:] / 2, second[..., :2] - second[..., 2:] / 2)
     high = torch.minimum(first[..., :2] + first[..., 2:] / 2, second[..., :2] + second[..., 2:] / 2)
@@ -120,7 +120,9 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
 
     # The anchor that each box takes: overlap of the bare shapes.
     flat_shapes = torch.cat((torch.zeros_like(shapes), shapes), dim=-1)
-    best = _overlap(flat_shapes.unsqueeze(2), torch.cat((torch.zeros_like(sizes), sizes), dim=-1)).argmax(dim=2)
+    best = intersection_over_union(
+        flat_shapes.unsqueeze(2), torch.cat((torch.zeros_like(sizes), sizes), dim=-1)
+    ).argmax(dim=2)
     place = best * (height * width) + (cells[..., 1] * width + cells[..., 0]).long()
 
     # Objectness where there is nothing: every prediction that is neither assigned to a box nor close to one.
@@ -129,7 +131,7 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
             (predicted[..., :2].sigmoid() + corners, predicted[..., 2:4].clamp(max=8).exp() * priors), dim=-1
         )
         truth = torch.cat((centres, shapes), dim=-1)
-        closeness = (_overlap(guessed.unsqueeze(2), truth.unsqueeze(1)) * real.unsqueeze(1)).amax(dim=2)
+        closeness = (intersection_over_union(guessed.unsqueeze(2), truth.unsqueeze(1)) * real.unsqueeze(1)).amax(dim=2)
         everywhere = torch.arange(places, device=output.device)
         assigned = ((place.unsqueeze(2) == everywhere) & (real > 0).unsqueeze(2)).any(dim=1)
         empty = ((closeness <= _IGNORE_ABOVE) & ~assigned).to(output.dtype)
@@ -140,7 +142,7 @@ def region_loss(output: Tensor, target: Tensor, anchors: Sequence[tuple[float, f
     index = place.unsqueeze(2).expand(-1, -1, predicted.shape[2])
     chosen = predicted.gather(1, index)
     with torch.no_grad():
-        overlap = _overlap(guessed.gather(1, index[..., :4]), truth)
+        overlap = intersection_over_union(guessed.gather(1, index[..., :4]), truth)
     object_loss = _OBJECT_SCALE * (real * (chosen[..., 4].sigmoid() - overlap).square()).sum()
     # Small boxes count up to twice as much.
     weight = real * (2.0 - boxes[..., 2] * boxes[..., 3])

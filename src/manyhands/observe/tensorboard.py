@@ -19,6 +19,7 @@ from typing import Any
 from manyhands.facts.extras import load
 from manyhands.files.documents import file_mode, make_folder, write_failed
 from manyhands.observe.live import read_live
+from manyhands.observe.validation_log import COLUMNS
 
 FOLDER = "tensorboard"
 LOOK_SECONDS = 2.0
@@ -30,7 +31,7 @@ def need_tensorboard() -> None:
     load("tensorboard", "A log for TensorBoard")
 
 
-class TensorBoard:
+class TensorBoardLog:
     """A writer of one run's log."""
 
     def __init__(self, run: Path, steps_done: int = 0) -> None:
@@ -68,6 +69,13 @@ class TensorBoard:
             for name in ("accuracy", "loss"):
                 if event == "evaluated" and isinstance(facts.get(name), (int, float)):
                     self._writer.add_scalar(f"test/{name}", facts[name], self._step)
+
+    def validated(self, row: Mapping[str, float]) -> None:
+        """Write the results of a validation, at the last step before it."""
+        with self._writing():
+            for name, value in row.items():
+                if name not in COLUMNS:
+                    self._writer.add_scalar(f"validation/{name}", value, int(row["step"]) - 1)
 
     def decided(self, config: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
         """Write the hyper-parameters, into this log and not into one of their own as add_hparams does."""

@@ -14,33 +14,33 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.data.rewinding import RewindableBatches
+from manyhands.executor.log import DeviceLog, merged
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
-from manyhands.runtime.control_messages import Failed, Holding, Progress, Retain, Survey
+from manyhands.runtime.control_messages import Progress, Retain
 from manyhands.runtime.control_parts import Arrival
 from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
-from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.outcome import LogEvent, OnSnapshot, OnStep, Outcome, RunHooks
+from manyhands.runtime.outcome import JobHooks, Outcome, RunHooks
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
 from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
+from manyhands.runtime.survey import ask_what_they_hold
 
 SURVEY_SECONDS = 120.0
 """How long a survey may take: a worker answers when it has finished what it is computing."""
-_POLL_SECONDS = 0.05
 _RECENT_STEPS = 20
 
 
@@ -74,19 +74,6 @@ class JobOutcome(Outcome):
     """Step -> seconds for which all devices waited for its batch, where they did."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each recovery began, by the clock of this process."""
-
-
-@dataclass(frozen=True)
-class JobHooks:
-    """Callbacks by which the owner of an elastic job follows it; all from the job's own loop."""
-
-    on_step: OnStep = lambda step, loss, seconds: None
-    """A step was completed on all devices; a step that is run again is not reported twice."""
-    on_snapshot: OnSnapshot = lambda state: None
-    """A snapshot is complete."""
-    log_event: LogEvent = lambda event, /, **facts: None
-    should_stop: Callable[[], bool] = lambda: False
-    """Whether the job is to end after the round under way."""
 
 
 class ElasticJob:
@@ -125,6 +112,8 @@ class ElasticJob:
         self._run: Run | None = None
         self._begun: Run | None = None
         """The last generation whose first round was done."""
+        self._logs: dict[str, DeviceLog] = {}
+        """What each device did by the present plan, in the generations that are over."""
         self._prepared_seconds: float | None = None
         """The longest that all devices took to get ready."""
 
@@ -132,6 +121,7 @@ class ElasticJob:
         order = self.order
         self._membership.know_all()
         while True:
+            order = self._validated(order)
             bounded = self._bounded(order)
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
@@ -148,24 +138,29 @@ class ElasticJob:
                 run.prepare()
                 ended = run.run(self.batches.from_step(run.first))
             except ManyhandsError as error:
-                order = self._after_loss(run, order, error)
+                if isinstance(error, NotFinite):
+                    self._acquit(run)
+                order = self._after_loss(run.participants, order, error)
                 continue
             finally:
                 self.outcome.bytes_between += run.outcome.bytes_between
                 self._prepared_seconds = max(
                     filter(None, (self._prepared_seconds, run.times.prepare_seconds)), default=None
                 )
-            if not run.is_paused and bounded.last_step == order.last_step:
+            self._logs = merged(self._logs, run.outcome.logs)
+            if not run.is_paused and bounded.last_step == order.last_step and bounded.snapshots == order.snapshots:
                 self.outcome.state = ended.state or self.saved  # it may be the last one, saved before a loss
-                self.outcome.logs, self.outcome.plan = ended.logs, order.plan
+                self.outcome.logs, self.outcome.plan = self._logs, order.plan
                 return self.outcome
             if self.hooks.should_stop():
                 order = self._to_stop(run, order)
                 if order.start.steps_done == order.last_step:
-                    self.outcome.state, self.outcome.plan = order.start, order.plan
+                    self.outcome.state, self.outcome.plan, self.outcome.logs = order.start, order.plan, self._logs
                     return self.outcome
-                continue
-            order = self._after_pause(run, order)
+            elif self.hooks.requests.is_pending or self.hooks.validation.is_due(run.steps.steps_done):
+                order = self._after_break(run, order)
+            else:
+                order = self._after_pause(run, order)
 
     def _usual(self) -> Usual:
         """Return how long rounds and preparation took in the generations so far."""
@@ -175,12 +170,24 @@ class ElasticJob:
         return Usual(statistics.median(recent) if recent else None, self._prepared_seconds)
 
     def _bounded(self, order: Order) -> Order:
-        """Return the order, shortened to the step up to which the controller wants its plan."""
-        first = order.start.steps_done if order.located is None else order.located.steps_done
-        stop = self.controller.stop_at(first) if self.controller is not None else None
-        if stop is None or not first < stop < order.last_step:
+        """Return the order, shortened to the step up to which the controller wants its plan, or at which validation is
+        due: what is saved of that step is saved after it."""
+        first, validation = order.first_step, self.hooks.validation
+        of_plan = self.controller.stop_at(first) if self.controller is not None else None
+        stop = min((s for s in (of_plan, validation.next_after(first)) if s is not None), default=order.last_step)
+        if not first < stop <= order.last_step:
             return order
-        return dataclasses.replace(order, last_step=stop, snapshots=tuple(s for s in order.snapshots if s <= stop))
+        snapshots = (s for s in order.snapshots if s < stop or (s == stop and not validation.is_due(stop)))
+        return dataclasses.replace(order, last_step=stop, snapshots=tuple(snapshots))
+
+    def _validated(self, order: Order) -> Order:
+        """Validate if it is due, and return the order; where a worker is lost meanwhile, that of the remaining ones."""
+        while self.hooks.validation.is_due(order.first_step):
+            try:
+                self.hooks.validation.evaluate(order, self._since)
+            except ManyhandsError as error:
+                order = self._after_loss(order.plan.devices, order, error)
+        return order
 
     # While it runs
 
@@ -241,7 +248,8 @@ class ElasticJob:
         """Return whether the round under way should be the last: members have changed, or a stop or plan is due."""
         run = self._run
         assert run is not None
-        if self.hooks.should_stop():
+        if self.hooks.should_stop() or self.hooks.requests.is_pending:
+            run.asks_for_logs = True  # no other generation may have any
             return True
         if self._membership.has_changed(run.names) or self._membership.is_leaving(run.names):
             return self._membership.has_changed(run.names)
@@ -262,14 +270,12 @@ class ElasticJob:
 
     # When members change
 
-    def _after_loss(self, run: Run, order: Order, error: ManyhandsError) -> Order:
+    def _after_loss(self, participants: Sequence[str], order: Order, error: ManyhandsError) -> Order:
         since = time.monotonic()
         alive = {member.name for member in self.coordinator.alive()}
-        lost = [name for name in run.participants if name not in alive]
+        lost = [name for name in participants if name not in alive]
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
-        if isinstance(error, NotFinite):
-            self._acquit(run)
         if not is_theirs or not order.plan.is_training or self._failures > self.retry_policy.attempts:
             raise error
         self.log_event("lost", devices=lost, step=self._furthest, reason=error.message)
@@ -286,6 +292,23 @@ class ElasticJob:
         self._membership.log_change(run.names)
         return self._next(order, since, WorkerLost("Nobody is left."))
 
+    def _after_break(self, run: Run, order: Order) -> Order:
+        """Return the order that goes on from here by the same plan; where members have changed, by another."""
+        is_pending = self.hooks.requests.is_pending
+        if self._membership.has_changed(run.names) or not self._are_alive(run.names):
+            order = self._after_pause(run, order)
+        else:
+            order = dataclasses.replace(order, located=self._surveyed(WorkerLost("Nobody is left.")), start=self.saved)
+        first = order.first_step
+        wanted = {max(step, first) for step in order.snapshots if step > self.saved.steps_done}
+        if is_pending:
+            wanted.add(first)
+            self.hooks.requests.ordered()
+        return dataclasses.replace(order, snapshots=tuple(sorted(wanted)))
+
+    def _are_alive(self, names: Sequence[str]) -> bool:
+        return set(names) <= {member.name for member in self.coordinator.alive()}
+
     def _to_stop(self, run: Run, order: Order) -> Order:
         """Return the order that only saves the latest state and runs no further step.
 
@@ -293,7 +316,7 @@ class ElasticJob:
         """
         self.outcome.is_stopped = True
         error = WorkerLost("Nobody is left.")
-        if set(run.names) <= {member.name for member in self.coordinator.alive()}:
+        if self._are_alive(run.names):
             order = dataclasses.replace(order, located=self._surveyed(error), start=self.saved)
         else:
             order = self._next(order, time.monotonic(), error)
@@ -332,6 +355,7 @@ class ElasticJob:
             self.log_event("rewound", step=located.steps_done, reason=reason)
         first, last = located.steps_done, order.last_step
         self.outcome.generations += 1
+        self._logs = {}
         self._recovery = Recovery(since, change.how, first, self._furthest, 0)
         self.log_event("replanned", how=change.how, reason=change.reason, plan=change.plan.to_dict())
         return dataclasses.replace(
@@ -347,7 +371,9 @@ class ElasticJob:
         limit = time.monotonic() + SURVEY_SECONDS * timeout_factor
         while True:
             self._membership.wait_for_enough(error, self._check_waiting)
-            answers = self._ask(self.coordinator.alive(), limit)
+            stall_seconds = self._run.stall_seconds if self._run is not None else SURVEY_SECONDS
+            soonest = min(limit, time.monotonic() + stall_seconds)
+            answers = ask_what_they_hold(self.coordinator, self.coordinator.alive(), self._since, soonest)
             if answers is not None:
                 break
             if time.monotonic() > limit:
@@ -371,33 +397,6 @@ class ElasticJob:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""
         if self.hooks.should_stop():
             raise KeyboardInterrupt
-
-    def _ask(self, members: list[Member], limit: float) -> dict[str, Holding] | None:
-        """Return the state that each member holds; None where one was lost meanwhile, or was evicted without answer."""
-        generation = self.coordinator.new_generation()
-        began = time.monotonic()
-        limit = min(limit, began + (self._run.stall_seconds if self._run is not None else SURVEY_SECONDS))
-        for member in members:
-            self.coordinator.send(member.name, Survey(generation, self._since))
-        answers: dict[str, Holding] = {}
-        while len(answers) < len(members):
-            if any(member.is_lost for member in members):
-                return None
-            if time.monotonic() > limit:
-                for member in members:
-                    if member.name not in answers:
-                        waited = f"{time.monotonic() - began:.1f} s"
-                        self.coordinator.evict(member.name, f"it did not report within {waited} what state it holds")
-                return None
-            event = self.coordinator.next_event(_POLL_SECONDS)
-            if event is None:
-                continue
-            name, message = event
-            if isinstance(message, Holding) and message.generation == generation:
-                answers[name] = message
-            elif isinstance(message, Failed) and message.generation == generation:
-                return None
-        return answers
 
 
 def _ignore(name: str, message: Progress) -> None:

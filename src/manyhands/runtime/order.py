@@ -81,6 +81,11 @@ class Order:
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 
+    @property
+    def first_step(self) -> int:
+        """The steps done when it begins."""
+        return self.start.steps_done if self.located is None else self.located.steps_done
+
     def at_longest(self, step: int, seconds: float) -> float:
         """Return the seconds that a step of the longest batches may take where this one took `seconds`."""
         return seconds if self.lengths is None else seconds * self.lengths.work_ratio(step)

@@ -11,6 +11,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.control_parts import Arrival
 from manyhands.runtime.order import RunState
+from manyhands.runtime.validating import CheckpointRequests, NoValidation, Validation
 
 OnStep = Callable[[int, float | None, float], None]
 OnSnapshot = Callable[[RunState], None]
@@ -63,3 +64,19 @@ class RunHooks:
     on_progress: OnProgress = lambda name, message: None
     """Called when a device has ended a round."""
     log_event: LogEvent = lambda event, /, **facts: None
+
+
+@dataclass(frozen=True)
+class JobHooks:
+    """Callbacks by which the owner of an elastic job follows it; all from the job's own loop."""
+
+    on_step: OnStep = lambda step, loss, seconds: None
+    """A step was completed on all devices; a step that is run again is not reported twice."""
+    on_snapshot: OnSnapshot = lambda state: None
+    """A snapshot is complete."""
+    log_event: LogEvent = lambda event, /, **facts: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether the job is to end after the round under way."""
+    validation: Validation = field(default_factory=NoValidation)
+    requests: CheckpointRequests = field(default_factory=CheckpointRequests)
+    """Checkpoints besides those that the order lists; the round under way ends first."""

@@ -130,7 +130,8 @@ class PartBuilder:
 
     def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> ResidentDataset | None:
         """Return the dataset of the samples preloaded here: one that was filled before, or one to be filled."""
-        last, self._resident_dataset = self._resident_dataset, None
+        if not keeps_dataset(job):
+            last, self._resident_dataset = self._resident_dataset, None
         if not job.resident_dataset:
             return None
         if job.is_preloaded:
@@ -141,6 +142,11 @@ class PartBuilder:
             fed = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
             self._resident_dataset = ResidentDataset(self.endpoint.name, fed, job.preload_samples, job.resident_dataset)
         return self._resident_dataset
+
+
+def keeps_dataset(job: DeviceJob) -> bool:
+    """Return whether a generation leaves the resident dataset alone: one that validates in the middle of a training."""
+    return not job.plan.is_training and job.steps_done > 0
 
 
 def listed(job: DeviceJob, names: Iterable[str]) -> list[TensorEntry]:

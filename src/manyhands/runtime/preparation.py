@@ -16,6 +16,7 @@ from manyhands.runtime.control_messages import Prepare, Ready
 from manyhands.runtime.control_parts import LengthGraph
 from manyhands.runtime.handout import GraphDocument
 from manyhands.runtime.order import Order
+from manyhands.runtime.part_builder import keeps_dataset
 
 if TYPE_CHECKING:
     from manyhands.runtime.run import Run
@@ -44,7 +45,7 @@ def prepare(run: Run) -> None:
                 name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
                 run.worker_wait_seconds,
             )  # fmt: skip
-        if job is not None and not (job.resident_dataset and job.is_preloaded):
+        if job is not None and not (job.resident_dataset and job.is_preloaded) and not keeps_dataset(job):
             # it drops the dataset it has; the new one is complete after its first round
             run.members[name].resident_dataset = ""
         gives = run.handout.gives.get(name, {})

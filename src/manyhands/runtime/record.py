@@ -2,10 +2,12 @@
 
 config.yaml  cluster.yaml  profile.json  plan.yaml       the arguments, the cluster, its profile and the plan
 events.jsonl  metrics.csv                                what happened, line by line
+validation.csv                                           the results of each validation
 live.json  round.json                                    the present state, or how the run ended (observe/live.py)
 devices.json  stages.json  trace.json  plots/*.png       what each device did; measured beside predicted
 tensorboard/                                             the same for TensorBoard, if asked for
 checkpoints/step-000120/                                 model.safetensors (and ema.safetensors) loads into the module
+best/                                                    the checkpoint with the best validation, if asked for
 adapter/                                                 of a module that PEFT has wrapped: as PEFT writes it
 workers/*.log                                            the output of local workers
 """
@@ -41,7 +43,9 @@ from manyhands.files.documents import make_folder, read_document, write_document
 from manyhands.files.plain import open_plain
 from manyhands.graph.graph import Graph
 from manyhands.observe.append import LineFile, Metrics
-from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.tensorboard import TensorBoardLog
+from manyhands.observe.validation_log import COLUMNS as VALIDATION_COLUMNS
+from manyhands.observe.validation_log import Row, ValidationLog
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import RunState
 from manyhands.runtime.state import constant_weights
@@ -64,7 +68,7 @@ class RunRecord:
         self.folder = folder
         self.living: Living | None = None
         """Shows the run to others while it goes on."""
-        self.board: TensorBoard | None = None
+        self.board: TensorBoardLog | None = None
         """Writes the same for TensorBoard, if asked for."""
         try:
             make_folder(folder, is_private=True)
@@ -77,6 +81,7 @@ class RunRecord:
                 f"{folder}: holds another run already.",
                 hint="Give another folder, or go on with that run: resume=True, or manyhands train --resume FOLDER.",
             )
+        self.validations = ValidationLog(folder, steps_done)
         self._events = LineFile(folder / "events.jsonl")
         try:
             self._metrics = Metrics(folder / "metrics.csv", COLUMNS)
@@ -123,6 +128,14 @@ class RunRecord:
                             samples_per_second=samples / seconds if seconds else 0.0)  # fmt: skip
         if self.board is not None:
             self.board.step(step, epoch, loss, seconds, samples, staleness, grad_norm)
+
+    def validated(self, row: Row) -> None:
+        """Write the results of a validation: `step` is the number of steps done."""
+        self.validations.add(row)
+        facts = {name: value for name, value in row.items() if name in VALIDATION_COLUMNS}
+        self.event("validated", **facts, metrics={name: row[name] for name in row if name not in facts})
+        if self.board is not None:
+            self.board.validated(row)
 
     def losses(self) -> list[float]:
         """Return every step's loss so far, from the file."""

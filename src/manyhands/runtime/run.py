@@ -6,6 +6,7 @@ without watching: every event of every worker passes through `Run.follow`, where
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection
@@ -47,6 +48,7 @@ STEPS_FED_AHEAD = 3
 LEAST_FED_AHEAD = 3
 _STOP_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+_LOG_SECONDS = 10.0
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Run:
         self.order = self._aligned(order)
         self.outcome, self.times = Outcome(), RunTimes()
         self.is_paused = self._ends_early = False
+        self.asks_for_logs = False
+        """Whether the devices report what they did where the run pauses, too."""
         self.gathering = Gathering(self)
         self.backups = Backups(self)
         self.stalls = StallWatch(self)
@@ -188,6 +192,8 @@ class Run:
                 self._finish()
         except BaseException as error:
             self._end(error)
+        if self.is_paused and self.asks_for_logs:
+            self._ask_for_logs()
         self._stop()
         return self.outcome
 
@@ -276,6 +282,17 @@ class Run:
             ended, self.reports.handle, "to finish", limit_seconds, lambda: set(self.names) - set(self.outcome.logs)
         )
         self.outcome.state = self.gathering.latest
+
+    def _ask_for_logs(self) -> None:
+        """Ask all devices for their logs. One that does not answer has none: every step has been reported already."""
+        for name in self.names:
+            self.coordinator.send(name, Stop(self.generation, with_log=True))
+
+        def are_here() -> bool:
+            return len(self.outcome.logs) == len(self.names)
+
+        with contextlib.suppress(ManyhandsError):
+            self.follow(are_here, self.reports.handle, "to report what they did", _LOG_SECONDS)
 
     def follow(
         self,

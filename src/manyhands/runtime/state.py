@@ -106,6 +106,15 @@ class Located:
             self.here | dict(more), self.checksums,
         )  # fmt: skip
 
+    def of_weights(self) -> Located:
+        """Return the same state without the optimiser's."""
+        names = [name for name in self.entries if not name.startswith(OPTIMIZER)]
+        return Located(
+            self.steps_done, {}, {name: self.entries[name] for name in names},
+            {name: self.holders[name] for name in names},
+            {name: tensor for name, tensor in self.here.items() if not name.startswith(OPTIMIZER)}, self.checksums,
+        )  # fmt: skip
+
     def wanted_by(self, weights: Collection[str]) -> list[str]:
         """Return the tensors that a device with these weights starts with, optimiser state included."""
         held = set(weights)

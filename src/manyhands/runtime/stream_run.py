@@ -6,7 +6,6 @@ wait as long as the coordinator is there; the coordinator watches that what is u
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -14,9 +13,8 @@ from typing import Protocol
 
 import torch
 
-from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.plan import Plan
-from manyhands.runtime.control_messages import Progress, Stop
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order
 from manyhands.runtime.outcome import Outcome, RunHooks
@@ -27,7 +25,6 @@ IDLE_SECONDS = 10 * 365 * 24 * 3600.0
 """Seconds that a worker waits for its feed: a coordinator that is gone is noticed by other means."""
 MOST_FED_AHEAD = 6
 """Most batches fed ahead: fewer than the rounds by which a message may come early (mailbox.STEPS_AHEAD)."""
-_LOG_SECONDS = 10.0
 
 
 class Flow(Protocol):
@@ -62,8 +59,12 @@ class StreamRun(Run):
 
     reports_class = _StreamReports
 
-    def __init__(self, coordinator: Coordinator, order: Order, flow: Flow, hooks: RunHooks | None = None) -> None:
-        super().__init__(coordinator, order, hooks)
+    def __init__(
+        self, coordinator: Coordinator, order: Order, flow: Flow, hooks: RunHooks | None = None, *,
+        since: int | None = None,
+    ) -> None:  # fmt: skip
+        """`since`: the generation with which the job began whose state workers hold; None: they need keep none."""
+        super().__init__(coordinator, order, hooks, since=since)
         self.flow = flow
         self.answered = self.first
         self.began_at = 0.0
@@ -172,17 +173,6 @@ class StreamRun(Run):
             "to end",
             self.order.wait_limit_seconds,
         )
-
-    def _ask_for_logs(self) -> None:
-        """Ask all devices for their logs. One that does not answer has none: every batch has been answered already."""
-        for name in self.names:
-            self.coordinator.send(name, Stop(self.generation, with_log=True))
-
-        def are_here() -> bool:
-            return len(self.outcome.logs) == len(self.names)
-
-        with contextlib.suppress(ManyhandsError):
-            self.follow(are_here, self.reports.handle, "to report what they did", _LOG_SECONDS)
 
 
 def fed_ahead(plan: Plan) -> int:

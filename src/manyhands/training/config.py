@@ -12,6 +12,7 @@ from manyhands.facts.errors import BadValue
 from manyhands.job.config import Config, Option, full_path, option
 from manyhands.job.config_sections import HEARTBEAT_TIMEOUT_SECONDS, DevicesConfig, LearningConfig, WorkloadConfig
 from manyhands.training.precision import PrecisionConfig
+from manyhands.training.watching_config import WatchingConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -148,7 +149,14 @@ class BeginningConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    WorkloadConfig, DevicesConfig, BeginningConfig, LengthsConfig, PrecisionConfig, OptimizerConfig, SharingConfig
+    WorkloadConfig,
+    DevicesConfig,
+    BeginningConfig,
+    WatchingConfig,
+    LengthsConfig,
+    PrecisionConfig,
+    OptimizerConfig,
+    SharingConfig,
 ):
     """Every option of `mh.train` and `manyhands train`."""
 

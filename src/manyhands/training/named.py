@@ -32,7 +32,11 @@ def train_by_name(config: TrainConfig, devices: Cluster | LabCluster | Coordinat
         config.say(none_held_out(data))
     model = build_model(config.model, data)
     check_classes(model, config.model, config.data, data)
+    from manyhands.models.detections import MeanAveragePrecision
     from manyhands.training.train import train_with
 
-    resolved = replace(config.on(devices), test=data.test, name=config.model, config={DOCUMENT: config.document()})
+    metrics = {"mAP": MeanAveragePrecision()} if data.has_boxes and config.validate_every is not None else None
+    resolved = replace(
+        config.on(devices), test=data.test, name=config.model, config={DOCUMENT: config.document()}, metrics=metrics
+    )
     return train_with(resolved, model, data.train, loss_of(config.model, data), optimizer)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.facts.plan import Plan
+    from manyhands.job.callback import Callback
     from manyhands.job.callbacks import OnOpened, OnPlanned, OnStep, Say
+    from manyhands.job.metrics import Metric
     from manyhands.planner.task import TileOptions
     from manyhands.runtime.coordinator import Coordinator
 
@@ -42,6 +44,10 @@ class TrainOptions(TypedDict, total=False):
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
     profile_seconds: float
+    validate: Dataset[Any] | None
+    validate_every: int | str | None
+    metrics: Mapping[str, Metric] | None
+    callbacks: Sequence[Callback]
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None

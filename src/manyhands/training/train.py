@@ -14,29 +14,21 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from manyhands.data.batch_errors import deaths_named, incomplete
-from manyhands.data.batch_stream import BatchStream, as_stream
-from manyhands.data.given import batch_size_of, given, with_labels
-from manyhands.data.held_out import samples_of
-from manyhands.data.loader import length
-from manyhands.data.padding import Padded
+from manyhands.data.batch_errors import deaths_named
 from manyhands.data.preload import Preload
 from manyhands.executor.averaging import check_averaged
 from manyhands.executor.messages import runs_here
-from manyhands.executor.scheduling import Scheduling
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.allowed_optimizers import allow_optimizers
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError
-from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Guide, Job, cuts_statistics
+from manyhands.job.callback_list import ValidationListener
 from manyhands.job.config import takes
 from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_optimizer
-from manyhands.job.lengths import sample_lengths
 from manyhands.job.opening import open_run
 from manyhands.job.refining import Refinement, Refiner
 from manyhands.job.replanning import Replanner
@@ -54,7 +46,9 @@ from manyhands.session.measuring import among_who_stay, measure_who_stays
 from manyhands.session.opening import expect_session, open_session
 from manyhands.session.quick_measuring import measure_within, thorough_seconds
 from manyhands.training.arguments import DOCUMENT
+from manyhands.training.callbacks import TensorBoard
 from manyhands.training.config import TrainConfig
+from manyhands.training.given_workload import workload_of
 from manyhands.training.options import TrainOptions
 from manyhands.training.tuning import fastest_in_trial
 
@@ -117,7 +111,7 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
             workload,
             document=stored.get(DOCUMENT),
             on_captured=lambda graph: check_tiles(graph.network, tiles if plan == "tiles" else None),
-            tensorboard=config.tensorboard,
+            tensorboard=config.tensorboard or any(isinstance(callback, TensorBoard) for callback in config.callbacks),
             checks_meanwhile=True,
         ) as opened,
         deaths_named(lambda: workload.stream.next_step if workload.stream is not None else 0),
@@ -145,85 +139,21 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
         strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
         if not opened.is_resumed:
             job.begin_with(*read.state())
-        result, planned = job.run(planned, config.on_step, strategy, retry_policy)
-        read.take_back(job.trained.optimizer, job.trained.scalars)
-        job.finish(planned, result)
+        callbacks = job.watch.callbacks
+        try:
+            result, planned = job.run(planned, config.on_step, strategy, retry_policy)
+            read.take_back(job.trained.optimizer, job.trained.scalars)
+            job.finish(planned, result)
+        except BaseException as error:
+            callbacks.end(error=error)
+            raise
+        callbacks.end(workload.model)
         return result
-
-
-def workload_of(
-    config: TrainConfig,
-    model: nn.Module,
-    data: Any,
-    loss: Callable[..., torch.Tensor] | Literal["own"] | None,
-    optimizer: Optimizer,
-    scheduling: Scheduling | None = None,
-) -> Workload:
-    """Return the workload, with the batch size of data that comes in batches where the configuration has none.
-
-    Samples of different lengths are read once, to know these.
-    """
-    labels = LABELS if loss is None or loss == OWN_LOSS else ()
-    test = samples_of(config.test) if config.test is not None else None
-    if labels:
-        loss, test = OWN_LOSS, with_labels(test, labels) if test is not None else None
-    assert loss is not None
-    stream = as_stream(data, config.batch_size, labels)
-    if stream is not None:
-        check_stream(stream, config)
-        config = replace(config, batch_size=stream.batch_size, test=test)
-        return Workload(
-            model, stream, loss, optimizer, config, config.batch_norm, precision=config.precision, scheduling=scheduling
-        )
-    samples = given(data)
-    data = with_labels(samples.data, labels) if labels else samples.data
-    config = replace(
-        config, batch_size=batch_size_of(samples, config.batch_size), shuffle=samples.shuffles(config.shuffle),
-        test=test,
-    )  # fmt: skip
-    if config.lengths is not None and config.say is not None:
-        config.say(f"reading {length(data):,} samples once, for their lengths")
-    lengths = sample_lengths(data, test, config.lengths, config.pad)
-    if lengths is not None:
-        assert config.lengths is not None
-        test = Padded(test, lengths.padding, lengths.longest) if test is not None else None
-        config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test)
-    return Workload(
-        model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths, config.precision, scheduling
-    )
 
 
 def needs_norm(config: TrainConfig) -> bool:
     """Return whether the devices learn of all gradients before each update: to clip them, or to skip it."""
     return config.clip_norm is not None or config.scales_loss
-
-
-def check_stream(stream: BatchStream, config: TrainConfig) -> None:
-    """Refuse options that are for samples by number, and a length of training that does not follow from the data."""
-    for option, is_given in (
-        ("lengths", config.lengths is not None), ("feed='start'", config.feed == "start"),
-        ("shuffle", config.shuffle is not None),
-    ):  # fmt: skip
-        if is_given:
-            raise BadValue(
-                f"{option} is for samples that are taken by number; the {stream.name} makes the batches itself.",
-                hint="Give the data set in its place: mh.train(model, loader.dataset, batch_size=...).",
-            )
-    per_epoch = stream.batches_per_epoch
-    if config.steps is None and per_epoch is None:
-        raise BadValue(
-            f"The {stream.name} does not say how many batches it has: its epochs have no known end.",
-            hint="Write how many are trained: steps=1000.",
-        )
-    if config.batch_size not in (None, stream.batch_size):
-        raise BadValue(
-            f"batch_size is {config.batch_size!r}; the batches of the {stream.name} have {stream.batch_size} samples.",
-            hint="Leave out batch_size=.",
-        )
-    left_over = stream.incomplete_samples
-    if left_over and per_epoch is not None and (config.steps is None or config.steps >= per_epoch):
-        raise incomplete(stream.name, -1, left_over, stream.batch_size)
-    stream.expects_whole_epochs = config.steps is None
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:
@@ -255,6 +185,9 @@ class TrainJob(Job):
     @property
     def wanted_backups(self) -> int | None:
         return self.settings.backup_every
+
+    def listeners(self) -> tuple[ValidationListener, ...]:
+        return () if self.workload.scheduling is None else (self.workload.scheduling,)
 
     def planned(self, retry_policy: RetryPolicy, decided_before: Mapping[str, Any] | None) -> PlannedRun:
         """Measure, plan and predict. A resumed run with the same options keeps its plan: another would round

@@ -29,6 +29,11 @@ const WORDS = {
     ]
       .filter(Boolean)
       .join(", "),
+  validated: (one) =>
+    `after ${one.step} steps: ` +
+    Object.entries(one.metrics ?? {})
+      .map(([name, value]) => `${name} ${typeof value === "number" ? units.loss(value) : value}`)
+      .join(", "),
   finished: (one) => `${one.steps ?? "All"} steps`,
   failed: (one) => one.message ?? "",
   stopped: (one) => `at step ${one.step} of ${one.steps}`,
