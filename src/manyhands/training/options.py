@@ -43,11 +43,11 @@ class TrainOptions(TypedDict, total=False):
     precision: str
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
-    profile_seconds: float
     validate: Dataset[Any] | None
     validate_every: int | str | None
     metrics: Mapping[str, Metric] | None
     callbacks: Sequence[Callback]
+    profile_seconds: float
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
