@@ -23,7 +23,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.job.padding_check import check_padding
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.training.config import TrainConfig
-from manyhands.training.train import workload_of
+from manyhands.training.given_workload import workload_of
 from real_runs import train, workers
 
 LENGTHS, SAMPLES, STEPS, TOLERANCE = (5, 8, 12), 4, 6, 1e-9

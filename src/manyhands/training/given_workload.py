@@ -1,4 +1,4 @@
-"""The workload of `mh.train`, from what the caller gives: data taken by number or in batches, held-out data, metrics."""
+"""The workload of `mh.train`, from what its caller gives: data by number or in batches, held-out data, metrics."""
 
 from __future__ import annotations
 
