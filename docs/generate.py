@@ -26,6 +26,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/errors.md": errors.page,
     "docs/reference/options.md": configs.page,
     "src/manyhands/training/options.py": options.of_training,
+    "src/manyhands/training/prepare_options.py": options.of_preparing,
     "src/manyhands/split/options.py": options.of_splitting,
     "src/manyhands/inference/options.py": options.of_inference,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,19 @@ from manyhands.data.loader import Batch, Prefetcher
 
 MOST_BYTES = 512 * 2**20
 """The most bytes of batches that are kept; batches of earlier steps are loaded again."""
+
+
+class BatchSource(Protocol):
+    """The batches of an elastic job, which can be taken again. Called from the coordinator's loop."""
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """Yield batches from a step on, be it forwards or backwards."""
+
+    def has_batch(self) -> bool:
+        """Return whether the next batch can be taken now, or is being loaded; else nothing is waited for."""
+
+    def forget_before(self, step: int) -> None:
+        """Note that every weight after this step is in two places: the loss of one worker goes back no further."""
 
 
 class Rewindable:
@@ -55,6 +68,10 @@ class Rewindable:
                 del self._kept[min(self._kept)]
         self._next += 1
         return batch
+
+    def has_batch(self) -> bool:
+        """Return True: what is not loaded yet is being loaded."""
+        return True
 
     def forget_before(self, step: int) -> None:
         """Drop batches of earlier steps, which will not be needed again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,20 +148,10 @@ class Job:
     ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end, and return the result with the last plan, which may differ from `planned`."""
         workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
-        every = self.checkpoint_every(planned)
         first, last = self.start.steps_done, self.last_step
-        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         replanner = self.replanner(planned, strategy)
-        order = Order(
-            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=workload.optimizer,
-            seed=workload.seed, kernels=replanner.kernels(planned.plan), snapshots=snapshot_steps(first, last, every),
-            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
-            backup_every=self.backup_every(planned), predicted_seconds=planned.prediction.seconds,
-            watch_every=rounds_between_looks(
-                planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
-            ),
-            lengths=self._lengths_reported(),
-        )  # fmt: skip
+        order = self.order(planned, replanner, self.start, last)
+        order.lengths = self._lengths_reported()
         if workload.feed == "start":
             order.preload = self._preload(planned)
         fed = workload.data if order.preload is None else Numbered(workload.data)
@@ -200,6 +191,19 @@ class Job:
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
+
+    def order(self, planned: PlannedRun, guide: Guide, start: RunState, last: int) -> Order:
+        """Return the order of the steps from a state up to step `last`."""
+        first, plan, seconds = start.steps_done, planned.plan, planned.prediction.seconds
+        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
+        return Order(
+            graph=self.graph, plan=plan, start=start, last_step=last, optimizer=self.workload.optimizer,
+            seed=self.workload.seed, kernels=guide.kernels(plan),
+            snapshots=snapshot_steps(first, last, self.checkpoint_every(planned)), trace_steps=traced,
+            memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
+            backup_every=self.backup_every(planned), predicted_seconds=seconds,
+            watch_every=rounds_between_looks(seconds, (last - first) // plan.steps_per_round),
+        )  # fmt: skip
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
@@ -378,11 +382,14 @@ class Job:
             if self.say is not None:
                 self.say(text)
 
-    def evaluated(self, planned: PlannedRun, test: Dataset[Any]) -> EvaluateResult:
+    def evaluated(
+        self, planned: PlannedRun, test: Dataset[Any], *, keep_outputs: bool = False
+    ) -> EvaluateResult:
         """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
         trained, loss = self.trained.weights, self.workload.loss
+        evaluate = partial(evaluate_in, self.session, self.graph, keep_outputs=keep_outputs)
         try:
-            return evaluate_in(self.session, self.graph, planned.plan, trained, test, loss, planned.profile)
+            return evaluate(planned.plan, trained, test, loss, planned.profile)
         except WorkerLost as error:
             names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
             if not names:
@@ -390,7 +397,7 @@ class Job:
             self.tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
             stage = Stage((0, len(self.graph.network.layers)), (names[0],))
             alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
-            return evaluate_in(self.session, self.graph, alone, trained, test, loss, planned.profile)
+            return evaluate(alone, trained, test, loss, planned.profile)
 
     def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
         from manyhands.job.pictures import write_pictures  # imported late: a run need not wait for it

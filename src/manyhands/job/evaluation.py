@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -55,6 +55,8 @@ class EvaluateResult:
     accuracy: float | None
     """The part of samples whose largest output is the target, if targets are class numbers."""
     seconds: float
+    output: Any = field(default=None, repr=False)
+    """What the model returned for all samples, where that was asked for."""
 
 
 class _Padded(Dataset[Any]):
@@ -120,6 +122,8 @@ def evaluate_in(
     data: Dataset[Any],
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     profile: Profile,
+    *,
+    keep_outputs: bool = False,
 ) -> EvaluateResult:
     """Evaluate on the session's workers, by a plan's stages and shares."""
     refuse_pairs(graph)
@@ -129,13 +133,13 @@ def evaluate_in(
     steps = len(padded) // size
     kernels = {name: profile.of(name).kernels for name in stream.devices}
     order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=steps, kernels=kernels)
-    tally = _Tally(graph, loss, samples, size)
+    tally = _Tally(graph, loss, samples, size, keep_outputs=keep_outputs)
     with Prefetcher(padded, BatchOrder(len(padded), size, shuffle=False, seed=0), 0, steps) as batches:
         run = StreamRun(session.coordinator, order, _Batches(graph, batches, steps, tally))
         run.prepare()
         start = time.monotonic()
         run.stream()
-    return EvaluateResult(samples, tally.loss, tally.accuracy, time.monotonic() - start)
+    return EvaluateResult(samples, tally.loss, tally.accuracy, time.monotonic() - start, tally.output)
 
 
 class _Batches:
@@ -169,15 +173,18 @@ class _Tally:
     """Adds up losses and right answers."""
 
     def __init__(
-        self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int
-    ) -> None:
+        self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int, *,
+        keep_outputs: bool = False,
+    ) -> None:  # fmt: skip
         self.graph, self.samples, self.size = graph, samples, size
         self.function = self._own_loss if isinstance(loss, str) else loss
         self._penalties: list[torch.Tensor] = []
         self.targets: dict[int, Any] = {}
         """Targets of the batches under way, by step."""
-        self._is_whole = loss is not None and (
-            graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None
+        self._keeps_outputs = keep_outputs
+        self._is_whole = keep_outputs or (
+            loss is not None
+            and (graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None)
         )
         """Whether the loss of all samples does not follow from those of batches: all outputs are kept until the end."""
         self._kept: list[tuple[Any, Any]] = []
@@ -215,8 +222,13 @@ class _Tally:
         return Piece(loss, Weights.copied(loss))(inputs, Context(training=False))[loss.outputs[0]]
 
     @property
+    def output(self) -> Any:
+        """The outputs of all samples, as the module would return them at once; None: they were not kept."""
+        return rebuilt(_joined([output for output, _ in self._kept])) if self._keeps_outputs else None
+
+    @property
     def loss(self) -> float | None:
-        if self._kept:
+        if self._kept and self.function is not None:
             return self._loss_of(*(_joined([pair[part] for pair in self._kept]) for part in (0, 1)))
         return self._loss / self.samples if self.function is not None else None
 

@@ -86,12 +86,12 @@ def open_run(
     if tensorboard:
         record.board = TensorBoard(where, start.steps_done)
     living = record.living = Living(
-        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
+        where, command=command, model=graph.name, first_step=start.steps_done, steps=workload.known_steps or 0,
         batch_size=workload.batch_size,
     )  # fmt: skip
     ending: tuple[Ending, str] = ("ended", "")
     try:
-        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        record.event("started", model=graph.name, step=start.steps_done, steps=workload.known_steps)
         for check in checks:
             _record_check(record, check, config.say if config.verify is not False else None)
         remember(where)

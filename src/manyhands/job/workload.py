@@ -66,7 +66,7 @@ class Workload:
         if self.lengths is not None:
             padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
             self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
-        validate(self.optimizer, self.last_step)
+        validate(self.optimizer, self.known_steps)
 
     @property
     def seed(self) -> int:
@@ -82,6 +82,11 @@ class Workload:
         """The number of optimiser steps of the whole run."""
         steps = self.config.steps
         return steps if steps is not None else self.epochs * self.order.steps_per_epoch
+
+    @property
+    def known_steps(self) -> int | None:
+        """The number of optimiser steps of the whole run; None: as many as there will be batches."""
+        return self.last_step
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.data.rewinding import Rewindable
+from manyhands.data.rewinding import BatchSource
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
@@ -91,7 +91,7 @@ class ElasticJob:
         self,
         coordinator: Coordinator,
         order: Order,
-        batches: Rewindable,
+        batches: BatchSource,
         replan: Replan,
         retry_policy: RetryPolicy,
         *,
@@ -130,7 +130,7 @@ class ElasticJob:
             bounded = self._bounded(order)
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, on_arrivals=self._arrived,
+                should_pause=self._should_pause, has_batch=self.batches.has_batch, on_arrivals=self._arrived,
                 on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
             run = self._run = Run(

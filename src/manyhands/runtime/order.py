@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from manyhands.runtime.state import Located
 
 WAIT_LIMIT_SECONDS = 600.0
+IDLE_SECONDS = 10 * 365 * 24 * 3600.0
+"""Seconds that a worker waits for a feed that may come at any time: a coordinator that is gone is noticed by other
+means."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Order:
     """All samples, to be preloaded on the devices before the first step; batches then consist of sample numbers."""
     backup_every: int = 0
     """Rounds between two copies of all state that are kept against losses; 0: no copies."""
+    waits_for_batches: bool = False
+    """Whether batches come from somebody's own loop, when they come: no wait for the next one has a limit."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 
@@ -75,5 +80,5 @@ class Order:
 
 def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
     """Return the steps done at which state is kept: every `every` steps, and at the end."""
-    steps = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
+    steps = {*range((first // every + 1) * every, last + 1, every), last}
     return tuple(sorted(step for step in steps if step > first))

@@ -7,6 +7,7 @@ without watching: every event of every worker passes through `Run.follow`, where
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.handout import Handout
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.member import Lost, Member, MemberJoined
-from manyhands.runtime.order import Order
+from manyhands.runtime.order import IDLE_SECONDS, Order
 from manyhands.runtime.outcome import Outcome, RunHooks
 from manyhands.runtime.preparation import prepare
 from manyhands.runtime.reports import Reports
@@ -166,7 +167,7 @@ class Run:
     @property
     def worker_wait_seconds(self) -> float:
         """Seconds that a worker waits for a message of which nothing comes."""
-        return self.order.wait_limit_seconds
+        return IDLE_SECONDS if self.order.waits_for_batches else self.order.wait_limit_seconds
 
     @property
     def keepers(self) -> tuple[str, ...]:
@@ -215,7 +216,7 @@ class Run:
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._may_be_fed())
             is_behind = self.gathering.is_behind(self.feed.sent) or self.backups.is_behind(self.feed.sent)
-            return self.feed.sent < limit and not is_behind and not self.is_paused
+            return self.feed.sent < limit and not is_behind and not self.is_paused and self.hooks.has_batch()
 
         while (step := self.steps.steps_done) < self.order.last_step:
             self.is_paused = self.is_paused or self.hooks.should_pause()
@@ -230,6 +231,8 @@ class Run:
                 return self.steps.steps_done > step or may_feed() or (not self.is_paused and self.hooks.should_pause())
 
             limit_seconds = self.order.wait_limit_seconds + 30
+            if self.order.waits_for_batches and step == self.feed.sent:
+                limit_seconds = math.inf
             self.follow(moved, self.reports.handle, f"to end step {step}", limit_seconds, self.steps.last_ones)
 
     @property
