@@ -255,11 +255,15 @@ def check_batch(graph: Graph, samples: int, inputs: Any, targets: Any) -> None:
     """Refuse a batch that does not fit what the network and its loss were captured with."""
     loss = graph.loss
     assert loss is not None
-    tensors = bound_inputs(graph, inputs)
-    _check_shapes(tensors, {spec.name: spec.shape_for(samples) for spec in graph.inputs})
     named = bound("A batch's targets are", lambda: bind_tree(loss.input_tree[0][1], targets), targets)
-    shapes = {spec.name: spec.shape_for(samples) for spec in loss.inputs}
-    _check_shapes({name: named[name] for name in target_names(graph)}, shapes)
+    named = {name: named[name] for name in target_names(graph)}
+    for tensors, specs in ((bound_inputs(graph, inputs), graph.inputs), (named, loss.inputs)):
+        _check_shapes(tensors, {spec.name: spec.shape_for(samples) for spec in specs})
+        for spec in specs:
+            tensor = tensors.get(spec.name)
+            if tensor is not None and tensor.is_floating_point() and not dtype_of(spec.dtype).is_floating_point:
+                given = str(tensor.dtype).removeprefix("torch.")
+                raise BadData(f"A batch's '{spec.name}' is {given}; it must be {spec.dtype}.")
     check_labels(graph, targets, "The targets of the batch")
 
 
