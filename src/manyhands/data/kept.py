@@ -25,6 +25,7 @@ from manyhands.files.documents import write_failed
 
 MOST_BYTES = 512 * 2**20
 """The most bytes of batches that are kept in memory; beyond them, batches are written to files."""
+_PREFIX = "kept-batches-"
 _SPILLED = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -51,8 +52,11 @@ class KeptBatches:
 
     def __init__(self, folder: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
         """`folder`: where a folder for the files of batches is made, such as the run's; None: the system's place for
-        temporary files. It is made when it is needed, and deleted by `close`."""
+        temporary files. It is made when it is needed, and deleted by `close`. No two may have one folder at a
+        time."""
         self._folder, self._most_bytes = folder, most_bytes
+        for left in folder.glob(f"{_PREFIX}*") if folder is not None else ():  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
         self._spilling_to: Path | None = None
@@ -169,7 +173,7 @@ class KeptBatches:
             try:
                 if self._folder is not None:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                self._spilling_to = Path(tempfile.mkdtemp(prefix="batches-", dir=self._folder))
+                self._spilling_to = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._folder))
             except OSError as error:
                 raise write_failed(self._folder or "a temporary folder", error) from error
         return self._spilling_to / f"step-{step:06d}.safetensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import Dataset
@@ -20,6 +20,8 @@ class PushedBatches:
 
     A batch is kept until a checkpoint has the step that it was used in: nobody could load it again.
     """
+
+    can_come_again: ClassVar[bool] = False
 
     def __init__(self, first: int, kept: KeptBatches) -> None:
         self._kept = kept
@@ -47,14 +49,11 @@ class PushedBatches:
         self._next = step + 1
         return step, inputs, targets
 
-    def has_batch(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the next batch has been pushed."""
         return self._next < self.end
 
     def forget_before(self, step: int) -> None:
-        """Keep all: where several workers are lost at once, the job goes back to its last checkpoint (`saved`)."""
-
-    def saved(self, step: int) -> None:
         """Drop the batches of earlier steps: a checkpoint has what came of them."""
         self._kept.forget_before(step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -14,21 +14,22 @@ MOST_BYTES = 512 * 2**20
 """The most bytes of batches that are kept; batches of earlier steps are loaded again."""
 
 
-class BatchSource(Protocol):
-    """The batches of an elastic job, which can be taken again. Called from the coordinator's loop."""
+class RewindableBatches(Protocol):
+    """Batches of which a run may take some again."""
 
-    def from_step(self, step: int) -> Iterator[Batch]:
-        """Yield batches from a step on, be it forwards or backwards."""
+    can_come_again: ClassVar[bool]
+    """Whether batches that were forgotten can be loaded again; else they are forgotten only once a checkpoint has what
+    they led to."""
 
-    def has_batch(self) -> bool:
-        """Return whether the next batch can be taken now, or is being loaded; else nothing is waited for."""
+    def from_step(self, step: int) -> Iterator[Batch]: ...
 
-    def forget_before(self, step: int) -> None:
-        """Note that every weight after this step is in two places: the loss of one worker goes back no further."""
+    def forget_before(self, step: int) -> None: ...
 
 
 class Rewindable:
     """An iterable of batches from any step on. Batches since `forget_before` are kept, as far as there is room."""
+
+    can_come_again: ClassVar[bool] = True
 
     def __init__(self, open_at: Callable[[int], Prefetcher], first: int, most_bytes: int = MOST_BYTES) -> None:
         self._open_at, self._most_bytes = open_at, most_bytes
@@ -68,10 +69,6 @@ class Rewindable:
                 del self._kept[min(self._kept)]
         self._next += 1
         return batch
-
-    def has_batch(self) -> bool:
-        """Return True: what is not loaded yet is being loaded."""
-        return True
 
     def forget_before(self, step: int) -> None:
         """Drop batches of earlier steps, which will not be needed again."""

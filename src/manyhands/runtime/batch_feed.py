@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,17 @@ class BatchFeed:
         """Steps whose batches were sent."""
         self.inputs: dict[int, Any] = {}
         """Inputs of the steps under way."""
+        self.waits: dict[int, float] = {}
+        """Step -> seconds for which the devices had nothing to do because its batch was not loaded yet."""
+        self._idle_since: float | None = None
+
+    def has_next(self, batches: Batches, *, is_idle: bool) -> bool:
+        """Return whether the next batch is loaded; `is_idle`: the devices wait for it."""
+        look = getattr(batches, "is_ready", None)
+        is_ready = look is None or look()
+        if is_idle and not is_ready and self._idle_since is None:
+            self._idle_since = time.monotonic()
+        return is_ready
 
     def send(self, batches: Batches, round_first: int) -> None:
         """Send the next batch; `round_first`: the first step of its round."""
@@ -34,6 +46,8 @@ class BatchFeed:
         graph = self._order.graph_at(step)
         if self._order.preload is None:
             check_labels(graph, targets, f"The targets of step {step}")
+        if self._idle_since is not None:
+            self.waits[step], self._idle_since = time.monotonic() - self._idle_since, None
         self.inputs[step] = inputs
         self._feeders[graph].send(round_first, inputs, targets, step - round_first)
         self.sent += 1

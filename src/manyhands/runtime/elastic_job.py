@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.data.rewinding import BatchSource
+from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.facts.plan import Plan
@@ -67,6 +67,8 @@ class JobOutcome(Outcome):
     replayed_steps: int = 0
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
+    data_waits: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds for which all devices waited for its batch, where they did."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each recovery began, by the clock of this process."""
 
@@ -91,7 +93,7 @@ class ElasticJob:
         self,
         coordinator: Coordinator,
         order: Order,
-        batches: BatchSource,
+        batches: RewindableBatches,
         replan: Replan,
         retry_policy: RetryPolicy,
         *,
@@ -130,7 +132,7 @@ class ElasticJob:
             bounded = self._bounded(order)
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, has_batch=self.batches.has_batch, on_arrivals=self._arrived,
+                should_pause=self._should_pause, on_arrivals=self._arrived,
                 on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
             run = self._run = Run(
@@ -192,6 +194,8 @@ class ElasticJob:
             self._furthest = step + 1
             self._failures = 0
             self.outcome.step_seconds.append(seconds)
+            if self._run is not None and step in self._run.feed.waits:
+                self.outcome.data_waits[step] = self._run.feed.waits[step]
             if loss is not None:
                 self.outcome.losses.append(loss)
             if self._run is not None and self._run.outcome.staleness:
@@ -212,6 +216,7 @@ class ElasticJob:
             self._begun = run
             self.controller.began(run.order.plan, step + 1)
         self._dismiss(givers_too=True)
+        self.batches.forget_before(self.saved.steps_done)
 
     def _saved(self, snapshot: RunState) -> None:
         self.hooks.on_snapshot(snapshot)
@@ -219,7 +224,10 @@ class ElasticJob:
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
-        self.batches.forget_before(step)
+        if (
+            self.batches.can_come_again
+        ):  # two losses at once may take all copies: then the last checkpoint is what is left
+            self.batches.forget_before(step)
 
     def _should_pause(self) -> bool:
         """Return whether the round under way should be the last: members have changed, or a stop or plan is due."""

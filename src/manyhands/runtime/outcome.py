@@ -51,8 +51,6 @@ class RunHooks:
     """Called when every weight after this step is held in two places."""
     should_pause: Callable[[], bool] = lambda: False
     """Returns whether the round under way is to be the last."""
-    has_batch: Callable[[], bool] = lambda: True
-    """Returns whether the next batch can be taken now; one that is being loaded is waited for."""
     on_arrivals: OnArrivals = lambda name, arrivals: None
     """Called when a device has received messages from others, with how long each took."""
     on_progress: OnProgress = lambda name, message: None

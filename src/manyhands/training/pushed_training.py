@@ -233,7 +233,6 @@ class PushedTraining:
     def _saved(self, state: RunState) -> None:
         self.job._keep(state)
         self.state = state
-        self.batches.saved(state.steps_done)
 
     def _failed(self, error: BaseException) -> None:
         """End all waits of the loop with the error."""
