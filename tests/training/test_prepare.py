@@ -278,7 +278,7 @@ def test_plans_without_a_loss_after_each_step_are_refused(cluster: Coordinator, 
         prepared(cluster, tmp_path, replayed, example=batches(1)[0])
     with pytest.raises(BadValue, match="optimizer is not given"):
         prepare(network(), functional.cross_entropy)
-    with pytest.raises(BadValue, match="mh.prepare has no option epochs"):
+    with pytest.raises(BadValue, match=r"mh\.prepare has no option epochs"):
         prepare(network(), functional.cross_entropy, SGD, epochs=3)  # type: ignore[call-arg]
 
 
@@ -303,7 +303,11 @@ class OwnLoss(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.a(x)
-        return {"logits": logits} if labels is None else {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+        )
 
 
 @pytest.mark.slow

@@ -382,9 +382,7 @@ class Job:
             if self.say is not None:
                 self.say(text)
 
-    def evaluated(
-        self, planned: PlannedRun, test: Dataset[Any], *, keep_outputs: bool = False
-    ) -> EvaluateResult:
+    def evaluated(self, planned: PlannedRun, test: Dataset[Any], *, keep_outputs: bool = False) -> EvaluateResult:
         """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
         trained, loss = self.trained.weights, self.workload.loss
         evaluate = partial(evaluate_in, self.session, self.graph, keep_outputs=keep_outputs)

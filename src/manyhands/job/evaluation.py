@@ -22,6 +22,7 @@ from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.facts.summary import Summarized
 from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
@@ -45,8 +46,8 @@ from manyhands.session.session import Say, Session
 EXAMPLE_SAMPLES = 4
 
 
-@dataclass(frozen=True)
-class EvaluateResult:
+@dataclass(frozen=True, repr=False)
+class EvaluateResult(Summarized):
     """Loss and accuracy over a data set."""
 
     samples: int
@@ -57,6 +58,19 @@ class EvaluateResult:
     seconds: float
     output: Any = field(default=None, repr=False)
     """What the model returned for all samples, where that was asked for."""
+
+    def summary(self) -> dict[str, str]:
+        facts = {"samples": f"{self.samples:,}"}
+        if self.loss is not None:
+            facts["loss"] = f"{self.loss:.4g}"
+        if self.accuracy is not None:
+            facts["accuracy"] = f"{self.accuracy:.1%}"
+        return facts
+
+    @property
+    def line(self) -> str:
+        """The summary in one line."""
+        return ", ".join(f"{label} {value}" for label, value in self.summary().items())
 
 
 class _Padded(Dataset[Any]):
@@ -183,8 +197,7 @@ class _Tally:
         """Targets of the batches under way, by step."""
         self._keeps_outputs = keep_outputs
         self._is_whole = keep_outputs or (
-            loss is not None
-            and (graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None)
+            loss is not None and (graph.loss_combination in ("weighted", "whole") or ignored_class(graph) is not None)
         )
         """Whether the loss of all samples does not follow from those of batches: all outputs are kept until the end."""
         self._kept: list[tuple[Any, Any]] = []

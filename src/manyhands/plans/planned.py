@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, plan_line
+from manyhands.facts.summary import Summarized
+from manyhands.facts.units import format_seconds
 from manyhands.planner.pricing import Objective
 from manyhands.planner.task import Best, PlanCandidate
 
 
-@dataclass(frozen=True)
-class Planned:
+@dataclass(frozen=True, repr=False)
+class Planned(Summarized):
     """A plan, and the other candidates: the fastest first."""
 
     plan: Plan
@@ -21,3 +23,10 @@ class Planned:
     """The objective of a plan for inference; candidates' seconds are those of a sample. None: training."""
     best: Best = "throughput"
     """The objective of a plan for training."""
+
+    def summary(self) -> dict[str, str]:
+        priced = [one for one in self.candidates if one.plan is not None]
+        facts = {"plan": plan_line(self.plan)}
+        if priced:
+            facts["predicted"] = f"{format_seconds(min(one.seconds for one in priced))}, the best of {len(priced)}"
+        return facts

@@ -51,7 +51,9 @@ class PendingLoss:
         return numpy.asarray(self.item(), dtype=dtype)
 
     def __repr__(self) -> str:
-        return f"{self.item()!r}" if self.is_ready and self._future.exception() is None else f"<loss of step {self.step}>"
+        return (
+            f"{self.item()!r}" if self.is_ready and self._future.exception() is None else f"<loss of step {self.step}>"
+        )
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)

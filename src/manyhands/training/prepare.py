@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from manyhands.facts.plan import Plan
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.config import takes
 from manyhands.job.evaluation import EvaluateResult
+from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
 from manyhands.planner.task import TileOptions
 from manyhands.plans.planning import is_strategy
@@ -71,7 +72,7 @@ def prepare(
     optimizer       as for `mh.train`
     example         a batch like those to come: workers start and are measured now. Left out: at the first batch
     """
-    config = PrepareConfig.from_keywords("mh.prepare", options)
+    config = shown_in_notebook(PrepareConfig.from_keywords("mh.prepare", options))
     return TrainingStep(config, model, loss if loss is not None else OWN_LOSS, optimizer, example)
 
 

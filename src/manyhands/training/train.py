@@ -30,6 +30,7 @@ from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
 from manyhands.job.config import takes
 from manyhands.job.lengths import sample_lengths
+from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
 from manyhands.job.result import TrainResult
 from manyhands.job.workload import Workload
@@ -79,6 +80,7 @@ def train_with(
     optimizer: Optimizer,
 ) -> TrainResult:
     """Train as configured, and return the result."""
+    config = shown_in_notebook(config)
     workload = workload_of(config, model, data, loss, optimizer)
     say, plan, stored = config.say, config.plan, dict(config.config or {})
     tiles = config.tile_options
