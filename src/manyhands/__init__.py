@@ -112,12 +112,12 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult",
-    "Explanation", "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs",
-    "Plan", "Planned", "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "TrainingStep", "__version__", "capture",
-    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
-    "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter", "save_graph",
-    "simulate", "split_train", "tile_plan", "train", "without_weights",
+    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Explanation",
+    "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned",
+    "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "TrainingStep", "__version__", "capture", "collect",
+    "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster", "load_graph",
+    "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter", "save_graph", "simulate",
+    "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

@@ -182,14 +182,21 @@ def test_an_error_in_the_loop_leaves_a_trained_model_and_no_process(tmp_path: Pa
     given = batches(3)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     model = network(dropout=0.0)
-    with pytest.raises(ZeroDivisionError):
-        with prepare(model, functional.cross_entropy, SGD, cluster=mh.Cluster.local(2), folder=tmp_path / "a",
-                     plan="samples", verify=False, example=given[0]) as step:  # fmt: skip
-            during = workers_of(step)
+    during: set[int] = set()
+
+    def loop() -> None:
+        with prepare(
+            model, functional.cross_entropy, SGD, cluster=mh.Cluster.local(2), folder=tmp_path / "a", plan="samples",
+            verify=False, example=given[0],
+        ) as step:  # fmt: skip
+            during.update(workers_of(step))
             for number, batch in enumerate(given):
                 step(batch)
                 if number == 1:
-                    1 / 0
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
     assert len(during) == 2
     assert not any(psutil.pid_exists(pid) and pid not in before for pid in during)
     assert_alike(model, alone(given[:2])[0])

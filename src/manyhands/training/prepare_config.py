@@ -34,6 +34,6 @@ class PrepareConfig(TrainConfig):
     tune: int = _loops("tune")
     lengths: Sequence[int] | None = _loops("lengths")
     pad: Mapping[str, float] | None = _loops("pad")
-    test: Dataset[Any] | None = _loops("test")
+    test: Dataset[Any] | None = _loops("test")  # noqa: RUF009
     config: Mapping[str, Any] | None = _loops("config")
-    on_step: OnStep | None = _loops("on_step")
+    on_step: OnStep | None = _loops("on_step")  # noqa: RUF009
