@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from scheduled import ScheduledStepper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.executor.by_name import classes
-from manyhands.executor.optimizers import FUSED_STEPS, build, optimizer_names, slots, validate
+from manyhands.executor.optimizers import slots, validate
 from manyhands.executor.schedules import schedule_names
+from manyhands.executor.torch_optimizers import FUSED_STEPS, optimizer_names
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.facts.optimizer import Optimizer
 
@@ -76,11 +78,11 @@ def train(stepper: Any, held: dict[str, torch.Tensor], first: int, last: int) ->
 
 def check_resume(optimizer: Optimizer, dtype: torch.dtype = torch.float64) -> None:
     whole = weights(dtype)
-    straight = build(optimizer, whole)
+    straight = ScheduledStepper(optimizer, whole)
     train(straight, whole, 0, STEPS_BEFORE + STEPS_AFTER)
 
     first = weights(dtype)
-    stopped = build(optimizer, first)
+    stopped = ScheduledStepper(optimizer, first)
     train(stopped, first, 0, STEPS_BEFORE)
     rate = stopped.learning_rate
     tensors, scalars = stopped.state()
@@ -89,7 +91,7 @@ def check_resume(optimizer: Optimizer, dtype: torch.dtype = torch.float64) -> No
     train(stopped, first, STEPS_BEFORE, STEPS_BEFORE + 1)  # what was taken out must not follow
 
     second = weights(dtype)
-    resumed = build(optimizer, second)
+    resumed = ScheduledStepper(optimizer, second)
     train(resumed, second, 0, 2)  # a state of its own, to be forgotten
     with torch.no_grad():
         for name, tensor in second.items():
@@ -140,7 +142,7 @@ def test_every_optimizer_and_schedule_was_resumed() -> None:
 def test_same_steps_as_pytorch() -> None:
     ours, theirs = weights(), weights()
     following = [("LinearLR", {"total_iters": 4}), ("ExponentialLR", {"gamma": 0.9})]
-    stepper = build(Optimizer("sgd", lr=0.1, momentum=0.9, schedule=following), ours)
+    stepper = ScheduledStepper(Optimizer("sgd", lr=0.1, momentum=0.9, schedule=following), ours)
     trained = [one for one in theirs.values() if one.requires_grad]
     reference = torch.optim.SGD(trained, lr=0.1, momentum=0.9, fused=True)
     schedule = torch.optim.lr_scheduler.SequentialLR(
@@ -180,7 +182,7 @@ def test_every_fused_step_was_looked_up_before_threads_may_run_it() -> None:
             weight = torch.ones(3, 3, requires_grad=True)
             weight.grad = torch.ones(3, 3)
             with _Used() as watch:
-                build(Optimizer(name), {"w": weight}).step()
+                ScheduledStepper(Optimizer(name), {"w": weight}).step()
             used |= {one for one in watch.operators if "fused" in str(one)}
     assert torch.ops.aten._fused_sgd_.default in used
     assert used <= FUSED_STEPS
@@ -191,9 +193,9 @@ def test_fused_steps_are_the_usual_ones_however_gradients_lie(name: str) -> None
     torch.manual_seed(0)
     weight = torch.randn(4, 3, 2, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
     usual = weight.detach().clone().requires_grad_()
-    stepper = build(Optimizer(name, lr=0.1), {"w": weight})
+    stepper = ScheduledStepper(Optimizer(name, lr=0.1), {"w": weight})
     reference = getattr(torch.optim, name)([usual], lr=0.1, foreach=False)
-    assert stepper._torch.defaults["fused"]
+    assert stepper._steppers[0]._torch.defaults["fused"]
     for _ in range(3):
         gradient = torch.randn(4, 3, 2, 2, dtype=torch.float64)
         weight.grad, usual.grad = gradient, gradient.clone()
@@ -206,7 +208,7 @@ def test_a_fused_step_copies_no_gradient_of_a_weight_in_channels_last() -> None:
     """PyTorch's own does, and takes two to three times as long."""
     plain = torch.ones(4, 3, 2, 2).contiguous(memory_format=torch.channels_last).requires_grad_()
     plain.grad = torch.ones_like(plain)
-    stepper = build(Optimizer("SGD", lr=0.1), {"w": plain})
+    stepper = ScheduledStepper(Optimizer("SGD", lr=0.1), {"w": plain})
     with _Used() as watch:
         stepper.step()
     assert torch.ops.aten._fused_sgd_.default in watch.operators
@@ -218,7 +220,7 @@ def test_weights_that_are_laid_out_anew_between_steps() -> None:
     torch.manual_seed(0)
     weight = torch.randn(4, 3, 2, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
     usual = weight.detach().clone().requires_grad_()
-    stepper, reference = build(Optimizer("Adam", lr=0.1), {"w": weight}), torch.optim.Adam([usual], lr=0.1)
+    stepper, reference = ScheduledStepper(Optimizer("Adam", lr=0.1), {"w": weight}), torch.optim.Adam([usual], lr=0.1)
     for layout in (torch.channels_last, torch.contiguous_format, torch.channels_last):
         weight.data = weight.data.contiguous(memory_format=layout)
         weight.grad = torch.randn(4, 3, 2, 2, dtype=torch.float64)
@@ -231,21 +233,21 @@ def test_weights_that_are_laid_out_anew_between_steps() -> None:
 
 def test_whoever_asks_for_another_step_gets_it() -> None:
     weight = torch.zeros(2, 2, requires_grad=True)
-    assert not build(Optimizer("Adam", foreach=False), {"w": weight})._torch.defaults["fused"]
+    assert not ScheduledStepper(Optimizer("Adam", foreach=False), {"w": weight})._steppers[0]._torch.defaults["fused"]
     half = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
-    assert not build(Optimizer("Adam"), {"w": half})._torch.defaults["fused"]
+    assert not ScheduledStepper(Optimizer("Adam"), {"w": half})._steppers[0]._torch.defaults["fused"]
 
 
 def test_weights_without_gradients_have_no_state_yet() -> None:
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     held["out.weight"].grad = torch.ones_like(held["out.weight"])
     stepper.step()
     tensors, scalars = stepper.state()
     assert set(tensors) == {f"out.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     assert {name for name, value in scalars.items() if value is None} == set(scalars)
     assert "conv/a.bias/step" in scalars
-    again = build(Optimizer("Adam"), held)
+    again = ScheduledStepper(Optimizer("Adam"), held)
     again.load(tensors, scalars, 1)
     assert again.state()[1] == scalars
     train(again, held, 1, 2)  # a half-made state would fail here
@@ -256,10 +258,10 @@ def test_weights_without_gradients_have_no_state_yet() -> None:
 def test_state_of_a_part_of_the_weights() -> None:
     """What several workers wrote is united; each takes its own."""
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     train(stepper, held, 0, 3)
     tensors, scalars = stepper.state()
-    part = build(Optimizer("Adam"), {"out.weight": held["out.weight"]})
+    part = ScheduledStepper(Optimizer("Adam"), {"out.weight": held["out.weight"]})
     part.load(tensors, scalars, 3)
     assert set(part.state()[0]) == {f"out.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
     assert torch.equal(part.state()[0]["out.weight/exp_avg"], tensors["out.weight/exp_avg"])
@@ -267,20 +269,20 @@ def test_state_of_a_part_of_the_weights() -> None:
 
 def test_names_with_slashes_do_not_collide() -> None:
     held = {name: torch.ones(2, requires_grad=True) for name in ("a", "a/exp_avg", "a/exp_avg/exp_avg")}
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     for number, tensor in enumerate(held.values()):
         tensor.grad = torch.full_like(tensor, number + 1)
     stepper.step()
     tensors, scalars = stepper.state()
     assert len(tensors) == 9
-    again = build(Optimizer("Adam"), held)
+    again = ScheduledStepper(Optimizer("Adam"), held)
     again.load(tensors, scalars, 1)
     assert all(torch.equal(tensor, again.state()[0][entry]) for entry, tensor in tensors.items())
 
 
 def test_channels_last_state_is_laid_out_like_its_weight() -> None:
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     train(stepper, held, 0, 1)
     tensors = {entry: tensor.contiguous() for entry, tensor in stepper.state()[0].items()}
     stepper.load(tensors, {}, 1)
@@ -291,7 +293,7 @@ def test_channels_last_state_is_laid_out_like_its_weight() -> None:
 
 def test_without_copying_the_state_is_live() -> None:
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     train(stepper, held, 0, 1)
     live, copied = stepper.state(copy=False)[0], stepper.state()[0]
     train(stepper, held, 1, 2)
@@ -301,7 +303,7 @@ def test_without_copying_the_state_is_live() -> None:
 
 def test_a_loaded_state_is_copied() -> None:
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     train(stepper, held, 0, 1)
     tensors, scalars = stepper.state()
     before = {entry: tensor.clone() for entry, tensor in tensors.items()}
@@ -312,7 +314,7 @@ def test_a_loaded_state_is_copied() -> None:
 
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     held = weights()
-    stepper = build(Optimizer("Adam"), held)
+    stepper = ScheduledStepper(Optimizer("Adam"), held)
     train(stepper, held, 0, 2)
     tensors, scalars = stepper.state()
     before = stepper.state()[0]
@@ -330,7 +332,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         with pytest.raises(BadFile, match=message):
             stepper.load({**tensors, "out.weight/exp_avg": wrong}, scalars, 2)
     with pytest.raises(BadFile, match=r"holds 'conv/a.weight/exp_avg', .*another optimiser's"):
-        build(Optimizer("SGD"), held).load(tensors, scalars, 2)
+        ScheduledStepper(Optimizer("SGD"), held).load(tensors, scalars, 2)
     with pytest.raises(BadValue, match="step -1"):
         stepper.load(tensors, scalars, -1)
     assert stepper.steps_done == 2
@@ -338,7 +340,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 def test_before_the_first_step_nothing_is_missing() -> None:
-    stepper = build(Optimizer("Adam", schedule=("StepLR", {"step_size": 1})), weights())
+    stepper = ScheduledStepper(Optimizer("Adam", schedule=("StepLR", {"step_size": 1})), weights())
     stepper.load({}, {}, 0)
     stepper.load(*stepper.state(), 0)
     assert stepper.steps_done == 0
@@ -347,7 +349,9 @@ def test_before_the_first_step_nothing_is_missing() -> None:
 
 def test_no_trainable_weights() -> None:
     """A worker of layers without weights keeps the same learning rate as the others."""
-    stepper = build(Optimizer("Adam", lr=1.0, schedule=("ExponentialLR", {"gamma": 0.5})), {"frozen": torch.ones(2)})
+    stepper = ScheduledStepper(
+        Optimizer("Adam", lr=1.0, schedule=("ExponentialLR", {"gamma": 0.5})), {"frozen": torch.ones(2)}
+    )
     stepper.step()
     stepper.zero()
     assert stepper.learning_rate == 0.5
@@ -360,7 +364,7 @@ def test_tied_weights_are_stepped_once() -> None:
     one = torch.ones(2, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stepper = build(Optimizer("SGD", lr=1.0, momentum=0.5), {"a": one, "b": one})
+        stepper = ScheduledStepper(Optimizer("SGD", lr=1.0, momentum=0.5), {"a": one, "b": one})
     one.grad = torch.ones(2)
     stepper.step()
     assert one.tolist() == [0, 0]
@@ -369,7 +373,7 @@ def test_tied_weights_are_stepped_once() -> None:
 
 def test_zero_forgets_gradients() -> None:
     held = weights()
-    stepper = build(Optimizer("SGD"), held)
+    stepper = ScheduledStepper(Optimizer("SGD"), held)
     backward(held, 0)
     assert held["scale"].grad is not None
     stepper.zero()
@@ -412,7 +416,7 @@ def test_good_ones_are_valid(optimizer: Optimizer) -> None:
         (Optimizer("SGD", momentun=0.9), "SGD takes no option 'momentun'"),
         (Optimizer("SGD", params=1), "SGD takes no option 'params'"),
         (Optimizer("Adam", differentiable=True), "refused by PyTorch"),
-        (Optimizer("LBFGS"), "LBFGS cannot be used: it evaluates the loss again"),
+        (Optimizer("LBFGS"), "LBFGS cannot be used: it evaluates the loss again and again .* that cannot be split"),
         (Optimizer("sparseadam"), "SparseAdam cannot be used: it needs sparse gradients"),
         (Optimizer("SGD", schedule=("ReduceLROnPlateau", {})), "ReduceLROnPlateau cannot be used: it needs a metric"),
         (Optimizer("SGD", schedule=("LambdaLR", {})), "LambdaLR cannot be used: it needs a function"),
@@ -421,7 +425,7 @@ def test_good_ones_are_valid(optimizer: Optimizer) -> None:
         (Optimizer("SGD", schedule=("ChainedScheduler", {})), "ChainedScheduler cannot be used: .*given as a list"),
         (Optimizer("SGD", schedule=("CosineAnnealingLR", {})), "CosineAnnealingLR needs T_max, which is not given"),
         (Optimizer("SGD", schedule=("StepLR", {"size": 3})), "StepLR takes no option 'size'"),
-        (Optimizer("SGD", schedule=("StepLR", {"step_size": 0})), r"The schedule \(StepLR\) cannot go on"),
+        (Optimizer("SGD", schedule=("StepLR", {"step_size": 0})), "The schedule StepLR cannot go on"),
         (
             Optimizer("SGD", schedule=("StepLR", {"step_size": 1, "last_epoch": 3})),
             "StepLR takes no option 'last_epoch'",
@@ -454,30 +458,28 @@ def test_hints_say_what_to_type() -> None:
 
 def test_names_are_found_in_any_case() -> None:
     held = weights()
-    stepper = build(Optimizer("rmsPROP", schedule=("exponentiallr", {"gamma": 0.5})), held)
+    stepper = ScheduledStepper(Optimizer("rmsPROP", schedule=("exponentiallr", {"gamma": 0.5})), held)
     train(stepper, held, 0, 1)
     assert stepper.learning_rate == 0.005
 
 
 def test_a_schedule_that_ends_says_so() -> None:
     held = weights()
-    stepper = build(Optimizer("SGD", schedule=("OneCycleLR", {"max_lr": 0.1, "total_steps": 3})), held)
+    stepper = ScheduledStepper(Optimizer("SGD", schedule=("OneCycleLR", {"max_lr": 0.1, "total_steps": 3})), held)
     train(stepper, held, 0, 3)
-    with pytest.raises(BadValue, match=r"\(OneCycleLR\) cannot go on after step 3: Tried to step 4 times"):
-        train(stepper, held, 3, 4)
-    with pytest.raises(BadValue, match="cannot go on after step 3"):
-        stepper.load(*stepper.state(), 9)
+    with pytest.raises(BadValue, match="OneCycleLR cannot go on after step 3: Tried to step 4 times"):
+        train(stepper, held, 3, 5)
 
 
 @pytest.mark.skipif("Muon" not in optimizer_names(), reason="this PyTorch has no Muon")
 def test_muon_takes_matrices_only() -> None:
     with pytest.raises(BadValue, match="refused by PyTorch: Muon only supports 2D"):
-        build(Optimizer("Muon"), weights())
+        ScheduledStepper(Optimizer("Muon"), weights())
 
 
 def test_what_cannot_be_optimized() -> None:
     with pytest.raises(BadValue, match="non-leaf"):
-        build(Optimizer("SGD"), {"a": torch.ones(2, requires_grad=True) * 2})
+        ScheduledStepper(Optimizer("SGD"), {"a": torch.ones(2, requires_grad=True) * 2})
 
 
 def test_only_refused_schedules_take_code() -> None:

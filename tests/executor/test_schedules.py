@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from scheduled import ScheduledStepper
 from torch.optim import lr_scheduler
 
-from manyhands.executor.optimizers import at_start, build, slots, validate
-from manyhands.executor.schedules import schedule_names
+from manyhands.executor.optimizers import slots, validate
+from manyhands.executor.schedules import at_start, schedule_names
+from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer, parse
 
@@ -60,10 +62,18 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], name: str) -> tuple[list
     return found, weight.detach()
 
 
+def begin(optimizer: Optimizer, steps: int) -> None:
+    """Refuse what a job of so many steps refuses before it starts."""
+    validate(optimizer)
+    scheduling = Scheduling.by_name(optimizer)
+    assert scheduling is not None
+    scheduling.begin(steps_per_epoch=6, last_step=steps)
+
+
 def check(optimizer: Optimizer, make: Callable[[torch.optim.Optimizer], Any]) -> None:
-    validate(optimizer, STEPS)
+    begin(optimizer, STEPS)
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    stepper = build(optimizer, {"w": weight})
+    stepper = ScheduledStepper(optimizer, {"w": weight})
     found = []
     for step in range(STEPS):
         found.append(stepper.learning_rate)
@@ -107,7 +117,7 @@ def test_several_on_the_command_line() -> None:
 def test_going_on_in_the_second_of_two() -> None:
     """Without a warning, and with the rates of a run that was never stopped."""
     optimizer = Optimizer("SGD", lr=0.1, momentum=0.5, schedule=[WARM_UP, COSINE])
-    straight, resumed = (build(optimizer, {"w": torch.ones(2, requires_grad=True)}) for _ in range(2))
+    straight, resumed = (ScheduledStepper(optimizer, {"w": torch.ones(2, requires_grad=True)}) for _ in range(2))
     for _ in range(9):
         straight.step()
     with warnings.catch_warnings():
@@ -134,7 +144,7 @@ def test_as_at_the_first_step_for_as_long_as_one_likes(optimizer: Optimizer, rat
     plain = at_start(optimizer)
     assert plain.schedule == ()
     assert slots(plain) == slots(optimizer) == kept
-    stepper = build(plain, {"w": torch.ones(2, requires_grad=True)})
+    stepper = ScheduledStepper(plain, {"w": torch.ones(2, requires_grad=True)})
     for _ in range(12):
         assert stepper.learning_rate == pytest.approx(rate)
         stepper.step()
@@ -150,6 +160,6 @@ def test_as_at_the_first_step_for_as_long_as_one_likes(optimizer: Optimizer, rat
 )
 def test_a_run_longer_than_its_schedule_is_refused_at_once(schedule: Any, milestones: Any, said: str) -> None:
     with pytest.raises(BadValue, match=said) as caught:
-        validate(Optimizer("SGD", lr=0.1, schedule=schedule, milestones=milestones), STEPS)
+        begin(Optimizer("SGD", lr=0.1, schedule=schedule, milestones=milestones), STEPS)
     assert "total_steps=" in caught.value.hint
-    validate(Optimizer("SGD", lr=0.1, schedule=schedule, milestones=milestones), 9)
+    begin(Optimizer("SGD", lr=0.1, schedule=schedule, milestones=milestones), 9)

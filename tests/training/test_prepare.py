@@ -303,6 +303,66 @@ def test_a_loop_resumes_at_its_checkpoint(cluster: Coordinator, tmp_path: Path) 
     assert_alike(model, alone(given)[0])
 
 
+def test_a_loop_with_all_its_lines_trains_alike(cluster: Coordinator, tmp_path: Path) -> None:
+    """PyTorch's optimizer and scheduler as they were, with groups; what else was in the loop does nothing."""
+    given = batches(6)
+
+    def made(model: nn.Module) -> tuple[Any, Any]:
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}]  # type: ignore[index]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    plain, model = network(dropout=0.0), network(dropout=0.0)
+    optimizer, scheduler = made(plain)
+    losses = []
+    for number, (x, y) in enumerate(given):
+        optimizer.zero_grad()
+        plain[1].requires_grad_(False)
+        loss = functional.cross_entropy(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        if number % 2:
+            scheduler.step()
+        losses.append(loss.item())
+    plain[1].requires_grad_(True)
+    expected = optimizer.state_dict()
+    optimizer, scheduler = made(model)
+    step = prepare(model, functional.cross_entropy, optimizer, cluster=cluster, plan="samples", folder=tmp_path / "run")
+    for number, (x, y) in enumerate(given):
+        optimizer.zero_grad()
+        loss = step((x, y))
+        loss.backward()
+        if number == 3:
+            with pytest.raises(BadValue, match="Gradients are summed and used on the workers"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if number % 2:
+            scheduler.step()
+        assert float(loss) == pytest.approx(losses[number], abs=1e-10)
+    step.close()
+    assert_alike(model, plain)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    for key, state in expected["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(optimizer.state_dict()["state"][key][name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_options_that_cannot_change_from_step_to_step_are_refused(cluster: Coordinator, tmp_path: Path) -> None:
+    given = batches(2)
+    model = network(dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with prepare(
+        model, functional.cross_entropy, optimizer, cluster=cluster, plan="samples", folder=tmp_path / "run"
+    ) as step:
+        step(given[0])
+        optimizer.param_groups[0]["nesterov"] = True
+        with pytest.raises(BadValue, match="options have changed"):
+            step(given[1])
+        optimizer.param_groups[0]["nesterov"] = False
+        step(given[1])
+    assert_alike(model, alone(given)[0])
+
+
 class OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -346,4 +406,4 @@ def test_every_option_of_mh_train_is_the_loops_or_not() -> None:
     assert missing == {
         "epochs", "steps", "batch_size", "shuffle", "feed", "tune", "lengths", "pad", "test", "config", "on_step",
     }  # fmt: skip
-    assert len(keywords_of(PrepareConfig)) == 22
+    assert len(keywords_of(PrepareConfig)) == 23

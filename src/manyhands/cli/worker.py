@@ -45,6 +45,12 @@ def worker(
     silo: Annotated[
         str, typer.Option("--silo", help="FILE.npz of samples that only this device has: id, and inputs or target.")
     ] = "",
+    allow_optimizer: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-optimizer", help="package.Class of an optimizer that jobs may name, beside PyTorch's. Repeatable."
+        ),
+    ] = None,
     confine: Confine = True,
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
@@ -62,8 +68,10 @@ def worker(
     is_typed = not parent
     if parent:
         die_with_parent(parent)
+    from manyhands.facts.allowed_optimizers import allow_optimizers
     from manyhands.session.joining import check_joining, check_slowdown, check_wait, parse_address, parse_compute
 
+    allow_optimizers(allow_optimizer or ())
     host, port = parse_address(join) if join else ("", 0)
     compute = parse_compute(compute)
     check_slowdown(slowdown)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from manyhands.facts.errors import BadValue, ManyhandsError, did_you_mean, unknown
-from manyhands.facts.optimizer import Option
+from manyhands.facts.optimizer_options import Option
 
 T = TypeVar("T")
 _NOT_OPTIONS = {"self", "params", "optimizer", "last_epoch", "verbose", "scale_fn"}

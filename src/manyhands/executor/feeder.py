@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from manyhands.data.preload import Preload
 from manyhands.data.silo import SiloContent
 from manyhands.executor.boxes import dtype_of, packed_alone, place_of
 from manyhands.executor.messages import ROWS, FeedPart, everything_fed, feed_parts
+from manyhands.executor.rates import rates_topic
 from manyhands.executor.resident_dataset import SAMPLES, resident_key
 from manyhands.executor.share_loss import shared_totals, target_names
 from manyhands.facts.boxes import Box
@@ -130,6 +131,12 @@ class Feeder:
         if self.with_targets:
             bound_targets = self._with_totals(self._checked(self._named_targets(targets), self._target_specs))
         self._send(step, values, bound_targets, place)
+
+    def send_rates(self, step: int, numbers: Sequence[float], place: int = 0) -> None:
+        """Send every device the numbers that a schedule gives one step; `step` and `place` as in `send`."""
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        for device in self.plan.devices:
+            self.endpoint.send(device, step, rates_topic(place), [tensor])
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
         """Send one batch without targets, by the names of the network's inputs; under ROWS, how many are samples."""

@@ -20,6 +20,7 @@ from manyhands.executor.messages import COORDINATOR, expected_messages, feed_par
 from manyhands.executor.messenger import Messenger
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.rates import ArrivingRates, RateLayout
 from manyhands.executor.reductions import Reductions
 from manyhands.executor.runner import Runner
 from manyhands.executor.share_loss import ShareLoss, trained_weights
@@ -72,8 +73,11 @@ class GraphPart:
             self.diagnosis, recorder, setup.slowdown,
         )  # fmt: skip
         self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder)
+        rates = None
+        if options.is_scheduled and setup.stepper is not None:
+            rates = ArrivingRates(endpoint, RateLayout.of(setup.stepper.optimizer), plan.steps_per_round)
         self.updates = WeightUpdates(
-            weights, setup.stepper, self.reductions, set(weights.tensors) - trained_weights(graph)
+            weights, setup.stepper, self.reductions, set(weights.tensors) - trained_weights(graph), rates
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
@@ -85,7 +89,7 @@ class GraphPart:
         size = self.in_flight.feed.bytes
         if size:
             messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.schedule.plan.micro_batches)}
-        return messages
+        return messages | self.updates.expected()
 
     def samples_in(self, stage: int) -> int:
         """Return the samples of a micro-batch that this device computes in a stage."""
@@ -96,7 +100,7 @@ class GraphPart:
         """Forget what an interrupted round left."""
         self.in_flight.begin_round(step)
         self.messenger.forget()
-        self.updates.begin_round()
+        self.updates.begin_round(step)
         self.diagnosis.begin_round()
 
     def rest(self) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.executor.by_name import check_options, classes, error_text, resolve, wrapped
-from manyhands.executor.schedules import check_length, scheduler
+from manyhands.executor.by_name import wrapped
+from manyhands.executor.group_stepper import GroupStepper
+from manyhands.executor.schedules import at_start
+from manyhands.executor.scheduling import Scheduling
+from manyhands.executor.torch_optimizers import resolve_optimizer
 from manyhands.facts.errors import BadFile, BadValue
-from manyhands.facts.optimizer import Optimizer, Option
+from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.optimizer_groups import OptimizerGroup
 from manyhands.graph.graph import Graph
-from manyhands.graph.weights import Weights, dense_gradient, memory_order
+from manyhands.graph.weights import Weights
 from manyhands.profiler.steps import now
 
 SEPARATOR = "/"
@@ -28,85 +31,52 @@ _PROBE_SIZES = (2, 3, 5, 7, 11, 13)
 """Sizes of a probe's axes: all different, so that a state tensor's axes tell which of the weight's they follow."""
 _MOST_NAMED = 5
 _TIMED_STEPS = 6
-_REFUSED_OPTIMIZERS = {
-    "LBFGS": "it evaluates the loss again and again within a step, which workers cannot",
-    "SparseAdam": "it needs sparse gradients, and those of workers are dense",
-}
-_ABOUT_FUSING = {"fused", "foreach", "differentiable", "capturable"}
-
-
-def _looked_up(*names: str) -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in names]
-    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
-
-
-FUSED_STEPS = _looked_up("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
-"""Operators of fused steps, looked up here and kept. Under a mode (`PeakBytes`) PyTorch looks up an operator at its
-first use, and where two threads do that at once it goes on with the one that it has freed (2.13). This module is read
-by one thread."""
 
 
 class Stepper:
-    """One optimiser with its schedules over the trainable weights of a mapping, in the mapping's order."""
+    """One optimiser with its groups over the trainable weights of a mapping, in the mapping's order.
+
+    Options stay as they are, unless the numbers of a step are given (`take`): schedules run in the coordinator.
+    """
 
     def __init__(self, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> None:
-        self.optimizer = optimizer
-        self._probes = _Probes(optimizer)
+        self.optimizer, self._groups = optimizer, optimizer.all_groups
+        self._probes = _Probes()
         self.weights: dict[str, torch.Tensor] = {}
         stepped_ids: set[int] = set()
         for name, tensor in weights.items():
             if tensor.requires_grad and id(tensor) not in stepped_ids:  # a tied weight is stepped once
                 self.weights[name] = tensor
                 stepped_ids.add(id(tensor))
+        numbers = optimizer.group_numbers
+        self._number_of = {name: numbers.get(name, 0) for name in self.weights}
+        self._taken: Sequence[Mapping[str, float | tuple[float, ...]]] = ()
         self._start()
 
     def _start(self) -> None:
         self.steps_done = 0
-        self._torch, self._schedule = _construct(self.optimizer, list(self.weights.values()))
-        self._laid = {name: _laid(weight) for name, weight in self.weights.items()}
-        self._rows = self._laid_as_rows() if self._torch.defaults.get("fused") else {}
-        if self._rows:
-            over = [self._stepped(name) for name in self.weights]
-            self._torch, self._schedule = _construct(self.optimizer, over)
-
-    def _laid_as_rows(self) -> dict[str, _Row]:
-        """Return, for weights in channels_last, contiguous leaves over the same memory: a fused step, which knows no
-        axes, copies the gradients of others first, and takes two to three times as long."""
-        rows = {}
+        members: dict[int, dict[str, torch.Tensor]] = {}
         for name, weight in self.weights.items():
-            order = memory_order(weight)
-            view = weight.detach().permute(order)
-            if view.is_contiguous() and not weight.is_contiguous():
-                rows[name] = _Row(view.requires_grad_(), order)
-        return rows
+            members.setdefault(self._number_of[name], {})[name] = weight
+        self._steppers = {number: GroupStepper(self._groups[number], named) for number, named in members.items()}
+        self._set_options()
 
-    def _stepped(self, name: str) -> torch.Tensor:
-        """Return the tensor that PyTorch's optimiser has for a weight."""
-        row = self._rows.get(name)
-        return self.weights[name] if row is None else row.leaf
+    def take(self, options: Sequence[Mapping[str, float | tuple[float, ...]]]) -> None:
+        """Take options of each of the optimizer's groups, from the next step on."""
+        self._taken = options
+        self._set_options()
+
+    def _set_options(self) -> None:
+        if self._taken:
+            for number, stepper in self._steppers.items():
+                stepper.set_options(self._taken[number])
 
     def step(self) -> None:
-        """Step the optimiser, then its schedule. Weights without a gradient stay as they are."""
-        for weight in self.weights.values():
-            if weight.grad is not None and weight.grad.stride() != weight.stride():
-                dense_gradient(weight)  # a fused step takes both for rows of numbers
-        if any(_laid(weight) != self._laid[name] for name, weight in self.weights.items()):
-            self.load(*self.state(), self.steps_done)  # they have been laid out anew
-        for name, row in self._rows.items():
-            gradient = self.weights[name].grad
-            row.leaf.grad = None if gradient is None else gradient.permute(row.order)
-        self._torch.step()
-        for row in self._rows.values():
-            row.leaf.grad = None
-        self._step_schedule()
-
-    def _step_schedule(self) -> None:
-        try:
-            if self._schedule is not None:
-                self._schedule.step()
-        except (ValueError, ArithmeticError) as error:
-            names, why = ", ".join(name for name, _ in self.optimizer.schedule), error_text(error)
-            raise BadValue(f"The schedule ({names}) cannot go on after step {self.steps_done}: {why}") from error
+        """Step the optimiser. Weights without a gradient stay as they are."""
+        if any(stepper.is_laid_anew for stepper in self._steppers.values()):
+            self.load(*self.state(), self.steps_done)
+        for stepper in self._steppers.values():
+            stepper.step()
         self.steps_done += 1
 
     def zero(self) -> None:
@@ -114,15 +84,13 @@ class Stepper:
         for weight in self.weights.values():
             weight.grad = None
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return float(self._torch.param_groups[0]["lr"])
-
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept for the weights now, those in use."""
-        states = self._torch.state.values()
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [tensor for stepper in self._steppers.values() for tensor in stepper.state_tensors()]
+
+    def _expected(self, name: str) -> dict[str, Any]:
+        """Return the state that a small weight of the same kind has."""
+        return self._probes.of(self._groups[self._number_of[name]], self.weights[name])
 
     def state(self, *, copy: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return tensors, and plain values, by `weight/key`. None: not there yet, as before a weight's first gradient.
@@ -131,12 +99,11 @@ class Stepper:
         """
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Any] = {}
-        for name, weight in self.weights.items():
-            entries, row = self._torch.state.get(self._stepped(name), {}), self._rows.get(name)
-            for key in dict.fromkeys([*self._probes.of(weight), *entries]):
+        for name in self.weights:
+            entries = self._steppers[self._number_of[name]].entries(name)
+            for key in dict.fromkeys([*self._expected(name), *entries]):
                 value = entries.get(key)
                 if isinstance(value, torch.Tensor):
-                    value = value if row is None else row.as_weight(value)
                     tensors[_entry(name, key)] = value.detach().clone() if copy else value.detach()
                 else:
                     scalars[_entry(name, key)] = value
@@ -146,19 +113,14 @@ class Stepper:
     def load(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], steps_done: int) -> None:
         """Go on from a state taken after `steps_done` steps, as if there had been no break. Weights are not touched.
 
-        Entries of other weights are ignored. Schedules are replayed: most compute a rate from the one before.
+        Entries of other weights are ignored.
         """
         if steps_done < 0:
             raise BadValue(f"The state is of step {steps_done}; steps are >= 0.")
         states = dict(self._find(tensors, scalars, steps_done))
         self._start()
         for name, entries in states.items():
-            row = self._rows.get(name)
-            self._torch.state[self._stepped(name)] = entries if row is None else row.as_rows(entries)
-        self._torch.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
-        if self._schedule is not None:
-            for _ in range(steps_done):
-                self._step_schedule()
+            self._steppers[self._number_of[name]].set_entries(name, entries)
         self.steps_done = steps_done
 
     def _find(
@@ -171,7 +133,7 @@ class Stepper:
             stored_keys.setdefault(name, set()).add(key)
         if steps_done == 0 and not any(name in stored_keys for name in self.weights):
             return  # before the first step there is nothing to miss
-        expected = {name: self._probes.of(weight) for name, weight in self.weights.items()}
+        expected = {name: self._expected(name) for name in self.weights}
         missing = [
             _entry(name, key) for name, keys in expected.items() for key in keys if key not in stored_keys.get(name, ())
         ]
@@ -181,8 +143,8 @@ class Stepper:
             strange = sorted(stored_keys.get(name, set()) - set(expected[name]))
             if strange:
                 raise BadFile(
-                    f"The state holds {_named([_entry(name, key) for key in strange])}, which {self.optimizer} does "
-                    f"not keep: it is another optimiser's."
+                    f"The state holds {_named([_entry(name, key) for key in strange])}, which "
+                    f"{self._groups[self._number_of[name]].name} does not keep: it is another optimiser's."
                 )
             entries: dict[str, Any] = {}
             for key, like in expected[name].items():
@@ -194,93 +156,72 @@ class Stepper:
                 yield name, entries
 
 
-class _Row(NamedTuple):
-    """A weight in the order of its memory, for a step that goes over it number by number."""
-
-    leaf: torch.Tensor
-    order: tuple[int, ...]
-    """The weight's axes in the leaf's order."""
-
-    def as_weight(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a state's tensor with the weight's axes."""
-        if value.dim() != len(self.order):
-            return value
-        return value.permute([self.order.index(axis) for axis in range(len(self.order))])
-
-    def as_rows(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all that is kept for a weight, with the leaf's axes."""
-        return {
-            key: value.permute(self.order)
-            if isinstance(value, torch.Tensor) and value.dim() == len(self.order)
-            else value
-            for key, value in entries.items()
-        }
-
-
-def _laid(weight: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return where a weight's memory is, and the order in which its numbers lie there."""
-    return weight.data_ptr(), weight.stride()
-
-
 class _Probes:
-    """The state that an optimiser keeps for a weight, found by stepping a small one of its type and device, with as
-    many axes."""
+    """The state that a group's optimiser keeps for a weight, found by stepping a small one of its type and device, with
+    as many axes."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._known: dict[tuple[int, torch.dtype, torch.device], dict[str, Any]] = {}
+    def __init__(self) -> None:
+        self._known: dict[tuple[OptimizerGroup, int, torch.dtype, torch.device], dict[str, Any]] = {}
 
-    def of(self, weight: torch.Tensor) -> dict[str, Any]:
-        kind = (weight.dim(), weight.dtype, weight.device)
+    def of(self, group: OptimizerGroup, weight: torch.Tensor) -> dict[str, Any]:
+        kind = (group, weight.dim(), weight.dtype, weight.device)
         if kind not in self._known:
             sizes = (*_PROBE_SIZES, *[2] * weight.dim())[: weight.dim()]
-            self._known[kind] = _state_after_a_step(self.optimizer, sizes, weight.dtype, weight.device)
+            self._known[kind] = _state_after_a_step(group, sizes, weight.dtype, weight.device)
         return self._known[kind]
 
 
 def build(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> Stepper:
-    """Return the optimiser over the trainable tensors of `weights`; for a worker that holds none it still has the
-    schedules."""
+    """Return the optimiser over the trainable tensors of `weights`, of which a worker may hold none."""
     return Stepper(optimizer, weights)
 
 
-def validate(optimizer: Optimizer, steps: int | None = None) -> None:
-    """Refuse, before anything starts, an optimiser that cannot be built, makes no step, or whose schedule ends before
-    so many steps."""
-    _state_after_a_step(optimizer, (4, 4))
-    if steps is not None:
-        check_length(optimizer, _construct(optimizer, [])[1], steps)
-
-
-def at_start(optimizer: Optimizer) -> Optimizer:
-    """Return the optimiser as it is at its first step, without its schedule.
-
-    Measuring and trying plans take as many steps as they need, which may be more than the schedule has.
-    """
-    if not optimizer.schedule:
-        return optimizer
-    group = _construct(optimizer, [])[0].param_groups[0]
-    options: dict[str, Any] = optimizer.options
-    options.update((name, group[name]) for name in ("lr", "momentum", "betas") if name in group)  # OneCycleLR's
-    return Optimizer(optimizer.name, **options)
+def validate(optimizer: Optimizer, weights: Iterable[tuple[str, int]] = ()) -> None:
+    """Refuse, before anything starts, an optimiser that cannot be built, makes no step, or cannot train a weight;
+    `weights`: names with how many axes each has."""
+    for group in optimizer.all_groups:
+        _state_after_a_step(group, (4, 4))
+    if (scheduling := Scheduling.by_name(optimizer)) is not None:
+        scheduling.at(1)
+    numbers, tried = optimizer.group_numbers, set[tuple[int, int]]()
+    for name, axes in weights:
+        number = numbers.get(name, 0)
+        if axes == 2 or (number, axes) in tried:
+            continue
+        tried.add((number, axes))
+        group = optimizer.all_groups[number]
+        try:
+            _state_after_a_step(group, (2,) * axes)
+        except BadValue as error:
+            raise BadValue(
+                f"{group.name} cannot train '{name:.120}', which has {axes} axes: {error.message}",
+                hint='Give such weights to another class: groups=[{"weights": ["*.bias"], "optimizer": "AdamW"}], or '
+                "a list of torch.optim objects.",
+            ) from error
 
 
 def slots(optimizer: Optimizer) -> int:
-    """Return how many numbers the optimiser keeps for each parameter once it has stepped: SGD 0, with momentum 1, Adam
-    2."""
-    state = _state_after_a_step(optimizer, (4, 4))
+    """Return how many numbers the optimiser keeps for each parameter once it has stepped, in the group that keeps most:
+    SGD 0, with momentum 1, Adam 2."""
+    return max(map(_slots_of, at_start(optimizer).all_groups))
+
+
+def _slots_of(group: OptimizerGroup) -> int:
+    state = _state_after_a_step(group, (4, 4))
     count = sum(value.numel() for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
     return math.ceil(count / 16)
 
 
 def with_lower_rate(optimizer: Optimizer) -> Optimizer:
-    """Return the same optimiser with a tenth of its learning rate: what to try after a run that diverged."""
-    rate = optimizer.options.get("lr")
-    if rate is None:
-        rate = inspect.signature(getattr(torch.optim, optimizer.name)).parameters["lr"].default
-    assert isinstance(rate, (int, float))
-    options = {**optimizer.options, "lr": float(f"{rate / 10:.2g}")}
-    return Optimizer(optimizer.name, schedule=optimizer.schedule, milestones=optimizer.milestones, **options)
+    """Return the same optimiser with a tenth of its learning rates: what to try after a run that diverged."""
+    lower = []
+    for group in optimizer.all_groups:
+        rate = dict(group.options).get("lr")
+        if rate is None:
+            rate = inspect.signature(resolve_optimizer(group.name)).parameters["lr"].default
+        assert isinstance(rate, (int, float))
+        lower.append({"lr": float(f"{rate / 10:.2g}")})
+    return optimizer.with_options(lower)
 
 
 def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_device: str = "cpu") -> float:
@@ -312,39 +253,17 @@ def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:
     return trained * (3 + 2 * slots(optimizer))
 
 
-def optimizer_names() -> list[str]:
-    """Return the names of this PyTorch's optimisers that workers can run."""
-    return sorted(set(classes(torch.optim, torch.optim.Optimizer)) - set(_REFUSED_OPTIMIZERS))
-
-
 def _state_after_a_step(
-    optimizer: Optimizer,
+    group: OptimizerGroup,
     sizes: Sequence[int],
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     weight = torch.zeros(tuple(sizes), dtype=dtype, device=device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
-    stepper = build(optimizer, {"weight": weight})
-    wrapped(optimizer.name, optimizer.options, stepper.step)
-    return dict(stepper._torch.state.get(weight, {}))
-
-
-def _construct(optimizer: Optimizer, weights: list[torch.Tensor]) -> tuple[torch.optim.Optimizer, LRScheduler | None]:
-    kind = resolve("optimizer", optimizer.name, classes(torch.optim, torch.optim.Optimizer), _REFUSED_OPTIMIZERS)
-    check_options(kind, optimizer.options)
-    over = weights or [torch.zeros(1, 1, requires_grad=True)]  # PyTorch takes no empty list, but schedules must run
-    options = optimizer.options | ({"fused": True} if _may_fuse(kind, optimizer.options, over) else {})
-    built = wrapped(kind.__name__, optimizer.options, lambda: kind(over, **options))
-    return built, scheduler(optimizer, built)
-
-
-def _may_fuse(kind: Any, options: Mapping[str, Option], weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether a step may pass over weights, gradients and state once, in place of once for every operation: on a
-    CPU that takes a third of the time. Options about fusing that are given have the last word."""
-    if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(options):
-        return False
-    return all(weight.is_cpu and weight.dtype in (torch.float32, torch.float64) for weight in weights)
+    stepper = GroupStepper(group, {"weight": weight})
+    wrapped(group.name, dict(group.options), stepper.step)
+    return stepper.entries("weight")
 
 
 def _entry(name: str, key: str) -> str:

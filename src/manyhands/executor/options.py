@@ -31,3 +31,5 @@ class ExecutorOptions:
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""
     resident: ResidentDataset | None = None
     """The memory of those that were preloaded here; None: they are in the silo."""
+    is_scheduled: bool = False
+    """Whether the coordinator sends learning rates, and what else schedules change, with every step."""

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.executor.codec import NoRange, pack, unpack
-from manyhands.executor.optimizers import build
+from manyhands.executor.optimizers import Stepper, build
+from manyhands.executor.schedules import at_start
+from manyhands.executor.scheduling import Scheduling
 from manyhands.executor.share_loss import ShareLoss, trained_weights
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
@@ -85,7 +87,8 @@ class Rehearsal:
             {name: self.weights.tensors[name] for name in piece.weight_names if name in trained}
             for piece in (self.upstream, self.downstream)
         ]
-        self._up, self._down = (build(optimizer, weights) for weights in ours)
+        self._up, self._down = (build(at_start(optimizer), weights) for weights in ours)
+        self._scheduling = Scheduling.by_name(optimizer)
         self._trained = {**ours[0], **ours[1]}
         self._learns = bool(ours[0])
         """Whether anything upstream is trained: else nothing comes back."""
@@ -163,8 +166,7 @@ class Rehearsal:
         values = {**entered, **outputs}
         loss, gradients = self._loss_for(context.samples)(values, targets, context.samples)
         backward_piece(entered, outputs, gradients)
-        self._down.step()
-        self._down.zero()
+        self._update_by(self._down, context.step)
         return float(loss), {name: gradients[name] for name in arrived if name in gradients}
 
     @torch.no_grad()
@@ -203,9 +205,15 @@ class Rehearsal:
             entering = {name: batch.inputs[name] for name in self.upstream.inputs}
             made = self.upstream(entering, replace(batch.context, moves_buffers=False))
         backward_piece({}, made, batch.gradients)
-        self._up.step()
-        self._up.zero()
+        self._update_by(self._up, batch.context.step)
         self._updates += 1
+
+    def _update_by(self, stepper: Stepper, step: int) -> None:
+        """Step with what schedules make of the optimizer's options at a step, as the executor does."""
+        if self._scheduling is not None:
+            stepper.take(self._scheduling.layout.options(self._scheduling.at(step)))
+        stepper.step()
+        stepper.zero()
 
     def score(self, batches: Iterable[Batch]) -> Score:
         """Return loss and accuracy in inference, with the weights as they are now."""

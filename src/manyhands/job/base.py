@@ -17,6 +17,7 @@ from manyhands.data.loader import Prefetcher, length
 from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
+from manyhands.executor.optimizers import SEPARATOR
 from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
@@ -184,6 +185,8 @@ class Job:
         assert outcome.plan is not None
         self.trained = outcome.state
         Weights(self.trained.weights).load_into(workload.model, self.graph)
+        if workload.scheduling is not None:
+            workload.scheduling.rewind(self.trained.steps_done)
         if stop.is_asked:
             raise KeyboardInterrupt
         if outcome.plan != planned.plan:
@@ -198,12 +201,22 @@ class Job:
         traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         return Order(
             graph=self.graph, plan=plan, start=start, last_step=last, optimizer=self.workload.optimizer,
-            seed=self.workload.seed, kernels=guide.kernels(plan),
+            rates=self.workload.scheduling, seed=self.workload.seed, kernels=guide.kernels(plan),
             snapshots=snapshot_steps(first, last, self.checkpoint_every(planned)), trace_steps=traced,
             memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
             backup_every=self.backup_every(planned), predicted_seconds=seconds,
             watch_every=rounds_between_looks(seconds, (last - first) // plan.steps_per_round),
         )  # fmt: skip
+
+    def begin_with(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
+        """Begin with what an optimizer has kept, by weight/key, in steps before this run."""
+
+        def by_graph(entry: str) -> str:
+            name, _, key = entry.rpartition(SEPARATOR)
+            return f"{self.graph.aliases.get(name, name)}{SEPARATOR}{key}"
+
+        self.start.optimizer.update({by_graph(entry): tensor for entry, tensor in tensors.items()})
+        self.start.scalars.update({by_graph(entry): value for entry, value in scalars.items()})
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
@@ -298,8 +311,10 @@ class Job:
         workload = self.workload
         self._check_finite(state)
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts
+            workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts_at(state.steps_done)
         )
+        if workload.scheduling is not None:
+            workload.scheduling.forget_before(state.steps_done)
 
     def _check_finite(self, state: RunState) -> None:
         """Refuse a state with weights that are not finite: no step could go on from such a checkpoint."""

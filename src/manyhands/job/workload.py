@@ -19,11 +19,13 @@ from manyhands.data.order import BatchOrder
 from manyhands.data.padding import Padded
 from manyhands.executor import checkpoint
 from manyhands.executor.optimizers import validate
+from manyhands.executor.scheduling import FACT, Scheduling
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.job.callbacks import Say
 from manyhands.job.config_sections import WorkloadConfig
+from manyhands.job.given_optimizer import names_of_parameters
 from manyhands.job.lengths import SampleLengths
 
 CHECKPOINT_SECONDS = 30.0
@@ -45,6 +47,8 @@ class Workload:
     feed: str = "step"
     lengths: SampleLengths | None = None
     """The lengths of samples that are padded; None: they all have one shape."""
+    scheduling: Scheduling | None = None
+    """The schedulers of the optimizer; None: those that it names, if any."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -52,7 +56,7 @@ class Workload:
         if not isinstance(self.optimizer, Optimizer):
             raise BadValue(
                 f"optimizer is a {type(self.optimizer).__name__}; it must be an mh.Optimizer.",
-                hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).',
+                hint='Write optimizer=mh.Optimizer("SGD", lr=0.1), or give one of torch.optim.',
             )
         if not callable(self.loss) and self.loss != OWN_LOSS:
             raise BadValue(f"loss is a {type(self.loss).__name__}; it must be a function of (output, target).")
@@ -66,7 +70,12 @@ class Workload:
         if self.lengths is not None:
             padding, of_samples = self.lengths.of_batches, self.lengths.of_samples
             self.order = LengthOrder(*self.batch_facts, padding=padding, sample_lengths=of_samples)
-        validate(self.optimizer, self.known_steps)
+        self.optimizer = self.optimizer.over(list(names_of_parameters(self.model).values()))
+        validate(self.optimizer, ((name, p.dim()) for name, p in self.model.named_parameters() if p.requires_grad))
+        self.scheduling = self.scheduling or Scheduling.by_name(self.optimizer)
+        if self.scheduling is not None:
+            self.scheduling.begin(self.order.steps_per_epoch, self.known_steps or 0)
+            self.scheduling.check()
 
     @property
     def seed(self) -> int:
@@ -96,6 +105,10 @@ class Workload:
             "samples": length(self.data), "optimizer": self.optimizer.to_dict(),
             **({"sample_lengths": self.order.digest} if isinstance(self.order, LengthOrder) else {}),
         }  # fmt: skip
+
+    def facts_at(self, steps_done: int) -> dict[str, Any]:
+        """Return all that a checkpoint of so many steps holds beside tensors."""
+        return self.facts | (self.scheduling.facts(steps_done) if self.scheduling is not None else {})
 
     @property
     def of_one_shape(self) -> Dataset[Any]:
@@ -146,8 +159,35 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
     now: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(workload.facts))  # as it was written
     for key, value in now.items():
         was = loaded.facts.get(key, value)
+        if was != value and key == "optimizer":
+            raise BadValue(
+                f"The run was started with the optimizer {_short(was)}; it is now {_short(value)}. It would not go on as "
+                "it was.",
+                hint="Use the same class, options and groups, or start a new run.",
+            )
         if was != value:
             raise BadValue(
                 f"The run was started with {key} = {was}; it is now {value}. It would not go on as it was.",
                 hint="Use the same, or start a new run.",
             )
+    if workload.scheduling is not None:
+        # checkpoints of 0.2.0 have none
+        unrecorded = {FACT: {}} if workload.optimizer.schedule else {}
+        workload.scheduling.resume({**unrecorded, **loaded.facts}, loaded.step)
+    elif FACT in loaded.facts:
+        raise BadValue(
+            "The run was started with a schedule; none is given now. It would not go on as it was.",
+            hint="Give the same scheduler, or start a new run.",
+        )
+
+
+def _short(optimizer: Any) -> str:
+    """Return an optimizer's document in a few words."""
+    if not isinstance(optimizer, dict):
+        return f"{optimizer!r:.200}"
+    groups = optimizer.get("groups") or ()
+    options = ", ".join(f"{name}={value}" for name, value in (optimizer.get("options") or {}).items())
+    words = f"{optimizer.get('name')}({options})" + (f" with {len(groups)} more group(s)" if groups else "")
+    if optimizer.get("schedule"):
+        words += f" and the schedule {optimizer['schedule']}"
+    return f"{words:.300}"

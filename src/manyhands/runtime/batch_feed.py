@@ -49,8 +49,15 @@ class BatchFeed:
         if self._idle_since is not None:
             self.waits[step], self._idle_since = time.monotonic() - self._idle_since, None
         self.inputs[step] = inputs
+        if self._order.rates is not None:
+            self.feeder.send_rates(round_first, self._order.rates.at(step), step - round_first)
         self._feeders[graph].send(round_first, inputs, targets, step - round_first)
         self.sent += 1
+
+    @property
+    def may_send(self) -> bool:
+        """Whether the numbers of the next step are known, which may follow from a validation before it."""
+        return self._order.rates is None or self._order.rates.is_known(self.sent)
 
     def needs_preload(self, name: str, member: Member) -> bool:
         """Return whether a device still needs its part of all samples."""

@@ -97,6 +97,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The graphs of other lengths, ascending; empty also where the device was given them before, with this digest."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
+    is_scheduled: bool = False
+    """Whether the coordinator sends the optimizer's learning rates, and what else schedules change, with every step."""
 
 
 class Shape(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.schedules import at_start
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
 from manyhands.runtime.control_parts import DeviceJob, LengthGraph, TensorEntry
@@ -62,7 +63,9 @@ class Handout:
         return DeviceJob(
             graph=None if is_known else document.longest, network=None if is_known else order.graph.network,
             digest=document.digest,
-            plan=order.plan, optimizer=order.optimizer.to_dict() if order.optimizer is not None else None,
+            plan=order.plan,
+            optimizer=at_start(order.optimizer).to_dict() if order.optimizer is not None else None,
+            is_scheduled=order.rates is not None,
             seed=order.seed, kernels=kernels, stored=kernels if alike else {},
             state=tuple(self._part(name, located.entries[tensor_name]) for tensor_name in self._wanted(name)),
             sources=self.sources[name], checksums=self._checksums(name),

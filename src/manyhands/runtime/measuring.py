@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.optimizers import at_start
+from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import TimedOut, error_named
 from manyhands.facts.link import Link
 from manyhands.facts.optimizer import Optimizer

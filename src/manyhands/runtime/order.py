@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -34,6 +34,15 @@ class RunState:
     steps_done: int = 0
 
 
+class Rates(Protocol):
+    """The numbers that schedules give each step: learning rates and what else they change, of all groups."""
+
+    def is_known(self, step: int) -> bool:
+        """Return whether they can be told by now: no validation before the step is outstanding."""
+
+    def at(self, step: int) -> tuple[float, ...]: ...
+
+
 @dataclass
 class Order:
     """A description of what is to be run."""
@@ -44,6 +53,8 @@ class Order:
     """The state it starts from, or the last that was saved where workers have a later one: see `located`."""
     last_step: int
     optimizer: Optimizer | None = None
+    rates: Rates | None = None
+    """What schedules make of the optimizer's options at each step; None: they stay as they are."""
     seed: int = 0
     kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
     """Device -> operator -> kernel."""

@@ -69,6 +69,7 @@ class PartBuilder:
             with_targets=job.with_targets, slowdown=self._joining.slowdown, silo=self._silo,
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),
+            is_scheduled=job.is_scheduled and stepper is not None,
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()

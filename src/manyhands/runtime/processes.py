@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakSet
 
+from manyhands.facts.allowed_optimizers import allowed_optimizers
 from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.fork_server import LOAD_VARIABLE, Child, NoForkServer, fork_server_for
@@ -91,6 +92,7 @@ class LocalWorkers:
                 "--encrypted" if security.encrypted else "--plain", "--patience", f"{security.timeout_factor:g}",
                 "--slowdown", repr(spec.slowdown),
             ]  # fmt: skip
+            words += [word for kind in allowed_optimizers() for word in ("--allow-optimizer", kind)]
             if spec.silo:
                 words += ["--silo", spec.silo]
             environment = {

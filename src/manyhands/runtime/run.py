@@ -216,7 +216,7 @@ class Run:
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._may_be_fed())
             is_behind = self.gathering.is_behind(self.feed.sent) or self.backups.is_behind(self.feed.sent)
-            has_room = self.feed.sent < limit and not is_behind and not self.is_paused
+            has_room = self.feed.sent < limit and not is_behind and not self.is_paused and self.feed.may_send
             return has_room and self.feed.has_next(batches, is_idle=self.is_idle)
 
         while (step := self.steps.steps_done) < self.order.last_step:

@@ -74,7 +74,7 @@ class StateExchange:
         if resident is not None and not job.is_preloaded:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
             resident.is_full = True
-        if executor.stepper is not None and job.steps_done:
+        if executor.stepper is not None:
             executor.stepper.load(state.of(state.OPTIMIZER, tensors), job.scalars, job.steps_done)
         executor.settled_step = step
         if command.backup_every or step in command.snapshots:

@@ -121,7 +121,19 @@ class LengthsConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig):
+class OptimizerConfig(Config):
+    """Optimizers of other packages."""
+
+    allow_optimizers: Sequence[str] = option(
+        (),
+        "package.Class of an optimizer of another package, which this process and the workers that it starts may "
+        "import (others: manyhands worker --allow-optimizer).",
+        "--allow-optimizer", is_list=True, stored=None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(WorkloadConfig, DevicesConfig, LengthsConfig, SharingConfig, OptimizerConfig):
     """Every option of `mh.train` and `manyhands train`."""
 
     def check(self) -> None:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class LossSource(Protocol):
+    """The training that losses come from."""
+
+    def awaited(self, future: Future[float]) -> float:
+        """Return a step's loss, after waiting for it."""
+
+    def expect_no_gradients(self) -> None:
+        """Let whoever reads a gradient in this process know that it is not here."""
 
 
 @functools.total_ordering
 class PendingLoss:
     """The loss of a step of a user's own loop. Reading it waits for the step; until then the loop may go on.
 
-    It computes and compares as a float. `backward()` does nothing: the step that gave it has gone all the way.
+    It computes and compares as a float. `backward()` computes nothing: the step that gave it has gone all the way.
     """
 
-    def __init__(self, step: int, future: Future[float], wait: Callable[[Future[float]], float]) -> None:
+    def __init__(self, step: int, future: Future[float], source: LossSource) -> None:
         self.step = step
         """The number of the step, from 0."""
-        self._future, self._wait = future, wait
+        self._future, self._source = future, source
 
     @property
     def is_ready(self) -> bool:
@@ -29,10 +38,11 @@ class PendingLoss:
 
     def item(self) -> float:
         """Return the loss, after waiting for the step; raise what went wrong in it."""
-        return self._future.result() if self._future.done() else self._wait(self._future)
+        return self._future.result() if self._future.done() else self._source.awaited(self._future)
 
     def backward(self) -> None:
-        """Do nothing: the workers have done it."""
+        """Compute nothing: the workers have done it. Whoever then reads a gradient here gets an error."""
+        self._source.expect_no_gradients()
 
     def detach(self) -> PendingLoss:
         return self

@@ -26,12 +26,13 @@ from torch import nn
 from manyhands.data.kept import KeptBatches
 from manyhands.data.pushed import BatchRows, PushedBatches, pair_of, samples_in
 from manyhands.executor.feeder import check_batch
+from manyhands.facts.allowed_optimizers import allow_optimizers
 from manyhands.facts.errors import BadData, BadPlan, BadValue
-from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.config import takes
 from manyhands.job.evaluation import EvaluateResult
+from manyhands.job.given_optimizer import OptimizerLike, read_optimizer
 from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
 from manyhands.planner.task import TileOptions
@@ -40,6 +41,7 @@ from manyhands.plans.tiles import check_tiles
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.opening import expect_session, open_session
 from manyhands.training.current_weights import CurrentWeights
+from manyhands.training.loop_optimizer import LoopOptimizer, clear_absent
 from manyhands.training.pending_loss import PendingLoss
 from manyhands.training.prepare_config import PrepareConfig
 from manyhands.training.prepare_options import PrepareOptions
@@ -56,7 +58,7 @@ _prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingStep]] = wea
 def prepare(
     model: nn.Module,
     loss: Loss | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     *,
     example: Any = None,
     **options: Unpack[PrepareOptions],
@@ -69,7 +71,8 @@ def prepare(
 
     loss            any callable (output, target) that torch.export can capture; left out: the loss that the model's
                     forward returns, given the target as its labels if it takes any
-    optimizer       as for `mh.train`
+    optimizer       as for `mh.train`. With an optimizer of torch.optim every step has the rates that its groups have
+                    when it is called: schedulers stay in the loop
     example         a batch like those to come: workers start and are measured now. Left out: at the first batch
     """
     config = shown_in_notebook(PrepareConfig.from_keywords("mh.prepare", options))
@@ -80,11 +83,11 @@ class TrainingStep:
     """A step of training on a cluster, called with each batch of a loop."""
 
     def __init__(
-        self, config: PrepareConfig, model: nn.Module, loss: Loss, optimizer: Optimizer | None, example: Any
+        self, config: PrepareConfig, model: nn.Module, loss: Loss, optimizer: OptimizerLike | None, example: Any
     ) -> None:
         """`example`: a batch to get ready with; None: the first one."""
         if optimizer is None:
-            raise BadValue("optimizer is not given.", hint='Write optimizer=mh.Optimizer("SGD", lr=0.1).')
+            raise BadValue("optimizer is not given.", hint='Give the loop\'s own, or mh.Optimizer("SGD", lr=0.1).')
         self._config, self._model, self._loss, self._optimizer = config, model, loss, optimizer
         self._training: PushedTraining | None = None
         self._finalizer: Any = None
@@ -114,7 +117,7 @@ class TrainingStep:
         check_batch(training.job.graph, size, inputs, targets)
         with training.ending_on_failure():
             step, future = training.push(inputs, targets)
-        return PendingLoss(step, future, training.awaited)
+        return PendingLoss(step, future, training)
 
     def evaluate(self, *batch: Any) -> EvaluateResult:
         """Return loss, accuracy and output for a batch of any size, by the current weights, in evaluation mode.
@@ -200,22 +203,24 @@ class TrainingStep:
     def _begin(self, inputs: Any, targets: Any) -> PushedTraining:
         """Capture the model, start and measure workers, and plan for batches like this one."""
         config = replace(self._config, batch_size=samples_in(inputs), shuffle=False)
-        workload = LoopWorkload(
-            self._model, BatchRows(inputs, targets), self._loss, self._optimizer, config, config.batch_norm
-        )
-        retry_policy = RetryPolicy(config.replan, config.min_devices, config.max_devices)
+        allow_optimizers(config.allow_optimizers)
+        optimizer = LoopOptimizer(read_optimizer(self._model, self._optimizer))
         with contextlib.ExitStack() as stack:
-            training = _opened(config, workload, retry_policy, stack)
+            stack.enter_context(optimizer.given.frozen())
+            workload = LoopWorkload(
+                self._model, BatchRows(inputs, targets), self._loss, optimizer.given.optimizer, config,
+                config.batch_norm,
+            )  # fmt: skip
+            training = _opened(config, workload, optimizer, stack)
+            _watch(self._model, training, stack)
             training.resources = stack.pop_all()
-        hooks = CurrentWeights(self._model, training.refresh)
-        training.resources.callback(hooks.remove)
         self._training = training
         self._finalizer = weakref.finalize(self, training.close)
         return training
 
 
 def _opened(
-    config: PrepareConfig, workload: LoopWorkload, retry_policy: RetryPolicy, stack: contextlib.ExitStack
+    config: PrepareConfig, workload: LoopWorkload, optimizer: LoopOptimizer, stack: contextlib.ExitStack
 ) -> PushedTraining:
     """Return a training that is ready for its first batch; `stack` has what is to be closed after it."""
     tiles, plan = config.tile_options, config.plan
@@ -232,7 +237,7 @@ def _opened(
             rendezvous=config.rendezvous,
         )
     )  # fmt: skip
-    retry_policy = replace(retry_policy, wait_seconds=session.rejoin_seconds)
+    retry_policy = RetryPolicy(config.replan, config.min_devices, config.max_devices, session.rejoin_seconds)
     session.begin(retry_policy)
     job = TrainJob(workload, session, opened)
     decided: dict[str, Any] = {
@@ -251,7 +256,18 @@ def _opened(
     if config.on_planned is not None:
         config.on_planned(planned)
     job._show(planned)
+    if not opened.is_resumed:
+        job.begin_with(*optimizer.given.state())
     kept = stack.enter_context(KeptBatches(opened.folder))
     strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
     batches = PushedBatches(opened.start.steps_done, kept)
-    return PushedTraining(job, planned, strategy, retry_policy, batches)
+    return PushedTraining(job, planned, strategy, retry_policy, batches, optimizer)
+
+
+def _watch(model: nn.Module, training: PushedTraining, stack: contextlib.ExitStack) -> None:
+    """Keep a module that is trained elsewhere usable: its weights are loaded when it is used, and steps of PyTorch's
+    optimizers that were left in the loop do nothing."""
+    stack.callback(CurrentWeights(model, training.refresh).remove)
+    stack.callback(clear_absent, model)
+    for torch_optimizer in training.optimizer.given.objects:
+        stack.callback(torch_optimizer.register_step_pre_hook(lambda *_: clear_absent(model)).remove)

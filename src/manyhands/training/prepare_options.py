@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from manyhands.facts.cluster import Cluster, LabCluster
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 class PrepareOptions(TypedDict, total=False):
     """Every keyword that `PrepareConfig` describes."""
 
+    allow_optimizers: Sequence[str]
     seed: int
     plan: Plan | str | Path
     tiles: TileOptions | None

@@ -29,6 +29,7 @@ from manyhands.job.workload import CHECKPOINT_SECONDS, Workload
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks
 from manyhands.runtime.order import RunState
 from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.training.loop_optimizer import LoopOptimizer, mark_absent
 from manyhands.training.train import TrainJob
 
 OPEN_END = 2**53
@@ -60,8 +61,10 @@ class PushedTraining:
 
     def __init__(
         self, job: TrainJob, planned: PlannedRun, strategy: str, retry_policy: RetryPolicy, batches: PushedBatches,
+        optimizer: LoopOptimizer,
     ) -> None:  # fmt: skip
         self.job, self.planned, self.retry_policy, self.batches = job, planned, retry_policy, batches
+        self.optimizer = optimizer
         self.guide: Guide = job.replanner(planned, strategy)
         self.plan: Plan = planned.plan
         """The current plan."""
@@ -91,6 +94,7 @@ class PushedTraining:
         with self._change:
             self._change.wait_for(lambda: len(self._losses) < MOST_UNDER_WAY or self.error is not None)
             self.raise_error()
+            self.optimizer.note(self.batches.end)
             future: Future[float] = Future()
             self._losses[self.batches.end] = future
             step = self.batches.push(inputs, targets)
@@ -99,6 +103,11 @@ class PushedTraining:
         else:
             self.job.session.coordinator.wake()
         return step, future
+
+    def expect_no_gradients(self) -> None:
+        """Let whoever reads a gradient in this process know that it is not here."""
+        if not self.is_closed:
+            mark_absent(self.job.workload.model)
 
     def awaited(self, future: Future[float]) -> float:
         """Return a step's loss, after waiting for it."""
@@ -161,6 +170,7 @@ class PushedTraining:
             self.error = error
         finally:
             self._load()
+            self.optimizer.take_back(self.state)
             self._end()
 
     def _end(self) -> None:
@@ -202,6 +212,8 @@ class PushedTraining:
             every = job.checkpoint_every(planned)
             order = job.order(planned, self.guide, self.state, self.state.steps_done + CHECKPOINTS_AHEAD * every)
             order.waits_for_batches = True
+            if self.optimizer.rates is not None:
+                order.rates = self.optimizer.rates
             elastic_job = ElasticJob(
                 job.session.coordinator, order, self.batches, self.guide, self.retry_policy,
                 hooks=JobHooks(self._stepped, self._saved, job.tell, lambda: self._is_to_end), living=job.record.living,
@@ -233,6 +245,7 @@ class PushedTraining:
     def _saved(self, state: RunState) -> None:
         self.job._keep(state)
         self.state = state
+        self.optimizer.forget_before(state.steps_done)
 
     def _failed(self, error: BaseException) -> None:
         """End all waits of the loop with the error."""

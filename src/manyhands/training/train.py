@@ -19,7 +19,9 @@ from manyhands.data.padding import Padded
 from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
 from manyhands.executor.optimizers import slots
+from manyhands.executor.scheduling import Scheduling
 from manyhands.explaining.planned_run import PlannedRun
+from manyhands.facts.allowed_optimizers import allow_optimizers
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.optimizer import Optimizer
@@ -29,6 +31,7 @@ from manyhands.facts.profile import Profile
 from manyhands.graph.own_loss import LABELS, OWN_LOSS
 from manyhands.job.base import Job, cuts_statistics
 from manyhands.job.config import takes
+from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_optimizer
 from manyhands.job.lengths import sample_lengths
 from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
@@ -54,7 +57,8 @@ def train(
     data: Dataset[Any],
     *,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
+    scheduler: Any = None,
     **options: Unpack[TrainOptions],
 ) -> TrainResult:
     """Train `model` on `data`, a data set of pairs (input, target), or of inputs if the model needs no target for its
@@ -67,9 +71,13 @@ def train(
                     IterableDataset (one pass of it is kept in memory; mh.collect takes a part)
     loss            any callable (output, target) that torch.export can capture; left out: the loss that the model's
                     forward returns, given the target as its labels if it takes any
-    optimizer       mh.Optimizer(name, **options) for any torch.optim class, with a learning-rate schedule if wanted
+    optimizer       mh.Optimizer(name, **options) for any torch.optim class, with groups of weights and schedules; or
+                    an optimizer of torch.optim over the model's parameters, a list of several over different ones, or
+                    a function that makes them of the list of named parameters. Parameters in none stay as they are
+    scheduler       a scheduler of torch.optim, a function that makes it of the optimizer, or a dict with "scheduler",
+                    "interval" ("step" or "epoch") and "monitor" (the metric of ReduceLROnPlateau); or a list of these
     """
-    return train_with(TrainConfig.from_keywords("mh.train", options), model, data, loss, optimizer)
+    return train_with(TrainConfig.from_keywords("mh.train", options), model, data, loss, optimizer, scheduler)
 
 
 def train_with(
@@ -77,11 +85,18 @@ def train_with(
     model: nn.Module,
     data: Dataset[Any],
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
+    scheduler: Any = None,
 ) -> TrainResult:
     """Train as configured, and return the result."""
     config = shown_in_notebook(config)
-    workload = workload_of(config, model, data, loss, optimizer)
+    allow_optimizers(config.allow_optimizers)
+    read = read_optimizer(model, optimizer, scheduler)
+    with read.frozen():
+        return _train(config, workload_of(config, model, data, loss, read.optimizer, read.scheduling), read)
+
+
+def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> TrainResult:
     say, plan, stored = config.say, config.plan, dict(config.config or {})
     tiles = config.tile_options
     expect_session(config.cluster)
@@ -113,7 +128,10 @@ def train_with(
         if config.on_planned is not None:
             config.on_planned(planned)
         strategy = str(plan) if not isinstance(plan, Plan) and is_strategy(str(plan)) else "auto"
+        if not opened.is_resumed:
+            job.begin_with(*read.state())
         result, planned = job.run(planned, config.on_step, strategy, retry_policy)
+        read.take_back(job.trained.optimizer, job.trained.scalars)
         job.finish(planned, result)
         return result
 
@@ -124,6 +142,7 @@ def workload_of(
     data: Dataset[Any],
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     optimizer: Optimizer,
+    scheduling: Scheduling | None = None,
 ) -> Workload:
     """Return the workload, with the batch size and the order of a DataLoader where the configuration has none.
 
@@ -144,7 +163,7 @@ def workload_of(
         assert config.lengths is not None
         test = Padded(test, lengths.padding, lengths.longest) if test is not None else None
         config = replace(config, lengths=tuple(sorted({*config.lengths})), test=test)
-    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths)
+    return Workload(model, data, loss, optimizer, config, config.batch_norm, config.feed, lengths, scheduling)
 
 
 def applied(config: TrainConfig, plan: Plan, batch_size: int) -> Plan:

@@ -22,15 +22,11 @@ from torch import nn
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
 from manyhands.facts.keywords import check_keywords
-from manyhands.facts.optimizer import Optimizer
 from manyhands.job.config import keywords_of
 from manyhands.job.result import TrainResult
 from manyhands.training.config import TrainConfig
-from manyhands.training.schedulers import Configuring, check_begun
 from manyhands.training.train import train
 
-NOT_OURS = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Options of torch's optimisers that affect how the result is computed, not what it is; workers choose them."""
 QUIET = ("log", "log_dict", "print")
 """Methods that a LightningModule calls while it computes, silenced here; the run's folder has the loss."""
 NOT_CALLED = (
@@ -91,9 +87,10 @@ class Trainer:
                 stacklevel=2,
             )
         options = {**self._options, **({"test": held_out} if held_out is not None else {})}
+        optimizers, schedulers = configured_by(module)
         return train(
-            module, data, loss=StepLoss(module), optimizer=optimizer_of(module), epochs=self._epochs, steps=self._steps,
-            **options,
+            module, data, loss=StepLoss(module), optimizer=optimizers, scheduler=schedulers or None,
+            epochs=self._epochs, steps=self._steps, **options,
         )  # fmt: skip
 
 
@@ -186,40 +183,25 @@ def _in_place_of(module: nn.Module, **others: Any) -> Iterator[None]:
 # Optimisers
 
 
-def optimizer_of(module: nn.Module) -> Optimizer:
-    """Return the optimiser that configure_optimizers() returns, as data."""
-    with Configuring() as configuring:
-        configured = module.configure_optimizers()  # type: ignore[operator]
+def configured_by(module: nn.Module) -> tuple[Any, list[Any]]:
+    """Return the optimizers and schedulers of configure_optimizers(), in any of the ways that Lightning accepts."""
+    configured = module.configure_optimizers()  # type: ignore[operator]
     schedulers: list[Any] = []
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], (list, tuple)):
         configured, schedulers = configured[0], list(configured[1])
-    if isinstance(configured, dict):
-        schedulers = [configured["lr_scheduler"]] if configured.get("lr_scheduler") is not None else []
-        configured = configured.get("optimizer")
-    if isinstance(configured, (list, tuple)):
-        if len(configured) != 1:
-            raise BadValue(f"configure_optimizers gives {len(configured)} optimisers; there can be one.")
-        configured = configured[0]
-    if not isinstance(configured, torch.optim.Optimizer):
-        raise BadValue(f"configure_optimizers gives a {type(configured).__name__}; it must be a torch.optim optimiser.")
-    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    optimized = {id(parameter) for group in configured.param_groups for parameter in group["params"]}
-    if len(configured.param_groups) != 1 or optimized != trained:
-        raise BadValue(
-            f"The optimiser has {len(configured.param_groups)} group(s) of {len(optimized)} parameters; the module "
-            f"trains {len(trained)}. All are trained alike.",
-            hint="Give it self.parameters(); freeze others with requires_grad_(False).",
-        )
-    group = configuring.group_of(configured)
-    names = [name for name in inspect.signature(type(configured)).parameters if name not in NOT_OURS]
-    options = {name: _plain(group[name]) for name in names if group.get(name) is not None}
-    schedule, milestones = configuring.schedule_of(schedulers)
-    optimizer = Optimizer(type(configured).__name__, schedule=schedule, milestones=milestones, **options)
-    check_begun(optimizer, configured)
-    return optimizer
+    each = list(configured) if isinstance(configured, (list, tuple)) else [configured]
+    optimizers = [settings.get("optimizer") if isinstance(settings, dict) else settings for settings in each]
+    schedulers += [
+        settings["lr_scheduler"] for settings in each if isinstance(settings, dict) and settings.get("lr_scheduler")
+    ]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise BadValue(f"configure_optimizers gives a {kind}; it must be a torch.optim optimiser.")
+    return optimizers, [_by_epoch(scheduler) for scheduler in schedulers]
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+def _by_epoch(scheduler: Any) -> Any:
+    """Return a scheduler with Lightning's default: it is stepped once in an epoch."""
+    settings = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+    return {"interval": "epoch", **settings}

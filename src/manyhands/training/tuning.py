@@ -11,7 +11,7 @@ import msgspec
 
 from manyhands.data.preload import Preload
 from manyhands.executor.messages import runs_here
-from manyhands.executor.optimizers import at_start
+from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import BadPlan, OutOfMemory
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
