@@ -205,7 +205,7 @@ class TrainingStep:
         config = replace(self._config, batch_size=samples_in(inputs), shuffle=False)
         allow_optimizers(config.allow_optimizers)
         optimizer = LoopOptimizer(read_optimizer(self._model, self._optimizer))
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):  # the loop's shuffling draws on it
             stack.enter_context(optimizer.given.frozen())
             workload = LoopWorkload(
                 self._model, BatchRows(inputs, targets), self._loss, optimizer.given.optimizer, config,

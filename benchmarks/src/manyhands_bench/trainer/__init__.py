@@ -1,0 +1,1 @@
+"""Measurements of what trainers offer beside training: each equal to one device."""
