@@ -1,4 +1,4 @@
-"""The optimizer of a user's own loop: PyTorch's object, whose rates the loop's own schedulers may change at any time."""
+"""The optimizer of a user's own loop: PyTorch's object, whose rates the loop's schedulers may change at any time."""
 
 from __future__ import annotations
 
