@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from manyhands.runtime.coordinator import Coordinator
     from manyhands.split.job import SplitResult
     from manyhands.split.training import split_train
-    from manyhands.training.prepare import TrainingStep, prepare
+    from manyhands.training.prepare import PreparedStep, prepare
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
     from manyhands.weights.adapters import save_adapter
@@ -81,7 +81,7 @@ _HOMES = {
     "split_train": ("split.training", "split_train"),
     "SplitResult": ("split.job", "SplitResult"),
     "prepare": ("training.prepare", "prepare"),
-    "TrainingStep": ("training.prepare", "TrainingStep"),
+    "PreparedStep": ("training.prepare", "PreparedStep"),
     "Trainer": ("training.trainer", "Trainer"),
     "collect": ("data.given", "collect"),
     "Pairs": ("data.given", "Pairs"),
@@ -112,12 +112,55 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cluster", "Comparison", "Coordinator", "DecoupleReport", "Decoupled", "Device", "EvaluateResult", "Explanation",
-    "Generated", "Graph", "Inference", "Link", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned",
-    "Profile", "SplitResult", "Stage", "TrainResult", "Trainer", "TrainingStep", "__version__", "capture", "collect",
-    "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster", "load_graph",
-    "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter", "save_graph", "simulate",
-    "split_train", "tile_plan", "train", "without_weights",
+    "Cluster",
+    "Comparison",
+    "Coordinator",
+    "DecoupleReport",
+    "Decoupled",
+    "Device",
+    "EvaluateResult",
+    "Explanation",
+    "Generated",
+    "Graph",
+    "Inference",
+    "Link",
+    "ManyhandsError",
+    "Network",
+    "Optimizer",
+    "Pairs",
+    "Plan",
+    "Planned",
+    "PreparedStep",
+    "Profile",
+    "SplitResult",
+    "Stage",
+    "TrainResult",
+    "Trainer",
+    "__version__",
+    "capture",
+    "collect",
+    "compare",
+    "decouple",
+    "evaluate",
+    "explain",
+    "export_onnx",
+    "generate",
+    "infer",
+    "load_cluster",
+    "load_graph",
+    "map_weights",
+    "pipeline_plan",
+    "plan",
+    "prepare",
+    "profile",
+    "read_plan",
+    "save_adapter",
+    "save_graph",
+    "simulate",
+    "split_train",
+    "tile_plan",
+    "train",
+    "without_weights",
 ]  # fmt: skip
 
 

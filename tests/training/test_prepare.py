@@ -21,7 +21,7 @@ import manyhands as mh
 from manyhands.facts.errors import BadData, BadPlan, BadValue, ManyhandsError
 from manyhands.facts.plan import ByTiles, Plan, Replay, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.training.prepare import TrainingStep, prepare
+from manyhands.training.prepare import PreparedStep, prepare
 from real_runs import BATCH, LAYERS, Pictures, kill, names, network, shared, workers
 
 pytestmark = pytest.mark.xdist_group("training")
@@ -62,7 +62,7 @@ def assert_alike(model: nn.Module | State, plain: nn.Module) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def prepared(cluster: Coordinator, folder: Path, plan: Plan | str = "samples", **options: Any) -> TrainingStep:
+def prepared(cluster: Coordinator, folder: Path, plan: Plan | str = "samples", **options: Any) -> PreparedStep:
     model = options.pop("model", None) or network(dropout=0.0)
     return prepare(model, functional.cross_entropy, SGD, cluster=cluster, plan=plan, folder=folder / "run", **options)
 
@@ -202,7 +202,7 @@ def test_an_error_in_the_loop_leaves_a_trained_model_and_no_process(tmp_path: Pa
     assert_alike(model, alone(given[:2])[0])
 
 
-def workers_of(step: TrainingStep) -> set[int]:
+def workers_of(step: PreparedStep) -> set[int]:
     assert step._training is not None
     return {member.facts.pid for member in step._training.job.session.coordinator.members.values()}
 

@@ -41,6 +41,7 @@ from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
+from manyhands.job.ordering import WARM_UP_STEPS, order_of
 from manyhands.job.replanning import Replanner, chosen_backups, happened
 from manyhands.job.result import TrainResult
 from manyhands.job.stopping import stopping
@@ -48,8 +49,7 @@ from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
-from manyhands.runtime.living import rounds_between_looks
-from manyhands.runtime.order import Order, RunState, snapshot_steps
+from manyhands.runtime.order import RunState
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state import constant_weights
@@ -57,9 +57,6 @@ from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
 from manyhands.weights.adapters import peft_model_of, save_adapter
-
-WARM_UP_STEPS = 2
-TRACED_STEPS = 3
 
 
 class Guide(Replan, Protocol):
@@ -151,7 +148,7 @@ class Job:
         workload, steps_per_epoch = self.workload, self.workload.order.steps_per_epoch
         first, last = self.start.steps_done, self.last_step
         replanner = self.replanner(planned, strategy)
-        order = self.order(planned, replanner, self.start, last)
+        order = order_of(self, planned, replanner, self.start, last)
         order.lengths = self._lengths_reported()
         if workload.feed == "start":
             order.preload = self._preload(planned)
@@ -194,19 +191,6 @@ class Job:
             prediction = simulate(outcome.plan, planned.network, cluster, profile)
             planned = replace(planned, plan=outcome.plan, cluster=cluster, profile=profile, prediction=prediction)
         return self._result(planned, outcome), planned
-
-    def order(self, planned: PlannedRun, guide: Guide, start: RunState, last: int) -> Order:
-        """Return the order of the steps from a state up to step `last`."""
-        first, plan, seconds = start.steps_done, planned.plan, planned.prediction.seconds
-        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
-        return Order(
-            graph=self.graph, plan=plan, start=start, last_step=last, optimizer=self.workload.optimizer,
-            rates=self.workload.scheduling, seed=self.workload.seed, kernels=guide.kernels(plan),
-            snapshots=snapshot_steps(first, last, self.checkpoint_every(planned)), trace_steps=traced,
-            memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
-            backup_every=self.backup_every(planned), predicted_seconds=seconds,
-            watch_every=rounds_between_looks(seconds, (last - first) // plan.steps_per_round),
-        )  # fmt: skip
 
     def begin_with(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Begin with what an optimizer has kept, by weight/key, in steps before this run."""

@@ -25,8 +25,8 @@ class Planned(Summarized):
     """The objective of a plan for training."""
 
     def summary(self) -> dict[str, str]:
-        priced = [one for one in self.candidates if one.plan is not None]
+        priced = [candidate.seconds for candidate in self.candidates if candidate.plan is not None]
         facts = {"plan": plan_line(self.plan)}
         if priced:
-            facts["predicted"] = f"{format_seconds(min(one.seconds for one in priced))}, the best of {len(priced)}"
+            facts["predicted"] = f"{format_seconds(min(priced))}, the best of {len(priced)}"
         return facts

@@ -16,11 +16,10 @@ class CurrentWeights:
     def __init__(self, module: nn.Module, refresh: Callable[[], None]) -> None:
         """`refresh`: a method that loads the current weights into the module; it is not kept alive."""
         hook = _Hook(weakref.WeakMethod(refresh))
-        self._handles = [
-            handle
-            for part in module.modules()
-            for handle in (part.register_forward_pre_hook(hook), part.register_state_dict_pre_hook(hook))
-        ]
+        self._handles: list[Any] = []
+        for part in module.modules():
+            self._handles.append(part.register_forward_pre_hook(hook))
+            self._handles.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -18,13 +18,15 @@ class LoopOptimizer:
 
     def __init__(self, given: GivenOptimizer) -> None:
         self.given = given
-        self._groups: list[dict[str, Any]] = [group for one in given.objects for group in one.param_groups]
+        self._groups: list[dict[str, Any]] = [
+            group for torch_optimizer in given.objects for group in torch_optimizer.param_groups
+        ]
         self._layout = RateLayout.of_groups(self._groups)
         self._fixed = others(self._groups)
         self._numbers: dict[int, tuple[float, ...]] = {}
         """Step -> the numbers with which it was asked for, since the last checkpoint."""
-        for one in given.objects:
-            one.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
+        for torch_optimizer in given.objects:
+            torch_optimizer.__dict__["_opt_called"] = True  # else schedules warn that no step came before theirs
 
     @property
     def rates(self) -> LoopOptimizer | None:
@@ -52,7 +54,7 @@ class LoopOptimizer:
 
     def forget_before(self, step: int) -> None:
         """Forget the numbers of steps that will not be run again."""
-        for old in [known for known in self._numbers if known < step]:
+        for old in [noted for noted in self._numbers if noted < step]:
             del self._numbers[old]
 
     def take_back(self, state: RunState) -> None:
@@ -61,8 +63,8 @@ class LoopOptimizer:
 
 
 class AbsentGradient(torch.Tensor):
-    """What a parameter has in place of its gradient after `loss.backward()` of a step that the workers have done:
-    whoever looks at it is told that it is not here."""
+    """A stand-in for a parameter's gradient after `loss.backward()` of a step that the workers have done: whoever looks
+    at it is told that it is not here."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

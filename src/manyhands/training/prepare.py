@@ -50,7 +50,7 @@ from manyhands.training.train import TrainJob
 
 Loss = Callable[..., torch.Tensor] | Literal["own"]
 
-_prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[TrainingStep]] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PreparedStep]] = weakref.WeakKeyDictionary()
 """The step that each module was last prepared for."""
 
 
@@ -62,7 +62,7 @@ def prepare(
     *,
     example: Any = None,
     **options: Unpack[PrepareOptions],
-) -> TrainingStep:
+) -> PreparedStep:
     """Return a step that trains `model` on one batch after another over a cluster, for a loop of your own.
 
     `loss = step(batch)` trains exactly as one device would; `step.evaluate(batch)` gives loss and outputs by the
@@ -76,10 +76,10 @@ def prepare(
     example         a batch like those to come: workers start and are measured now. Left out: at the first batch
     """
     config = shown_in_notebook(PrepareConfig.from_keywords("mh.prepare", options))
-    return TrainingStep(config, model, loss if loss is not None else OWN_LOSS, optimizer, example)
+    return PreparedStep(config, model, loss if loss is not None else OWN_LOSS, optimizer, example)
 
 
-class TrainingStep:
+class PreparedStep:
     """A step of training on a cluster, called with each batch of a loop."""
 
     def __init__(
@@ -171,7 +171,7 @@ class TrainingStep:
         if self._finalizer is not None:
             self._finalizer()
 
-    def __enter__(self) -> TrainingStep:
+    def __enter__(self) -> PreparedStep:
         return self
 
     def __exit__(
@@ -185,7 +185,7 @@ class TrainingStep:
 
     def __repr__(self) -> str:
         where = "closed" if self._is_closed else "not begun" if self._training is None else f"run {self.folder}"
-        return f"<TrainingStep: {type(self._model).__name__}, {self.steps_done} steps, {where}>"
+        return f"<PreparedStep: {type(self._model).__name__}, {self.steps_done} steps, {where}>"
 
     # Getting ready
 

@@ -25,6 +25,7 @@ from manyhands.facts.plan import Plan
 from manyhands.graph.weights import Weights
 from manyhands.job.base import Guide
 from manyhands.job.evaluation import EvaluateResult
+from manyhands.job.ordering import order_of
 from manyhands.job.workload import CHECKPOINT_SECONDS, Workload
 from manyhands.runtime.elastic_job import ElasticJob, JobHooks
 from manyhands.runtime.order import RunState
@@ -210,7 +211,7 @@ class PushedTraining:
         try:
             job, planned = self.job, self._planned()
             every = job.checkpoint_every(planned)
-            order = job.order(planned, self.guide, self.state, self.state.steps_done + CHECKPOINTS_AHEAD * every)
+            order = order_of(job, planned, self.guide, self.state, self.state.steps_done + CHECKPOINTS_AHEAD * every)
             order.waits_for_batches = True
             if self.optimizer.rates is not None:
                 order.rates = self.optimizer.rates
