@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from making import api, cli, configs, drawn, errors, fields, options, results  # noqa: E402
+from making import api, cli, configs, diffs, drawn, errors, fields, options, results  # noqa: E402
 
 ROOT = HERE.parent
 PAGES: dict[str, Callable[[], str]] = {
@@ -26,6 +26,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/errors.md": errors.page,
     "docs/reference/options.md": configs.page,
     "src/manyhands/training/options.py": options.of_training,
+    "src/manyhands/training/prepare_options.py": options.of_preparing,
     "src/manyhands/split/options.py": options.of_splitting,
     "src/manyhands/inference/options.py": options.of_inference,
 }
@@ -41,7 +42,11 @@ def part(name: str) -> str:
         return fields.cluster_table()
     if kind == "results":
         return results.table(ROOT / "docs" / "results.md")
-    raise SystemExit(f"<!-- made: {name} -->: no such part. Known: fields MODULE.STRUCT, cluster, results.")
+    if kind == "diff":
+        return diffs.of_folder(argument)
+    raise SystemExit(
+        f"<!-- made: {name} -->: no such part. Known: fields MODULE.STRUCT, cluster, results, diff FOLDER."
+    )
 
 
 def made() -> dict[Path, str]:

@@ -52,11 +52,11 @@ from manyhands.plans.simulating import simulate
 from manyhands.runtime import timing_here
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE, Keeping
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.outcome import JobHooks
+from manyhands.runtime.outcome import JobHooks, JobOutcome
 from manyhands.runtime.part_builder import PartBuilder
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.state_exchange import StateExchange

@@ -33,6 +33,13 @@ def of_training() -> str:
     return source(TrainConfig, "train")
 
 
+def of_preparing() -> str:
+    """Return training/prepare_options.py."""
+    from manyhands.training.prepare_config import PrepareConfig
+
+    return source(PrepareConfig, "prepare")
+
+
 def of_splitting() -> str:
     """Return split/options.py."""
     from manyhands.split.config import SplitConfig

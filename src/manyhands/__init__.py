@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from manyhands.split.training import split_train
     from manyhands.training.callbacks import CSV, BestCheckpoint, EarlyStopping, TensorBoard
     from manyhands.training.mlflow_logger import MLflow
+    from manyhands.training.prepare import PreparedStep, prepare
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
     from manyhands.training.wandb_logger import WandB
@@ -93,6 +94,8 @@ _HOMES = {
     "TrainResult": ("job.result", "TrainResult"),
     "split_train": ("split.training", "split_train"),
     "SplitResult": ("split.job", "SplitResult"),
+    "prepare": ("training.prepare", "prepare"),
+    "PreparedStep": ("training.prepare", "PreparedStep"),
     "Trainer": ("training.trainer", "Trainer"),
     "collect": ("data.given", "collect"),
     "Pairs": ("data.given", "Pairs"),
@@ -125,11 +128,11 @@ _HOMES = {
 __all__ = [
     "CSV", "BestCheckpoint", "Callback", "CallbackContext", "Cluster", "Comparison", "Coordinator", "DecoupleReport",
     "Decoupled", "Device", "EarlyStopping", "EvaluateResult", "Explanation", "Generated", "Graph", "Inference",
-    "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "Profile",
+    "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "PreparedStep", "Profile",
     "SplitResult", "Stage", "TensorBoard", "TrainResult", "Trainer", "Validated", "WandB", "__version__", "capture",
     "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
-    "load_graph", "map_weights", "pipeline_plan", "plan", "profile", "read_plan", "save_adapter", "save_graph",
-    "simulate", "split_train", "tile_plan", "train", "without_weights",
+    "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter",
+    "save_graph", "simulate", "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from example_folders import write_example
 
-from manyhands.cli import dashboard
 from manyhands.cli.dashboard import dashboard_for
+from manyhands.dashboard import server
 from manyhands.facts.errors import AddressTaken, BadValue
 
 PROGRAM = str(Path(sys.executable).with_name("manyhands"))
@@ -42,7 +42,7 @@ def test_commands_say_where_they_are_shown(tmp_path: Path, monkeypatch: pytest.M
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(dashboard, "PORTS", range(port, port + 1))
+        monkeypatch.setattr(server, "PORTS", range(port, port + 1))
         with dashboard_for(None, said.append) as page:  # the usual port is taken: another
             url = page.show(write_example(tmp_path / "run"))
             assert said == [f"Dashboard: {url}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.runtime.elastic_job import JobOutcome
+from manyhands.runtime.outcome import JobOutcome
 from manyhands_bench.recovery.site import Trip
 
 pytestmark = pytest.mark.xdist_group("bench_recovery")

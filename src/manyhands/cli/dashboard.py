@@ -16,8 +16,6 @@ from manyhands.cli.status import run_named
 if TYPE_CHECKING:
     from manyhands.dashboard.server import Dashboard
 
-HOST, PORTS = "127.0.0.1", range(7070, 7080)
-"""The default address: the first of these ports that is free, else any other."""
 OFF = "off"
 DashboardOption = Annotated[
     str | None,
@@ -95,14 +93,10 @@ def dashboard_for(option: str | None, say: Callable[[str], None], *, quiet: bool
 
 def opened(address: str, folder: Path | None) -> Dashboard:
     """Start serving at an address, or near the usual port."""
-    from manyhands.dashboard.server import Dashboard
-    from manyhands.facts.errors import AddressTaken
+    from manyhands.dashboard.server import PORTS, Dashboard, near_usual_port
     from manyhands.session.joining import parse_address, reachable
 
     if address:
         host, port = parse_address(address, PORTS[0])
         return Dashboard((host, port), folder, shown_host=reachable(host))
-    for port in PORTS:
-        with contextlib.suppress(AddressTaken):
-            return Dashboard((HOST, port), folder)
-    return Dashboard((HOST, 0), folder)
+    return near_usual_port(folder)

@@ -11,6 +11,7 @@ this process alone, and the address has a token.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from urllib.parse import urlencode
 from manyhands.dashboard.handler import PageHandler
 from manyhands.dashboard.page import page_files
 from manyhands.dashboard.reader import Reader
+from manyhands.facts.errors import AddressTaken
 from manyhands.transport.http_server import ConnectionLimits, HttpServer
 from manyhands.transport.rate_limiter import AddressRateLimiter
 from manyhands.transport.security import is_loopback, new_token, server_context
 
+HOST, PORTS = "127.0.0.1", range(7070, 7080)
+"""The default address: the first of these ports that is free, else any other."""
 LIMITS = ConnectionLimits(connections=32, idle_seconds=10.0, drain_seconds=2.0)
 PER_SECOND, AT_ONCE = 60, 150
 """Connections and requests of one client address; all addresses together have four times as many."""
@@ -83,3 +87,11 @@ class Dashboard:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def near_usual_port(folder: Path | None) -> Dashboard:
+    """Start serving a run's page on this machine alone, at the first usual port that is free, or any other."""
+    for port in PORTS:
+        with contextlib.suppress(AddressTaken):
+            return Dashboard((HOST, port), folder)
+    return Dashboard((HOST, 0), folder)

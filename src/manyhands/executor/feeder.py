@@ -20,6 +20,7 @@ from manyhands.facts.errors import BadData, BadPlan
 from manyhands.facts.network import DTYPE_BYTES, Network, TensorSpec
 from manyhands.graph.batching import bound, bound_inputs
 from manyhands.graph.graph import Graph
+from manyhands.graph.labels import check_labels
 from manyhands.graph.loss_totals import LOSS_TOTALS
 from manyhands.graph.tape import bind_tree
 from manyhands.schedule.feeding import feed_topic, result_topic
@@ -255,6 +256,22 @@ class Feeder:
             name: torch.cat(parts, axis) if (axis := network.tensors[name].batch_axis) is not None else parts[0]
             for name, parts in rows.items()
         }
+
+
+def check_batch(graph: Graph, samples: int, inputs: Any, targets: Any) -> None:
+    """Refuse a batch that does not fit what the network and its loss were captured with."""
+    loss = graph.loss
+    assert loss is not None
+    named = bound("A batch's targets are", lambda: bind_tree(loss.input_tree[0][1], targets), targets)
+    named = {name: named[name] for name in target_names(graph)}
+    for tensors, specs in ((bound_inputs(graph, inputs), graph.inputs), (named, loss.inputs)):
+        _check_shapes(tensors, {spec.name: spec.shape_for(samples) for spec in specs})
+        for spec in specs:
+            tensor = tensors.get(spec.name)
+            if tensor is not None and tensor.is_floating_point() and not dtype_of(spec.dtype).is_floating_point:
+                given = str(tensor.dtype).removeprefix("torch.")
+                raise BadData(f"A batch's '{spec.name}' is {given}; it must be {spec.dtype}.")
+    check_labels(graph, targets, "The targets of the batch")
 
 
 def _typed(

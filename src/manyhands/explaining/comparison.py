@@ -15,7 +15,8 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BatchNorm, Plan, WarmUp
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile, estimate_cluster
-from manyhands.facts.units import format_bytes
+from manyhands.facts.summary import Summarized
+from manyhands.facts.units import format_bytes, format_seconds
 from manyhands.planner.baselines import every_baseline, hetpipe, volume
 from manyhands.planner.simple import single
 from manyhands.planner.strategies import pipeline
@@ -65,12 +66,15 @@ class ComparisonRow:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Summarized):
     """All rows, ours first, and the reason why it wins."""
 
     rows: list[ComparisonRow]
     why: str
+
+    def summary(self) -> dict[str, str]:
+        return {row.name: format_seconds(row.seconds) if row.runs else "does not run" for row in self.rows}
 
     def row(self, name: str) -> ComparisonRow:
         return next(row for row in self.rows if row.name == name)

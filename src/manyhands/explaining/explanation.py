@@ -7,6 +7,8 @@ from typing import Any
 
 from manyhands.explaining.bottleneck import Limit
 from manyhands.facts.plan import Plan
+from manyhands.facts.summary import Summarized
+from manyhands.facts.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class WhatIf:
         return {**self.__dict__, "plan": self.plan.to_dict()}
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Summarized):
     """The reasons for the chosen plan. `limits` add up to the step; `binding` is the one that matters most."""
 
     seconds: float
@@ -60,6 +62,14 @@ class Explanation:
     """Changes that were not planned, because that would take long here."""
     full: tuple[Limit, ...] = ()
     """Devices whose memory is nearly full, and whether more memory would help."""
+
+    def summary(self) -> dict[str, str]:
+        facts = {"step": format_seconds(self.seconds)}
+        if self.binding is not None:
+            facts["limited by"] = self.binding.text
+        return facts | {
+            f"with {change.change}": f"{change.gain:.2f} times better" for change in self.best_changes
+        }  # fmt: skip
 
     @property
     def best_changes(self) -> list[WhatIf]:

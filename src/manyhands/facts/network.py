@@ -19,6 +19,7 @@ import msgspec
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.reads import Read
 from manyhands.facts.spatial_axes import AxisStep, SpatialAxes, keeps_axes, spatial_axes
+from manyhands.facts.summary import Summarized
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -190,7 +191,7 @@ class Layer(msgspec.Struct, frozen=True):
     weights: tuple[str, ...]
 
 
-class Network(msgspec.Struct, frozen=True, dict=True):
+class Network(Summarized, msgspec.Struct, frozen=True, dict=True):
     """A captured graph without its weights: what planner, schedule and simulator work on."""
 
     name: str
@@ -207,6 +208,13 @@ class Network(msgspec.Struct, frozen=True, dict=True):
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    def summary(self) -> dict[str, str]:
+        weights = sum(prod(weight.shape) for weight in self.weights.values())
+        return {
+            "name": self.name, "layers": str(len(self.layers)), "operators": f"{len(self.ops):,}",
+            "weights": f"{weights:,}",
+        }  # fmt: skip
 
     @cached_property
     def spatial(self) -> dict[str, SpatialAxes]:

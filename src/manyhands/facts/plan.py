@@ -26,6 +26,7 @@ import msgspec
 from manyhands.facts.decode import OpenUnion, decode, read_open_union
 from manyhands.facts.errors import BadPlan, BadValue
 from manyhands.facts.extensions import INSTALL_HINT, load_extensions
+from manyhands.facts.summary import as_table
 
 if TYPE_CHECKING:
     from manyhands.facts.network import Network
@@ -262,6 +263,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gradient_norm: bool = False
     """Whether the devices learn the norm of all gradients before each update, as to clip by it."""
 
+    def _repr_html_(self) -> str:
+        stages = {
+            f"stage {number}": f"layers {stage.layers[0]} to {stage.layers[1]}, {stage.share.by}: "
+            f"{', '.join(stage.devices)}"
+            for number, stage in enumerate(self.stages)
+        }
+        facts = {"batch": f"{self.batch_size} in {self.micro_batches} part(s)", "order": self.order}
+        return as_table(f"Plan of {self.network}", {**facts, **stages})
+
     @property
     def steps_per_round(self) -> int:
         """With order replay every micro-batch is a mini-batch of its own: the optimiser steps after each. With order
@@ -319,6 +329,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     if value not in (None, [], ()) or key not in usual or usual[key] != value
                 }
         return document
+
+
+def plan_line(plan: Plan) -> str:
+    """Return how a plan shares the work, in a few words."""
+    ways = " -> ".join(f"{stage.share.by} on {', '.join(stage.devices)}" for stage in plan.stages)
+    return f"{len(plan.stages)} stage(s): {ways}"
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:

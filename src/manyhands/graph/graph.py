@@ -6,11 +6,13 @@ There is no code in a graph: what a node does is looked up by its target in the 
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from manyhands.facts.network import Layer, LossCombination, Network, TensorSpec, WeightSpec
+from manyhands.facts.summary import Summarized
 from manyhands.graph.nodes import Node
 from manyhands.graph.trees import tree_leaves
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Graph(msgspec.Struct, frozen=True, dict=True):
+class Graph(Summarized, msgspec.Struct, frozen=True, dict=True):
     """A captured network: nodes in topological order, with inputs, outputs and weights. `state` holds the weights and
     is stored apart (store.py)."""
 
@@ -45,6 +47,11 @@ class Graph(msgspec.Struct, frozen=True, dict=True):
 
     def __hash__(self) -> int:
         return id(self)
+
+    def summary(self) -> dict[str, str]:
+        weights = sum(prod(weight.shape) for weight in self.weights)
+        loss = self.loss_combination or "none"
+        return {"name": self.name, "operators": f"{len(self.nodes):,}", "weights": f"{weights:,}", "loss": loss}
 
     @cached_property
     def network(self) -> Network:

@@ -6,6 +6,7 @@ import functools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,6 @@ from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compare
 from manyhands.explaining.tile_report import planned_traffic, traffic_of_all
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadData, OutOfMemory, WorkerLost
-from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Kernel, Profile
@@ -43,6 +43,7 @@ from manyhands.job.evaluation import captured as captured
 from manyhands.job.finite_state import check_finite
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
+from manyhands.job.ordering import WARM_UP_STEPS, cuts_statistics, order_of
 from manyhands.job.replanning import Replanner, chosen_backups, happened, unplanned
 from manyhands.job.result import TrainResult
 from manyhands.job.stopping import stopping
@@ -51,19 +52,15 @@ from manyhands.job.watch import JobWatch
 from manyhands.job.workload import Workload
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Controller, Replan
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
-from manyhands.runtime.living import rounds_between_looks
-from manyhands.runtime.order import Order, RunState, snapshot_steps
-from manyhands.runtime.outcome import JobHooks
+from manyhands.runtime.elastic_job import ElasticJob
+from manyhands.runtime.order import RunState
+from manyhands.runtime.outcome import JobHooks, JobOutcome
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord, averaged_state
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
 from manyhands.weights.adapters import peft_model_of, save_adapter
-
-WARM_UP_STEPS = 2
-TRACED_STEPS = 3
 
 
 class Guide(Replan, Protocol):
@@ -72,11 +69,6 @@ class Guide(Replan, Protocol):
     def kernels(self, plan: Plan) -> Mapping[str, Mapping[str, Kernel]]: ...
 
     def present(self, plan: Plan, names: tuple[str, ...]) -> tuple[Cluster, Profile]: ...
-
-
-def cuts_statistics(plan: Plan, network: Network) -> bool:
-    """Return whether batch norm computes its statistics over less than a batch."""
-    return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
 
 
 @dataclass
@@ -160,23 +152,11 @@ class Job:
     ) -> tuple[TrainResult, PlannedRun]:
         """Train to the end, and return the result with the last plan, which may differ from `planned`."""
         workload = self.workload
-        every = self.checkpoint_every(planned)
         self.data_waits = DataWaitReport(self.record, self.say, WARM_UP_STEPS)
         first, last = self.start.steps_done, self.last_step
-        traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
         replanner = self.replanner(planned, strategy)
-        order = Order(
-            graph=self.graph, plan=planned.plan, start=self.start, last_step=last, optimizer=workload.optimizer,
-            rates=workload.scheduling, seed=workload.seed, kernels=replanner.kernels(planned.plan),
-            snapshots=snapshot_steps(first, last, every),
-            trace_steps=traced, memory_step=min(first + 1, last - 1), wait_limit_seconds=self.config.limit_seconds,
-            backup_every=self.backup_every(planned), predicted_seconds=planned.prediction.seconds,
-            watch_every=rounds_between_looks(
-                planned.prediction.seconds, (last - first) // planned.plan.steps_per_round
-            ),
-            clipping=self.config.clipping, scales_loss=workload.scales_loss, ema=self.config.ema,
-            lengths=self._lengths_reported(),
-        )  # fmt: skip
+        order = order_of(self, planned, replanner, self.start, last)
+        order.lengths = self._lengths_reported()
         if workload.feed == "start":
             order.preload = self._preload(planned)
         self._show(planned)
@@ -394,11 +374,14 @@ class Job:
             if self.say is not None:
                 self.say(text)
 
-    def evaluated(self, planned: PlannedRun, test: Dataset[Any]) -> EvaluateResult:
+    def evaluated(self, planned: PlannedRun, test: Dataset[Any], *, keep_outputs: bool = False) -> EvaluateResult:
         """Evaluate held-out data on the devices that trained; if one of them is lost now, on one other alone."""
-        of_all = self.trained.weights, test, self.workload.loss, planned.profile, self.workload.precision
+        trained, loss = self.trained.weights, self.workload.loss
+        evaluate = partial(
+            evaluate_in, self.session, self.graph, precision=self.workload.precision, keep_outputs=keep_outputs
+        )
         try:
-            return evaluate_in(self.session, self.graph, planned.plan, *of_all)
+            return evaluate(planned.plan, trained, test, loss, planned.profile)
         except WorkerLost as error:
             names = [name for name in planned.plan.devices if not self.session.coordinator.members[name].is_lost]
             if not names:
@@ -406,7 +389,7 @@ class Job:
             self.tell("lost", reason=f"{error.message} {names[0]} evaluates alone.")
             stage = Stage((0, len(self.graph.network.layers)), (names[0],))
             alone = msgspec.structs.replace(planned.plan, stages=(stage,), warm_up="2(P-p)-1", homes={})
-            return evaluate_in(self.session, self.graph, alone, *of_all)
+            return evaluate(alone, trained, test, loss, planned.profile)
 
     def write_pictures(self, planned: PlannedRun, result: TrainResult) -> None:
         from manyhands.job.pictures import write_pictures  # imported late: a run need not wait for it

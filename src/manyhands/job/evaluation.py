@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -25,6 +25,7 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.precision import FLOAT32
 from manyhands.facts.profile import Profile
+from manyhands.facts.summary import Summarized
 from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
@@ -45,8 +46,8 @@ from manyhands.session.session import Say, Session
 EXAMPLE_SAMPLES = 4
 
 
-@dataclass(frozen=True)
-class EvaluateResult:
+@dataclass(frozen=True, repr=False)
+class EvaluateResult(Summarized):
     """Loss and accuracy over a data set."""
 
     samples: int
@@ -55,6 +56,21 @@ class EvaluateResult:
     accuracy: float | None
     """The part of samples whose largest output is the target, if targets are class numbers."""
     seconds: float
+    output: Any = field(default=None, repr=False)
+    """What the model returned for all samples, where that was asked for."""
+
+    def summary(self) -> dict[str, str]:
+        facts = {"samples": f"{self.samples:,}"}
+        if self.loss is not None:
+            facts["loss"] = f"{self.loss:.4g}"
+        if self.accuracy is not None:
+            facts["accuracy"] = f"{self.accuracy:.1%}"
+        return facts
+
+    @property
+    def line(self) -> str:
+        """The summary in one line."""
+        return ", ".join(f"{label} {value}" for label, value in self.summary().items())
 
 
 class _Padded(Dataset[Any]):
@@ -109,16 +125,18 @@ def evaluate_in(
     data: Dataset[Any],
     loss: Callable[..., torch.Tensor] | Literal["own"] | None,
     profile: Profile,
+    *,
     precision: str = FLOAT32,
+    keep_outputs: bool = False,
 ) -> EvaluateResult:
     """Evaluate on the session's workers, by a plan's stages and shares. `precision`: the one that the graph was
     captured in; the loss is computed in it too."""
     stream = resolve(inference_plan(plan), graph.network)
     kernels = {name: profile.of(name).kernels for name in stream.devices}
     order = Order(graph=graph, plan=stream, start=RunState(dict(weights)), last_step=0, kernels=kernels)
-    tally = MetricTally(graph, loss, length(data), stream.batch_size, precision=precision)
+    tally = MetricTally(graph, loss, length(data), stream.batch_size, precision=precision, keeps_outputs=keep_outputs)
     seconds, _ = streamed(session.coordinator, order, data, tally)
-    return EvaluateResult(tally.samples, tally.loss, tally.accuracy, seconds)
+    return EvaluateResult(tally.samples, tally.loss, tally.accuracy, seconds, tally.output)
 
 
 def streamed(

@@ -76,9 +76,11 @@ class MetricTally:
 
     def __init__(
         self, graph: Graph, loss: Callable[..., torch.Tensor] | Literal["own"] | None, samples: int, size: int,
-        metrics: Mapping[str, Metric] | None = None, precision: str = FLOAT32,
+        metrics: Mapping[str, Metric] | None = None, precision: str = FLOAT32, *, keeps_outputs: bool = False,
     ) -> None:  # fmt: skip
-        """`precision`: the one that the graph was captured in; the loss is computed in it too."""
+        """`precision`: the one that the graph was captured in; the loss is computed in it too. `keeps_outputs`: the
+        outputs of all samples are wanted."""
+        self._keeps_outputs = keeps_outputs
         self.graph, self.samples, self.size, self.precision = graph, samples, size, precision
         self.function = self._own_loss if isinstance(loss, str) else loss
         self.metrics = dict(metrics or {})
@@ -86,7 +88,7 @@ class MetricTally:
         """The error of a metric that raised; nothing is added up from then on."""
         self._ignored = frozenset(ignored_classes(graph)) if loss is not None else frozenset[int]()
         self._functions = [name for name, metric in self.metrics.items() if not isinstance(metric, RunningMetric)]
-        self.begin(keeps_all=bool(self._functions) or graph.loss_combination in ("weighted", "whole"))
+        self.begin(keeps_all=keeps_outputs or bool(self._functions) or graph.loss_combination in ("weighted", "whole"))
 
     def begin(self, *, keeps_all: bool) -> None:
         """Begin anew. `keeps_all`: keep all predictions and targets, as a function needs them, or a loss that does not
@@ -180,6 +182,11 @@ class MetricTally:
         assert loss is not None, "the graph was captured with its own loss"
         inputs = bind_inputs(loss, ([output, self._penalties] if self._penalties else output, target))
         return Piece(loss, Weights.copied(loss))(inputs, Context(training=False))[loss.outputs[0]]
+
+    @property
+    def output(self) -> Any:
+        """The outputs of all samples, as the module would return them at once; None: they were not kept."""
+        return rebuilt(_joined_part(self._kept, 0)) if self._keeps_outputs else None
 
     @property
     def loss(self) -> float | None:

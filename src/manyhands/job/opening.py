@@ -121,12 +121,12 @@ def _opened(
     if tensorboard:
         record.board = TensorBoardLog(where, start.steps_done)
     living = record.living = Living(
-        where, command=command, model=graph.name, first_step=start.steps_done, steps=last_step,
+        where, command=command, model=graph.name, first_step=start.steps_done, steps=workload.known_steps or 0,
         batch_size=workload.batch_size,
     )  # fmt: skip
     ending: tuple[Ending, str] = ("ended", "")
     try:
-        record.event("started", model=graph.name, step=start.steps_done, steps=last_step)
+        record.event("started", model=graph.name, step=start.steps_done, steps=workload.known_steps)
         if checking.is_over:
             finish_checks()
         remember(where)

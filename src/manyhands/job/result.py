@@ -10,7 +10,9 @@ from manyhands.data.length_order import LengthUse, padded_share
 from manyhands.executor.log import DeviceLog
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy
 from manyhands.explaining.tile_report import Traffic
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, plan_line
+from manyhands.facts.summary import Summarized
+from manyhands.facts.units import format_seconds
 from manyhands.job.evaluation import EvaluateResult
 from manyhands.job.validation import Validated
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass
-class TrainResult:
+@dataclass(repr=False)
+class TrainResult(Summarized):
     """The result of training. The module holds the trained weights."""
 
     losses: list[float]
@@ -74,6 +76,22 @@ class TrainResult:
     """The reason that a callback gave to stop; None: none has."""
     problems: list[str] = field(default_factory=list)
     """Errors after the last step, a line each, such as pictures for which the disk had no room."""
+
+    def summary(self) -> dict[str, str]:
+        steps = f"{self.steps:,}"
+        if self.losses:
+            steps += f", loss {self.losses[0]:.4g} -> {self.losses[-1]:.4g}"
+        facts = {
+            "steps": steps, "speed": f"{self.throughput:.4g} samples/s, {format_seconds(self.measured_seconds)} a step",
+            "plan": plan_line(self.plan),
+        }  # fmt: skip
+        if self.test is not None:
+            facts["held-out"] = self.test.line
+        if self.recoveries:
+            facts["recoveries"] = str(len(self.recoveries))
+        if self.problems:
+            facts["problems"] = "; ".join(self.problems)
+        return {**facts, "folder": str(self.folder)}
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:

@@ -42,7 +42,7 @@ class Words:
 
     @property
     def _is_train(self) -> bool:
-        return self.command == "train"
+        return self.command in ("train", "prepare")
 
     @property
     def _words(self) -> str:
@@ -50,7 +50,7 @@ class Words:
 
     @property
     def _call(self) -> str:
-        return "mh.train" if self._is_train else f"mh.{self.command}_train"
+        return f"mh.{self.command}" if self._is_train else f"mh.{self.command}_train"
 
 
 def point_to_checkpoint(error: ManyhandsError, words: Words, optimizer: Optimizer) -> None:

@@ -99,7 +99,7 @@ class Workload:
             if self.held_out is not None:
                 interval = self.held_out.interval(self.order.steps_per_epoch)
                 self.scheduling.validates_after = lambda steps_done: steps_done % interval == 0
-            self.scheduling.begin(self.order.steps_per_epoch, self.last_step)
+            self.scheduling.begin(self.order.steps_per_epoch, self.known_steps or 0)
             self.scheduling.check()
         check_precision(self.precision, self.model)
 
@@ -163,6 +163,11 @@ class Workload:
         """The number of optimiser steps of the whole run."""
         steps = self.config.steps
         return steps if steps is not None else self.epochs * self.order.steps_per_epoch
+
+    @property
+    def known_steps(self) -> int | None:
+        """The number of optimiser steps of the whole run; None: as many as there will be batches."""
+        return self.last_step
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import Plan, plan_line
+from manyhands.facts.summary import Summarized
+from manyhands.facts.units import format_seconds
 from manyhands.planner.pricing import Objective
 from manyhands.planner.task import Best, PlanCandidate
 
 
-@dataclass(frozen=True)
-class Planned:
+@dataclass(frozen=True, repr=False)
+class Planned(Summarized):
     """A plan, and the other candidates: the fastest first."""
 
     plan: Plan
@@ -23,3 +25,10 @@ class Planned:
     """Whether there was no time for every strategy."""
     best: Best = "throughput"
     """The objective of a plan for training."""
+
+    def summary(self) -> dict[str, str]:
+        priced = [candidate.seconds for candidate in self.candidates if candidate.plan is not None]
+        facts = {"plan": plan_line(self.plan)}
+        if priced:
+            facts["predicted"] = f"{format_seconds(min(priced))}, the best of {len(priced)}"
+        return facts

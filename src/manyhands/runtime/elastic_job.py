@@ -15,14 +15,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.log import DeviceLog, merged
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
-from manyhands.facts.plan import Plan
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
 from manyhands.runtime.control_messages import Progress, Retain
@@ -32,7 +30,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.outcome import JobHooks, Outcome, RunHooks
+from manyhands.runtime.outcome import JobHooks, JobOutcome, RunHooks
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
 from manyhands.runtime.stall_watch import Usual
@@ -55,25 +53,6 @@ class Recovery:
     furthest: int
     bytes_moved: int
     is_logged: bool = False
-
-
-@dataclass
-class JobOutcome(Outcome):
-    """The outcome of a job over all generations. Logs and plan are the last generation's."""
-
-    plan: Plan | None = None
-    is_stopped: bool = False
-    """Whether it was stopped on request, before the last step."""
-    generations: int = 1
-    replayed_steps: int = 0
-    recoveries: list[dict[str, Any]] = field(default_factory=list)
-    """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
-    skipped_steps: list[int] = field(default_factory=list)
-    """Steps that all devices skipped, since gradients of the scaled loss were not finite."""
-    data_waits: dict[int, float] = field(default_factory=dict)
-    """Step -> seconds for which all devices waited for its batch, where they did."""
-    began_at: list[float] = field(default_factory=list)
-    """When the first round after each recovery began, by the clock of this process."""
 
 
 class ElasticJob:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from manyhands.runtime.state import Located
 
 WAIT_LIMIT_SECONDS = 600.0
+IDLE_SECONDS = 10 * 365 * 24 * 3600.0
+"""Seconds that a worker waits for a feed that may come at any time: a coordinator that is gone is noticed by other
+means."""
 
 
 @dataclass
@@ -78,6 +81,8 @@ class Order:
     """Whether the loss is scaled, and steps whose gradients overflow are skipped: the plan has `gradient_norm`."""
     ema: float | None = None
     """The decay of an average of the weights, which is kept with the optimizer's state; None: there is none."""
+    waits_for_batches: bool = False
+    """Whether batches come from somebody's own loop, when they come: no wait for the next one has a limit."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 
@@ -98,5 +103,5 @@ class Order:
 
 def snapshot_steps(first: int, last: int, every: int) -> tuple[int, ...]:
     """Return the steps done at which state is kept: every `every` steps, and at the end."""
-    steps = {step for step in range(first + 1, last + 1) if step % every == 0} | {last}
+    steps = {*range((first // every + 1) * every, last + 1, every), last}
     return tuple(sorted(step for step in steps if step > first))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from manyhands.executor.log import DeviceLog
+from manyhands.facts.plan import Plan
 from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.control_parts import Arrival
 from manyhands.runtime.order import RunState
@@ -80,3 +81,22 @@ class JobHooks:
     validation: Validation = field(default_factory=NoValidation)
     requests: CheckpointRequests = field(default_factory=CheckpointRequests)
     """Checkpoints besides those that the order lists; the round under way ends first."""
+
+
+@dataclass
+class JobOutcome(Outcome):
+    """The outcome of a job over all generations. Logs and plan are the last generation's."""
+
+    plan: Plan | None = None
+    is_stopped: bool = False
+    """Whether it was stopped on request, before the last step."""
+    generations: int = 1
+    replayed_steps: int = 0
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Steps that all devices skipped, since gradients of the scaled loss were not finite."""
+    data_waits: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds for which all devices waited for its batch, where they did."""
+    began_at: list[float] = field(default_factory=list)
+    """When the first round after each recovery began, by the clock of this process."""

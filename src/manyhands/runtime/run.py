@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from manyhands.runtime.gathering import Gathering
 from manyhands.runtime.handout import Handout
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.member import Lost, Member, MemberJoined
-from manyhands.runtime.order import Order
+from manyhands.runtime.order import IDLE_SECONDS, Order
 from manyhands.runtime.outcome import Outcome, RunHooks
 from manyhands.runtime.preparation import prepare
 from manyhands.runtime.reports import Reports
@@ -172,7 +173,7 @@ class Run:
     @property
     def worker_wait_seconds(self) -> float:
         """Seconds that a worker waits for a message of which nothing comes."""
-        return self.order.wait_limit_seconds
+        return IDLE_SECONDS if self.order.waits_for_batches else self.order.wait_limit_seconds
 
     @property
     def keepers(self) -> tuple[str, ...]:
@@ -223,8 +224,8 @@ class Run:
         def may_feed() -> bool:
             limit = min(self.order.last_step, self._may_be_fed())
             is_behind = self.gathering.is_behind(self.feed.sent) or self.backups.is_behind(self.feed.sent)
-            has_room = self.feed.sent < limit and not is_behind and not self.is_paused
-            return has_room and self.feed.may_send and self.feed.has_next(batches, is_idle=self.is_idle)
+            has_room = self.feed.sent < limit and not is_behind and not self.is_paused and self.feed.may_send
+            return has_room and self.feed.has_next(batches, is_idle=self.is_idle)
 
         while (step := self.steps.steps_done) < self.order.last_step:
             self.is_paused = self.is_paused or self.hooks.should_pause()
@@ -239,6 +240,8 @@ class Run:
                 return self.steps.steps_done > step or may_feed() or (not self.is_paused and self.hooks.should_pause())
 
             limit_seconds = self.order.wait_limit_seconds + 30
+            if self.order.waits_for_batches and step == self.feed.sent:
+                limit_seconds = math.inf
             self.follow(moved, self.reports.handle, f"to end step {step}", limit_seconds, self.steps.last_ones)
 
     @property

@@ -16,13 +16,11 @@ import torch
 from manyhands.facts.plan import Plan
 from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.order import Order
+from manyhands.runtime.order import IDLE_SECONDS, Order
 from manyhands.runtime.outcome import Outcome, RunHooks
 from manyhands.runtime.reports import Reports
 from manyhands.runtime.run import STEPS_FED_AHEAD, Run
 
-IDLE_SECONDS = 10 * 365 * 24 * 3600.0
-"""Seconds that a worker waits for its feed: a coordinator that is gone is noticed by other means."""
 MOST_FED_AHEAD = 6
 """Most batches fed ahead: fewer than the rounds by which a message may come early (mailbox.STEPS_AHEAD)."""
 

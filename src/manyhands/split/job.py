@@ -59,7 +59,7 @@ CHECKPOINT_PART = 0.1
 """The fraction of the link's time that checkpoints may take: each fetches the server's part."""
 
 
-@dataclass
+@dataclass(repr=False)
 class SplitResult(TrainResult):
     """The result of training a split. The module holds the trained weights. Bytes are those between edge and server."""
 

@@ -23,6 +23,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.files.traces import read_link_trace
 from manyhands.graph.regrouping import regrouped
 from manyhands.job.config import takes
+from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
 from manyhands.job.workload import Workload
 from manyhands.runtime.coordinator import Coordinator
@@ -67,7 +68,7 @@ def split_with(
     trace = read_link_trace(config.trace) if isinstance(config.trace, (str, Path)) else config.trace
     dialled = Cloud.parse(config.cloud, config.token) if isinstance(config.cloud, str) else None
     usual = LOCAL_SILENCE_SECONDS if dialled is None else CLOUD_SILENCE_SECONDS
-    config = replace(config, silence_seconds=config.silence_seconds or usual)
+    config = replace(shown_in_notebook(config), silence_seconds=config.silence_seconds or usual)
     with contextlib.ExitStack() as stack:
         silos: JoinedSilos | None = None
         if config.silos is not None or config.labels == "cloud" or isinstance(config.cloud, Coordinator):

@@ -25,11 +25,13 @@ from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
-from manyhands.job.base import Guide, Job, cuts_statistics
+from manyhands.job.base import Guide, Job
 from manyhands.job.callback_list import ValidationListener
 from manyhands.job.config import takes
 from manyhands.job.given_optimizer import GivenOptimizer, OptimizerLike, read_optimizer
+from manyhands.job.notebook import shown_in_notebook
 from manyhands.job.opening import open_run
+from manyhands.job.ordering import cuts_statistics
 from manyhands.job.refining import Refinement, Refiner
 from manyhands.job.replanning import Replanner
 from manyhands.job.result import TrainResult
@@ -96,6 +98,7 @@ def train_with(
     scheduler: Any = None,
 ) -> TrainResult:
     """Train as configured, and return the result."""
+    config = shown_in_notebook(config)
     allow_optimizers(config.allow_optimizers)
     expect_session(config.cluster)
     read = read_optimizer(model, optimizer, scheduler)

@@ -19,7 +19,7 @@ from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.facts.plan_check import op_range, resolve
 from manyhands.facts.profile import Kernel
 from manyhands.graph.graph import Graph
-from manyhands.job.base import cuts_statistics
+from manyhands.job.ordering import cuts_statistics
 from manyhands.planner.refining import moved_cuts
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.order import Order, RunState

@@ -27,9 +27,9 @@ from manyhands.graph.graph import Graph
 from manyhands.job.replanning import Replanner, chosen_backups
 from manyhands.plans.pipelines import pipeline_plan
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.elastic_job import ElasticJob, JobOutcome
+from manyhands.runtime.elastic_job import ElasticJob
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.outcome import JobHooks
+from manyhands.runtime.outcome import JobHooks, JobOutcome
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
