@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 class TrainOptions(TypedDict, total=False):
     """Every keyword that `TrainConfig` describes."""
 
-    allow_optimizers: Sequence[str]
     epochs: int
     steps: int | None
     batch_size: int | None

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 class PrepareOptions(TypedDict, total=False):
     """Every keyword that `PrepareConfig` describes."""
 
-    allow_optimizers: Sequence[str]
     seed: int
     plan: Plan | str | Path
     tiles: TileOptions | None
@@ -29,9 +28,15 @@ class PrepareOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    allow_optimizers: Sequence[str]
+    precision: str
+    profile_seconds: float
     min_devices: int
     max_devices: int | None
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    clip_norm: float | None
+    clip_value: float | None
+    ema: float | None
     folder: str | Path | None
     resume: bool | str | Path
     verify: bool | None
