@@ -18,7 +18,7 @@ import manyhands as mh
 from lower_precision import SAMPLES, Pictures, Rows, distance, drawn_anew, row_batches, trained_plainly
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadValue, UnknownName
-from manyhands.facts.plan import Single, Stage
+from manyhands.facts.plan import BySamples, Single, Stage
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import workers
 
@@ -82,7 +82,8 @@ def test_fp16_skips_and_goes_on_where_it_was(cluster: Coordinator, tmp_path: Pat
     one, two = OneStage(), OneStage()
     drawn_anew(one, 1)
     drawn_anew(two, 1)
-    options: dict[str, Any] = {"precision": "fp16", "plan": "samples", "data": data}
+    stage = Stage((0, 3), tuple(list(cluster.members)[:2]), BySamples((4, 2)))
+    options: dict[str, Any] = {"precision": "fp16", "plan": mh.Plan("OneStage", SAMPLES, (stage,)), "data": data}
     whole = trained(one, cluster, tmp_path / "whole", say=said.append, **options)
     assert whole.skipped_steps == [1]
     assert any("Gradients of step 1 overflowed" in text for text in said)

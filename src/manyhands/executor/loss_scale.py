@@ -58,13 +58,13 @@ class LossScale:
     def load(self, scalars: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's values."""
         scale, steps = scalars.get(_SCALE), scalars.get(_STEPS)
-        is_scale = isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale)
-        if not is_scale or scale < LEAST_SCALE or type(steps) is not int or not 0 <= steps < GROWTH_STEPS:
+        is_scale = type(scale) in (int, float) and math.isfinite(scale or 0.0) and (scale or 0.0) >= LEAST_SCALE
+        if not is_scale or type(steps) is not int or not 0 <= steps < GROWTH_STEPS:
             raise BadFile(
                 f"The state has the loss scale {scale!r:.40} after {steps!r:.40} steps; precision='fp16' needs a "
                 f"factor of at least {LEAST_SCALE:g}, and a whole number below {GROWTH_STEPS}."
             )
-        self.scale, self.steps = float(scale), steps
+        self.scale, self.steps = float(scale or 0.0), steps
 
 
 def loss_scale_of(schedule: Schedule, device: str) -> LossScale | None:

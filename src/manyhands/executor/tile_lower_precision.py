@@ -7,7 +7,6 @@ widened, and its result is rounded. Sums over tiles are formed, and travel, in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,13 +38,17 @@ else:
     _Operator = _Statistics = object
 
 
-@cache
+_CLASSES: dict[type[TileOperator], type[TileOperator]] = {}
+
+
 def in_float32(kind: type[TileOperator]) -> type[TileOperator]:
     """Return the class of operators that compute as those of `kind`, in float32, on maps of a smaller type."""
     if not issubclass(kind, _BY_FORMULA):
         return kind
-    beside = (_WideStatistics, _Wide) if issubclass(kind, StatisticsOperator) else (_Wide,)
-    return type(f"{kind.__name__}InFloat32", (*beside, kind), {})
+    if kind not in _CLASSES:
+        beside = (_WideStatistics, _Wide) if issubclass(kind, StatisticsOperator) else (_Wide,)
+        _CLASSES[kind] = type(f"{kind.__name__}InFloat32", (*beside, kind), {})
+    return _CLASSES[kind]
 
 
 def _widened(inputs: Sequence[BoxTensor | None]) -> list[Any]:

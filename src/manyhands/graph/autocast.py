@@ -125,7 +125,7 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 def _is_cast(leaf: Any, dtype: torch.dtype) -> bool:
     value = leaf.meta.get("val") if isinstance(leaf, torch.fx.Node) else None
-    return may_be_cast(value) and value.dtype != dtype
+    return value is not None and may_be_cast(value) and value.dtype != dtype
 
 
 def _cast(record: Argument, value: Any, dtype: torch.dtype, node: Any, state: Conversion) -> Argument:

@@ -1,4 +1,4 @@
-"""How far training in bfloat16 over devices is from float64, what then travels, and how much faster a GPU is."""
+"""Measures training in bfloat16: its distance to float64, the bytes that travel, and the speed of a GPU."""
 
 from __future__ import annotations
 
