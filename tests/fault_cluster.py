@@ -394,7 +394,10 @@ class FaultCluster:
         given = data if data is not None else Pictures()
         fed: Dataset[Any] = Numbered(given) if is_preloaded else given
         if loaded is None:
-            loaded = Rewindable(lambda step: Prefetcher(fed, batches_of, step, steps), order.start.steps_done)
+            wake = self.coordinator.wake
+            loaded = Rewindable(
+                lambda step: Prefetcher(fed, batches_of, step, steps, wake=wake), order.start.steps_done
+            )
         with loaded as batches:
             job = ElasticJob(
                 self.coordinator, order, batches, change, retry_policy or RetryPolicy("light"),

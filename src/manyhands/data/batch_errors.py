@@ -22,7 +22,7 @@ def failed(error: Exception, step: int, name: str, dead_workers: Sequence[int] =
     text = str(error)
     if isinstance(error, RuntimeError) and "DataLoader worker" in text and "Caught " not in text:
         return died(step, text)
-    if isinstance(error, (OSError, EOFError)) and dead_workers:  # it died while a batch came from it
+    if dead_workers:
         return died(step, f"process {', '.join(map(str, dead_workers))}")
     if isinstance(error, RuntimeError) and text.startswith("DataLoader timed out"):
         return BadData(

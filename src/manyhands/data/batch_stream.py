@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sized
 from concurrent.futures import Future
+from multiprocessing.connection import wait
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ Batch = tuple[int, Any, Any]
 LIMIT_SECONDS = 600.0
 """How long a batch may take, unless the DataLoader has a timeout of its own."""
 _MARGIN_SECONDS = 60.0
+_DYING_SECONDS = 1.0
 
 
 class EpochStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,7 +220,8 @@ class BatchStream:
             except ManyhandsError:
                 raise
             except Exception as error:
-                raise failed(error, self.step, self.name, self._dead_workers()) from error
+                is_cut_off = isinstance(error, (OSError, EOFError))  # while a batch came from a worker, perhaps
+                raise failed(error, self.step, self.name, self._dead_workers() if is_cut_off else ()) from error
             self._in_epoch += 1
             expected = self.batches_per_epoch
             if self.expects_whole_epochs and expected is not None and self._in_epoch > expected:
@@ -228,6 +231,8 @@ class BatchStream:
     def _dead_workers(self) -> list[int]:
         """Return the process ids of a DataLoader's workers that have died."""
         workers = getattr(self._iterator, "_workers", ())
+        if workers:
+            wait([worker.sentinel for worker in workers], _DYING_SECONDS)  # its pipe is closed before it has ended
         return [worker.pid for worker in workers if worker.exitcode not in (None, 0)]
 
     def _begin_epoch(self) -> None:

@@ -217,7 +217,7 @@ class Site:
 
     def _batches(self, first: int, last: int) -> Prefetcher:
         order = BatchOrder(length(self.data), self.plan.batch_size, True, self.seed)
-        return Prefetcher(self.data, order, first, last)
+        return Prefetcher(self.data, order, first, last, wake=self.session.coordinator.wake)
 
     def _strike(self, strike: Strike, trip: Trip) -> None:
         time.sleep(strike.delay_seconds)
