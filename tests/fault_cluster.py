@@ -34,6 +34,7 @@ from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import slots
+from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
@@ -378,7 +379,8 @@ class FaultCluster:
 
         chosen = resolve(plan, graph.network, made_cluster(plan.devices))
         order = Order(
-            graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer, seed=5,
+            graph, chosen, start or RunState(Weights.copied(graph).tensors), steps, optimizer,
+            rates=Scheduling.by_name(optimizer), seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
             preload=Preload.of(Pictures()) if is_preloaded else None, lengths=lengths,

@@ -17,6 +17,7 @@ from manyhands.executor.log import DeviceLog
 from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -181,6 +182,7 @@ def run(
     memory_step: int = -1,
     limit_seconds: float = 20.0,
     lengths: LengthGraphs | None = None,
+    scheduling: Scheduling | None = None,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
     of batches of several lengths, of which `graph` is the longest.
@@ -202,7 +204,7 @@ def run(
         stepper = build(optimizer or SGD, weights.trainable()) if own.geometries and training else None
         options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
-            with_targets=training,
+            with_targets=training, is_scheduled=scheduling is not None,
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()
@@ -252,6 +254,8 @@ def run(
             if errors:
                 break
         length = lengths.length(step) if lengths is not None else None
+        if scheduling is not None:
+            feeder.send_rates(step, scheduling.at(step))
         (feeder if length is None else feeders[length]).send(step, inputs, targets)
         if COORDINATOR in board.failed:
             break

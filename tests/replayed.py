@@ -19,6 +19,8 @@ from manyhands.executor.messages import COORDINATOR, plan_bytes
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.round_result import RoundResult
+from manyhands.executor.schedules import at_start
+from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Codec, Plan, Replay, Stage
 from manyhands.facts.plan_check import resolve
@@ -75,9 +77,14 @@ class Replayed:
         self.executors: dict[str, Executor] = {}
         for device in self.plan.devices:
             weights = Weights.copied(graph, self.schedule.lowering.work[device].weights())
-            stepper = build(optimizer, weights.trainable())
+            stepper = build(at_start(optimizer), weights.trainable())
             executor = Executor(
-                graph, self.schedule, board.endpoints[device], weights, stepper, ExecutorOptions(seed=7)
+                graph,
+                self.schedule,
+                board.endpoints[device],
+                weights,
+                stepper,
+                ExecutorOptions(seed=7, is_scheduled=bool(optimizer.schedule)),
             )
             board.endpoints[device].mailbox.open(0, executor.expected(), 0, self.plan.steps_per_round)
             self._watch(device, executor, late if device == DOWN else 0.0)
@@ -88,12 +95,14 @@ class Replayed:
         for thread in threads:
             thread.start()
         feeder = Feeder(graph, self.schedule, board.endpoints[COORDINATOR])
-        stride = self.plan.steps_per_round
+        stride, scheduling = self.plan.steps_per_round, Scheduling.by_name(optimizer)
         for step, (inputs, targets) in enumerate(data):
             end = time.monotonic() + JOIN_SECONDS
             while not self.errors and step // stride > 2 + min(len(self.results[d]) for d in self.plan.devices):
                 assert time.monotonic() < end, "a device hangs"
                 time.sleep(0.001)
+            if scheduling is not None:
+                feeder.send_rates(step // stride * stride, scheduling.at(step), step % stride)
             feeder.send(step // stride * stride, inputs, targets, step % stride)
         for thread in threads:
             thread.join(JOIN_SECONDS)

@@ -23,8 +23,9 @@ from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadData, BadValue, NotInstalled
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Stage
+from manyhands.job.given_optimizer import read_optimizer
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.training.trainer import StepLoss, optimizer_of
+from manyhands.training.trainer import StepLoss, configured_by
 from real_runs import BATCH, LAYERS, SGD, Pictures, network, workers
 
 pytestmark = pytest.mark.xdist_group("interfaces")  # its workers are started once
@@ -134,6 +135,15 @@ def rows(samples: int = 48) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
+class ByEpoch(Module):
+    """Two groups, the second without momentum, and a schedule of a function, stepped once an epoch as in Lightning."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layers[0].parameters()}, {"params": self.layers[2].parameters(), "momentum": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
 class OneCycle(Module):
     """Its schedule has exactly as many steps as the run, and so has none to spare for measuring."""
 
@@ -143,8 +153,8 @@ class OneCycle(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.quick("Module")
-@pytest.mark.parametrize("kind", [Module, OneCycle])
+@pytest.mark.quick("ByEpoch")
+@pytest.mark.parametrize("kind", [Module, OneCycle, ByEpoch])
 def test_a_module_in_lightnings_way_is_trained_exactly(
     kind: type[Module], cluster: Coordinator, tmp_path: Path
 ) -> None:
@@ -154,16 +164,19 @@ def test_a_module_in_lightnings_way_is_trained_exactly(
     assert result.test is not None
     assert result.test.samples == 20
     plain = kind()
-    settings = plain.configure_optimizers()
+    (optimizer,), (settings,) = configured_by(plain)
     expected = []
     for _ in range(2):
         for x, y in DataLoader(data, batch_size=12):
             loss = functional.cross_entropy(plain(x), y)
-            settings["optimizer"].zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            settings["optimizer"].step()
-            settings["lr_scheduler"]["scheduler"].step()
+            optimizer.step()
+            if settings["interval"] == "step":
+                settings["scheduler"].step()
             expected.append(loss.item())
+        if settings["interval"] == "epoch":
+            settings["scheduler"].step()
     torch.testing.assert_close(torch.tensor(result.losses), torch.tensor(expected), rtol=1e-10, atol=1e-12)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-10, atol=1e-12)
@@ -171,40 +184,40 @@ def test_a_module_in_lightnings_way_is_trained_exactly(
     assert "log" not in vars(module)
 
 
+class Other(Module):
+    """Configured by a function of itself."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def configure_optimizers(self) -> Any:
+        return self.given(self)
+
+
+def by_epoch(own: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
 def test_optimisers_as_data() -> None:
-    expected = Optimizer(
-        "SGD", lr=0.1, momentum=0.9, dampening=0, weight_decay=0, nesterov=False, maximize=False,
-        schedule=("StepLR", {"step_size": 2, "gamma": 0.5}),
-    )  # fmt: skip
-    assert optimizer_of(Module()) == expected
-
-    class Other(Module):
-        def __init__(self, given: Any) -> None:
-            super().__init__()
-            self.given = given
-
-        def configure_optimizers(self) -> Any:
-            return self.given(self)
-
-    adam = optimizer_of(Other(lambda own: torch.optim.Adam(own.parameters(), lr=0.01)))
-    assert adam.name == "Adam"
-    assert adam.options["betas"] in ([0.9, 0.999], (0.9, 0.999))
-    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
-        validate(optimizer_of(Other(lambda own, kind=kind: kind(own.parameters(), lr=0.01))))  # every option is its own
-    assert optimizer_of(Other(lambda own: ([torch.optim.SGD(own.parameters(), lr=0.1)], []))).options["lr"] == 0.1
-
-    def by_epoch(own: nn.Module) -> Any:
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
-
-    for give, text in (
-        (by_epoch, "interval"),
-        (lambda own: torch.optim.SGD(own.layers[0].parameters(), lr=0.1), "All are trained alike"),
-        (lambda own: [torch.optim.SGD(own.parameters(), lr=0.1)] * 2, "2 optimisers"),
-        (lambda own: None, "NoneType"),
-    ):
-        with pytest.raises(BadValue, match=text):
-            optimizer_of(Other(give))
+    (optimizer,), (settings,) = configured_by(Module())
+    read = read_optimizer(Module(), lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+    expected = Optimizer("SGD", lr=0.1, momentum=0.9, dampening=0, weight_decay=0, nesterov=False, maximize=False)
+    assert read.optimizer == expected
+    assert type(optimizer) is torch.optim.SGD
+    assert settings["interval"] == "step"
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
+        module = Other(lambda own, kind=kind: kind(own.parameters(), lr=0.01))
+        validate(read_optimizer(module, configured_by(module)[0]).optimizer)  # every option is its own
+    _, (settings,) = configured_by(Other(by_epoch))
+    assert settings["interval"] == "epoch", "as in Lightning"
+    both = Other(
+        lambda own: [torch.optim.SGD(own.layers[0].parameters(), 0.1), torch.optim.Adam(own.layers[2].parameters())]
+    )
+    assert len(configured_by(both)[0]) == 2
+    with pytest.raises(BadValue, match="gives a NoneType"):
+        configured_by(Other(lambda own: None))
 
 
 def test_what_a_step_may_do() -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from harness import TOLERANCE, relative
-from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadPlan
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Codec, Plan, Single, Stage
@@ -24,6 +23,7 @@ from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Backward, Forward, Step
 from real_runs import BATCH, LAYERS
 from replayed import CUT, DOWN, UP, Replayed, batches, captured, plan_for
+from scheduled_stepper import ScheduledStepper
 
 
 class Followed:
@@ -36,8 +36,8 @@ class Followed:
         up, down = Piece(graph, self.weights, 0, cut), Piece(graph, self.weights, cut)
         loss = Piece(graph.loss, Weights.copied(graph.loss))  # type: ignore[arg-type]
         own = dict(self.weights.trainable().items())
-        upper = build(run.optimizer, {n: t for n, t in own.items() if n in up.weight_names})
-        lower = build(run.optimizer, {n: t for n, t in own.items() if n in down.weight_names})
+        upper = ScheduledStepper(run.optimizer, {n: t for n, t in own.items() if n in up.weight_names})
+        lower = ScheduledStepper(run.optimizer, {n: t for n, t in own.items() if n in down.weight_names})
         (crossing,) = down.inputs
         (name,) = (spec.name for spec in graph.inputs)
         gradients: dict[int, torch.Tensor] = {}
@@ -62,6 +62,7 @@ class Followed:
                 buffers = {n: t.clone() for n, t in self.weights.tensors.items() if not t.requires_grad}
                 feature = up({name: inputs}, context)[crossing]
                 feature.backward(gradients.pop(step))
+                upper.steps_done = step  # what was discarded has used up its learning rate
                 upper.step()
                 upper.zero()
                 with torch.no_grad():

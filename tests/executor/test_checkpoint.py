@@ -17,9 +17,9 @@ from torch import nn
 
 from manyhands.executor import checkpoint_files
 from manyhands.executor.checkpoint import Checkpoint, broken_after, is_any, latest, load, load_newest, prune, save
-from manyhands.executor.optimizers import build
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.optimizer import Optimizer
+from scheduled_stepper import ScheduledStepper
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json"]
 
@@ -134,8 +134,8 @@ def test_training_goes_on_exactly(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole, part, resumed = Tied().double(), Tied().double(), Tied().double()
     part.load_state_dict(whole.state_dict())
-    steps(whole, build(optimizer, dict(whole.named_parameters())), 0, 8)
-    stepper = build(optimizer, dict(part.named_parameters()))
+    steps(whole, ScheduledStepper(optimizer, dict(whole.named_parameters())), 0, 8)
+    stepper = ScheduledStepper(optimizer, dict(part.named_parameters()))
     steps(part, stepper, 0, 5)
     tensors, scalars = stepper.state()
     save(tmp_path, Checkpoint(5, part.state_dict(), tensors, scalars, optimizer, seed=0, facts={}))
@@ -144,7 +144,7 @@ def test_training_goes_on_exactly(tmp_path: Path) -> None:
     assert path is not None
     found = load(path)
     resumed.load_state_dict(found.model)
-    again = build(found.optimizer, dict(resumed.named_parameters()))
+    again = ScheduledStepper(found.optimizer, dict(resumed.named_parameters()))
     again.load(found.optimizer_tensors, found.optimizer_scalars, found.step)
     steps(resumed, again, 5, 8)
     for name, tensor in whole.state_dict().items():

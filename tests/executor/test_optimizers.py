@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from scheduled import ScheduledStepper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.executor.by_name import classes
@@ -18,6 +17,7 @@ from manyhands.executor.schedules import schedule_names
 from manyhands.executor.torch_optimizers import FUSED_STEPS, optimizer_names
 from manyhands.facts.errors import BadFile, BadValue, UnknownName
 from manyhands.facts.optimizer import Optimizer
+from scheduled_stepper import ScheduledStepper
 
 STEPS_BEFORE, STEPS_AFTER = 5, 4
 OPTIMIZERS = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scheduled import ScheduledStepper
 from torch.optim import lr_scheduler
 
 from manyhands.executor.optimizers import slots, validate
@@ -16,6 +15,7 @@ from manyhands.executor.schedules import at_start, schedule_names
 from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer, parse
+from scheduled_stepper import ScheduledStepper
 
 STEPS = 24
 SINGLE: list[tuple[str, dict[str, Any]]] = [

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from manyhands.data.sets import STAND_INS
-from manyhands.executor.optimizers import Stepper
 from manyhands.facts.errors import BadValue, UnknownName
 from manyhands.facts.hyper import HYPERS, Hyper, find_hyper, hyper
 from manyhands.facts.optimizer import parse
 from manyhands.models.registry import ZOO
+from scheduled_stepper import ScheduledStepper
 
 STEPS = 4
 
 
 def rates(one: Hyper) -> list[float]:
     """The learning rate of each epoch's first and last step."""
-    stepper = Stepper(parse(one.optimizer_text(STEPS)), {"w": torch.zeros(1, requires_grad=True)})
+    stepper = ScheduledStepper(parse(one.optimizer_text(STEPS)), {"w": torch.zeros(1, requires_grad=True)})
     found = []
     for _ in range(one.epochs * STEPS):
         found.append(stepper.learning_rate)

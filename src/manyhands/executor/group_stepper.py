@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from manyhands.executor.torch_optimizers import construct
+from manyhands.executor.torch_optimizers import SCHEDULED, construct
 from manyhands.facts.optimizer_groups import OptimizerGroup
 from manyhands.graph.weights import dense_gradient, memory_order
+
+IN_GROUP = "group."
+"""Begins the key of what an optimizer keeps in its group, not for each weight: timm's Lamb counts steps there."""
+_SET_FROM_OUTSIDE = {"params", "param_names", *SCHEDULED}
 
 
 class GroupStepper:
@@ -22,6 +26,7 @@ class GroupStepper:
         self._rows = self._laid_as_rows() if self._torch.defaults.get("fused") else {}
         if self._rows:
             self._torch = construct(group, [self._stepped(name) for name in self.weights])
+        self._at_first = dict(self._torch.param_groups[0])
 
     def _laid_as_rows(self) -> dict[str, _Row]:
         """Return, for weights in channels_last, contiguous leaves over the same memory: a fused step, which knows no
@@ -69,15 +74,23 @@ class GroupStepper:
         """Return what is kept for a weight, tensors with the weight's axes."""
         row = self._rows.get(name)
         kept = self._torch.state.get(self._stepped(name), {})
-        return {
+        entries = {
             key: row.as_weight(value) if row is not None and isinstance(value, torch.Tensor) else value
             for key, value in kept.items()
+        }
+        return entries | {
+            IN_GROUP + key: value
+            for key, value in self._torch.param_groups[0].items()
+            if key not in _SET_FROM_OUTSIDE and isinstance(value, (int, float)) and self._at_first.get(key) != value
         }
 
     def set_entries(self, name: str, entries: Mapping[str, Any]) -> None:
         """Keep this for a weight."""
         row = self._rows.get(name)
-        self._torch.state[self._stepped(name)] = dict(entries) if row is None else row.as_rows(entries)
+        of_weight = {key: value for key, value in entries.items() if not key.startswith(IN_GROUP)}
+        self._torch.state[self._stepped(name)] = of_weight if row is None else row.as_rows(of_weight)
+        of_group = {key.removeprefix(IN_GROUP): value for key, value in entries.items() if key.startswith(IN_GROUP)}
+        self._torch.param_groups[0].update(of_group)
 
 
 class _Row(NamedTuple):

@@ -181,6 +181,8 @@ def validate(optimizer: Optimizer, weights: Iterable[tuple[str, int]] = ()) -> N
     `weights`: names with how many axes each has."""
     for group in optimizer.all_groups:
         _state_after_a_step(group, (4, 4))
+        if "." in group.name:
+            _check_splits(group)
     if (scheduling := Scheduling.by_name(optimizer)) is not None:
         scheduling.at(1)
     numbers, tried = optimizer.group_numbers, set[tuple[int, int]]()
@@ -198,6 +200,30 @@ def validate(optimizer: Optimizer, weights: Iterable[tuple[str, int]] = ()) -> N
                 hint='Give such weights to another class: groups=[{"weights": ["*.bias"], "optimizer": "AdamW"}], or '
                 "a list of torch.optim objects.",
             ) from error
+
+
+def _check_splits(group: OptimizerGroup) -> None:
+    """Refuse a class of another package that steps a weight by more than its own gradients: devices have some of the
+    weights each."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    gradients = [[torch.randn(4, 4, generator=generator, dtype=torch.float64) * 9 for _ in start] for _ in range(3)]
+
+    def stepped(places: Sequence[int]) -> list[torch.Tensor]:
+        weights = {str(place): start[place].clone().requires_grad_() for place in places}
+        stepper = GroupStepper(group, weights)
+        for of_step in gradients:
+            for place in places:
+                weights[str(place)].grad = of_step[place].clone()
+            stepper.step()
+        return list(weights.values())
+
+    together, alone = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
+    if not all(map(torch.equal, together, alone)):
+        raise BadValue(
+            f"{group.name} looks at all weights at once: it is an optimizer that cannot be split over devices.",
+            hint="Turn off what takes all gradients together, such as a largest norm (Lamb: max_grad_norm=None).",
+        )
 
 
 def slots(optimizer: Optimizer) -> int:
@@ -264,6 +290,15 @@ def _state_after_a_step(
     stepper = GroupStepper(group, {"weight": weight})
     wrapped(group.name, dict(group.options), stepper.step)
     return stepper.entries("weight")
+
+
+def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state by weight/key with other names for weights: those that `names` has."""
+    entries = {}
+    for entry, value in state.items():
+        name, _, key = entry.rpartition(SEPARATOR)
+        entries[_entry(names.get(name, name), key)] = value
+    return entries
 
 
 def _entry(name: str, key: str) -> str:

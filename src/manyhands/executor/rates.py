@@ -14,13 +14,10 @@ from typing import Any
 import torch
 
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.torch_optimizers import stand_ins
+from manyhands.executor.torch_optimizers import SCHEDULED, stand_ins
 from manyhands.facts.errors import BadValue
 from manyhands.facts.optimizer import Optimizer
 from manyhands.transport.endpoint import Endpoint
-
-SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
-"""The options that may change from step to step."""
 
 
 def rates_topic(place: int) -> str:
@@ -30,7 +27,7 @@ def rates_topic(place: int) -> str:
 
 @dataclass(frozen=True)
 class RateLayout:
-    """Which numbers of each group travel, in which order."""
+    """The numbers of each group that travel, in their order."""
 
     groups: tuple[tuple[tuple[str, int], ...], ...]
     """Options of each group, each with how many numbers it has; 0: it is a number itself."""

@@ -14,6 +14,7 @@ a resumed run steps the schedulers through it again: nothing of theirs is stored
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,9 +115,19 @@ class Scheduling:
             self._advance()
         return self._numbers[step]
 
-    def on_validation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a validation after so many steps, for the schedulers that need them."""
-        if not self.monitored:
+    def learning_rate(self, step: int) -> float | None:
+        """Return the learning rate of the first group at a step; None: it is not known, or no longer."""
+        numbers = self._numbers.get(step)
+        return None if numbers is None else numbers[0]
+
+    def on_validation(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a validation, for the schedulers that need them.
+
+        It comes when all steps before it are done and none after it was sent. One that nobody awaits, because it is
+        made again after a loss, changes nothing.
+        """
+        steps_done = self._front + 1
+        if not self._is_awaited(steps_done):
             return
         missing = sorted(self.monitored - set(metrics))
         if missing:
@@ -124,12 +135,23 @@ class Scheduling:
                 f"A schedule follows '{missing[0]}', which the validation does not give: {', '.join(sorted(metrics))}.",
                 hint='Name one of these: scheduler={"scheduler": ..., "monitor": "loss"}.',
             )
-        if steps_done > self._front:
-            self._observed[steps_done] = {name: float(metrics[name]) for name in sorted(self.monitored)}
+        self._observed[steps_done] = {name: float(metrics[name]) for name in sorted(self.monitored)}
+
+    @property
+    def name(self) -> str:
+        """The key of this among those that listen to validations."""
+        return FACT
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what checkpoints hold beside `facts`: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned."""
 
     def forget_before(self, step: int) -> None:
-        """Forget numbers of earlier steps, which will not be run again."""
-        for old in [known for known in self._numbers if known < min(step, self._front)]:
+        """Forget numbers of earlier steps, which will not be run again, but of the last one done."""
+        for old in [earlier for earlier in list(self._numbers) if earlier < min(step, self._front) - 1]:
             del self._numbers[old]
 
     def _is_awaited(self, steps_done: int) -> bool:
@@ -178,7 +200,7 @@ class Scheduling:
         """Return what a checkpoint of so many steps holds: what was observed, and the numbers of the last step done."""
         observed = [
             [step, {name: str(value) for name, value in metrics.items()}]  # JSON has no nan
-            for step, metrics in sorted(self._observed.items())
+            for step, metrics in sorted(dict(self._observed).items())
             if step <= steps_done
         ]
         last = self._numbers.get(max(steps_done - 1, 0))
@@ -253,5 +275,7 @@ def _read_observed(stored: Any, steps_done: int) -> dict[int, dict[str, float]]:
 
 def is_scheduler(value: object) -> bool:
     """Return whether something is a scheduler of PyTorch, or of the same methods."""
+    if inspect.isclass(value):  # which makes one of an optimizer
+        return False
     has_methods = all(callable(getattr(value, name, None)) for name in ("step", "state_dict"))
     return isinstance(value, LRScheduler) or (has_methods and not isinstance(value, torch.optim.Optimizer))

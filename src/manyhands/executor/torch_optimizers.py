@@ -21,6 +21,8 @@ REFUSED_OPTIMIZERS = {
     "cannot be split",
     "SparseAdam": "it needs sparse gradients, and those of workers are dense",
 }
+SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""The options that may change from step to step."""
 _ABOUT_FUSING = {"fused", "foreach", "differentiable", "capturable"}
 
 
@@ -54,16 +56,16 @@ def _imported(name: str) -> Any:
     """Return a class of another package. The name is compared with those that are allowed before anything is
     imported."""
     check_allowed(name)
-    module, _, kind = name.rpartition(".")
+    module, _, class_name = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), kind)
+        kind = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError) as error:
         raise BadValue(
             f"The optimizer {name:.120} cannot be imported: {error}.", hint=f"Install {module.partition('.')[0]} here."
         ) from error
-    if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+    if not inspect.isclass(kind) or not issubclass(kind, torch.optim.Optimizer):
         raise BadValue(f"{name:.120} is no optimizer of PyTorch: it does not derive from torch.optim.Optimizer.")
-    return found
+    return kind
 
 
 def construct(group: OptimizerGroup, weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:

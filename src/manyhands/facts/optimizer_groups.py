@@ -91,7 +91,7 @@ def places(groups: Sequence[OptimizerGroup], weights: Sequence[Sequence[str]]) -
             exact.setdefault(entry, number)
             if any(sign in entry for sign in "*?["):
                 patterns.append((number, entry))
-    found: list[int | None] = []
+    numbers: list[int | None] = []
     used: set[str] = set()
     for names in weights:
         fitting = [exact[name] for name in names if name in exact]
@@ -100,11 +100,11 @@ def places(groups: Sequence[OptimizerGroup], weights: Sequence[Sequence[str]]) -
             if any(fnmatchcase(name, pattern) for name in names):
                 used.add(pattern)
                 fitting.append(number)
-        found.append(min(fitting, default=None))
+        numbers.append(min(fitting, default=None))
     for entry in dict.fromkeys(entry for group in groups for entry in group.weights):
         if entry not in used:
             raise BadValue(
                 f"A group of the optimizer names '{entry:.120}', which is no weight of the model.",
                 hint="The names are those of model.named_parameters(), like layer1.0.bias or *.bias.",
             )
-    return found
+    return numbers

@@ -17,13 +17,13 @@ from manyhands.data.loader import Prefetcher, length
 from manyhands.data.preload import HINT, Numbered, Preload
 from manyhands.data.rewinding import Rewindable
 from manyhands.executor.messages import feed_parts, plan_bytes, runs_here
-from manyhands.executor.optimizers import SEPARATOR
+from manyhands.executor.optimizers import renamed
 from manyhands.executor.resident_dataset import resident_bytes
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.explaining.prediction_accuracy import PredictionAccuracy, compared, correct_profiles, sentence
 from manyhands.explaining.tile_report import planned_traffic, traffic_of_all
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadData, NotFinite, OutOfMemory, WorkerLost
+from manyhands.facts.errors import BadData, OutOfMemory, WorkerLost
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan, Stage
 from manyhands.facts.plan_check import resolve
@@ -39,6 +39,7 @@ from manyhands.job.callbacks import OnStep, Say
 from manyhands.job.config_sections import WorkloadConfig
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
+from manyhands.job.finite_state import check_finite
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.ordering import WARM_UP_STEPS, order_of
@@ -52,7 +53,6 @@ from manyhands.runtime.elastic_job import ElasticJob, JobHooks, JobOutcome
 from manyhands.runtime.order import RunState
 from manyhands.runtime.record import ADAPTER, PLOTS, RunRecord
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.runtime.state import constant_weights
 from manyhands.schedule.checker import check
 from manyhands.schedule.policy import Schedule
 from manyhands.session.session import Session
@@ -70,11 +70,6 @@ class Guide(Replan, Protocol):
 def cuts_statistics(plan: Plan, network: Network) -> bool:
     """Return whether batch norm computes its statistics over less than a batch."""
     return plan.micro_batches > plan.steps_per_round and any(op.statistics for op in network.ops)
-
-
-def _was_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is finite: a constant such as a mask may hold infinities from the beginning."""
-    return bool(torch.isfinite(tensor).all())
 
 
 @dataclass
@@ -194,13 +189,8 @@ class Job:
 
     def begin_with(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Begin with what an optimizer has kept, by weight/key, in steps before this run."""
-
-        def by_graph(entry: str) -> str:
-            name, _, key = entry.rpartition(SEPARATOR)
-            return f"{self.graph.aliases.get(name, name)}{SEPARATOR}{key}"
-
-        self.start.optimizer.update({by_graph(entry): tensor for entry, tensor in tensors.items()})
-        self.start.scalars.update({by_graph(entry): value for entry, value in scalars.items()})
+        self.start.optimizer.update(renamed(tensors, self.graph.aliases))
+        self.start.scalars.update(renamed(scalars, self.graph.aliases))
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
@@ -293,32 +283,12 @@ class Job:
 
     def _keep(self, state: RunState) -> None:
         workload = self.workload
-        self._check_finite(state)
+        check_finite(self.graph, state)
         self.checkpoint = self.record.checkpoint(
             workload.model, self.graph, state, workload.optimizer, workload.seed, workload.facts_at(state.steps_done)
         )
         if workload.scheduling is not None:
             workload.scheduling.forget_before(state.steps_done)
-
-    def _check_finite(self, state: RunState) -> None:
-        """Refuse a state with weights that are not finite: no step could go on from such a checkpoint."""
-        if not state.steps_done:
-            return
-        network = self.graph.network
-        constants = constant_weights(network)
-        for layer in network.layers:
-            for name in network.weights_of(layer.first, layer.last):
-                tensor = state.weights[name]
-                if (
-                    name not in constants
-                    and tensor.is_floating_point()
-                    and not bool(torch.isfinite(tensor).all())
-                    and _was_finite(self.graph.state[name])
-                ):
-                    raise NotFinite(
-                        f"The weight {name} of layer {layer.name} is not finite after step {state.steps_done - 1}.",
-                        hint="Lower the learning rate, or look at the data of the steps before.",
-                    )
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
         steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from manyhands.executor.by_name import error_text
+from manyhands.executor.group_stepper import IN_GROUP
 from manyhands.executor.optimizers import SEPARATOR, build
 from manyhands.executor.scheduling import Scheduled, Scheduling, is_scheduler
 from manyhands.executor.torch_optimizers import resolve_optimizer, stand_ins
@@ -85,9 +86,10 @@ class GivenOptimizer:
                             value.detach().cpu() if isinstance(value, torch.Tensor) else value
                         )
         stepper = build(self.optimizer, weights)
+        in_group = self._in_groups()
         for entry in dict.fromkeys([*stepper.state()[0], *stepper.state()[1]]):
             if entry not in tensors:
-                scalars.setdefault(entry, None)
+                scalars.setdefault(entry, in_group.get(entry))
         try:
             stepper.load(tensors, scalars, 1)
         except BadFile as error:
@@ -96,6 +98,17 @@ class GivenOptimizer:
                 hint="Make the optimizer anew.",
             ) from error
         return tensors, scalars
+
+    def _in_groups(self) -> dict[str, Any]:
+        """Return the numbers in the objects' groups as entries of each of their weights."""
+        return {
+            f"{self.names[id(parameter)][0]}{SEPARATOR}{IN_GROUP}{key}": value
+            for torch_optimizer in self.objects
+            for group in torch_optimizer.param_groups
+            for parameter in group["params"]
+            for key, value in group.items()
+            if isinstance(value, (int, float))
+        }
 
     def take_back(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
         """Give the objects the state after the last step, so that a loop of one's own can go on with them."""
@@ -110,8 +123,11 @@ class GivenOptimizer:
                     kept = next((entries[name] for name in self.names[id(parameter)] if name in entries), None)
                     if kept is not None:
                         torch_optimizer.state[parameter] = {
-                            key: _beside(parameter, value) for key, value in kept.items()
+                            key: _beside(parameter, value)
+                            for key, value in kept.items()
+                            if not key.startswith(IN_GROUP)
                         }
+                        group.update({k.removeprefix(IN_GROUP): v for k, v in kept.items() if k.startswith(IN_GROUP)})
 
 
 def _beside(parameter: torch.Tensor, value: Any) -> Any:
@@ -189,9 +205,10 @@ def _of_objects(model: nn.Module, objects: Sequence[torch.optim.Optimizer]) -> G
 
 def _name_of(kind: type[torch.optim.Optimizer]) -> str:
     """Return the name by which workers look up a class; one of another package must be allowed."""
-    if getattr(torch.optim, kind.__name__, None) is kind:
-        resolve_optimizer(kind.__name__)
-        return kind.__name__
+    short: str = kind.__name__
+    if getattr(torch.optim, short, None) is kind:
+        resolve_optimizer(short)
+        return short
     name = f"{kind.__module__}.{kind.__qualname__}"
     if resolve_optimizer(name) is not kind:
         raise BadValue(f"The optimizer {name:.120} is not what workers would import under this name.")
@@ -253,8 +270,8 @@ def _scheduled(settings: Any, given: Any) -> Scheduled:
 
 
 def _optimizers_of(scheduler: Any) -> list[Any]:
-    found = getattr(scheduler, "optimizer", None)
-    return [found] if isinstance(found, torch.optim.Optimizer) else []
+    optimizer = getattr(scheduler, "optimizer", None)
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else []
 
 
 def _called(what: str, function: Callable[[Any], Any], argument: Any) -> Any:

@@ -161,8 +161,8 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
         was = loaded.facts.get(key, value)
         if was != value and key == "optimizer":
             raise BadValue(
-                f"The run was started with the optimizer {_short(was)}; it is now {_short(value)}. It would not go on as "
-                "it was.",
+                f"The run was started with the optimizer {_short(was)}; it is now {_short(value)}. It would not go "
+                "on as it was.",
                 hint="Use the same class, options and groups, or start a new run.",
             )
         if was != value:
@@ -172,7 +172,7 @@ def check_same(loaded: checkpoint.Checkpoint, workload: Workload, last_step: int
             )
     if workload.scheduling is not None:
         # checkpoints of 0.2.0 have none
-        unrecorded = {FACT: {}} if workload.optimizer.schedule else {}
+        unrecorded: dict[str, Any] = {FACT: {}} if workload.optimizer.schedule else {}
         workload.scheduling.resume({**unrecorded, **loaded.facts}, loaded.step)
     elif FACT in loaded.facts:
         raise BadValue(

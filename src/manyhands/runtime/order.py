@@ -34,7 +34,7 @@ class RunState:
     steps_done: int = 0
 
 
-class Rates(Protocol):
+class StepRates(Protocol):
     """The numbers that schedules give each step: learning rates and what else they change, of all groups."""
 
     def is_known(self, step: int) -> bool:
@@ -53,7 +53,7 @@ class Order:
     """The state it starts from, or the last that was saved where workers have a later one: see `located`."""
     last_step: int
     optimizer: Optimizer | None = None
-    rates: Rates | None = None
+    rates: StepRates | None = None
     """What schedules make of the optimizer's options at each step; None: they stay as they are."""
     seed: int = 0
     kernels: Mapping[str, Mapping[str, Kernel]] = field(default_factory=dict)
