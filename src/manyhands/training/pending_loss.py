@@ -16,7 +16,7 @@ class LossSource(Protocol):
         """Return a step's loss, after waiting for it."""
 
     def expect_no_gradients(self) -> None:
-        """Let whoever reads a gradient in this process know that it is not here."""
+        """Make gradients in this process tell whoever reads them that they are not here."""
 
 
 @functools.total_ordering

@@ -107,7 +107,7 @@ class PushedTraining:
         return step, future
 
     def expect_no_gradients(self) -> None:
-        """Let whoever reads a gradient in this process know that it is not here."""
+        """Make gradients in this process tell whoever reads them that they are not here."""
         if not self.is_closed:
             mark_absent(self.job.workload.model)
 
