@@ -35,6 +35,6 @@ def check_allowed(name: str) -> None:
     if name not in _allowed:
         raise BadValue(
             f"The optimizer {name:.120} is of another package, which was not allowed here.",
-            hint=f"Start every worker with --allow-optimizer {name:.120}; in Python: "
-            f"mh.train(..., allow_optimizers=['{name:.120}']).",
+            hint=f"Allow it in Python, allow_optimizers=['{name:.120}'], and where each worker is started "
+            f"(--allow-optimizer {name:.120}).",
         )

@@ -303,7 +303,7 @@ class Job:
         check_finite(self.graph, state)
         self.checkpoint = self.record.checkpoint(
             workload.model, self.graph, state, workload.optimizer, workload.seed,
-            workload.facts_at(state.steps_done) | self.watch.facts_after(state.steps_done),
+            self.watch.facts_after(state.steps_done) | workload.facts_at(state.steps_done),  # in this order
         )  # fmt: skip
         if workload.scheduling is not None:
             workload.scheduling.forget_before(state.steps_done)
