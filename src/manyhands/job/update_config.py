@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig(Config):
-    """What happens before and after each step of the optimizer."""
+    """The options of each update of the weights: clipping before the optimizer's step, averaging after it."""
 
     clip_norm: float | None = option(
         None,

@@ -76,8 +76,8 @@ class StateExchange:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
             resident.is_full = True
         if executor.stepper is not None:
-            own, averages = divided(state.of(state.OPTIMIZER, tensors))
-            executor.stepper.load(own, job.scalars, job.steps_done)
+            optimizer_state, averages = divided(state.of(state.OPTIMIZER, tensors))
+            executor.stepper.load(optimizer_state, job.scalars, job.steps_done)
             if executor.average is not None and job.steps_done:
                 executor.average.load(averages)
         if executor.loss_scale is not None and job.steps_done:
