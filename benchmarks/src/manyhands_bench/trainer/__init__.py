@@ -1,1 +1,1 @@
-"""What people who move to manyhands from another trainer rely on, measured."""
+"""Figures of a trainer that people can move to."""
