@@ -63,9 +63,9 @@ def divided(
     optimizer_state: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the optimizer's own entries of a state, and the averages by weight; empty: it has none."""
-    own = {name: tensor for name, tensor in optimizer_state.items() if not name.endswith(KEY)}
+    own_entries = {name: tensor for name, tensor in optimizer_state.items() if not name.endswith(KEY)}
     averages = {name.removesuffix(KEY): t for name, t in optimizer_state.items() if name.endswith(KEY)}
-    return own, averages
+    return own_entries, averages
 
 
 def check_averaged(plan: Plan) -> None:

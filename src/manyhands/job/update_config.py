@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig(Config):
-    """What happens before and after each step of the optimizer."""
+    """Limits of gradients before each step of the optimizer, and the average of weights after it."""
 
     clip_norm: float | None = option(
         None,

@@ -76,8 +76,8 @@ class StateExchange:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
             resident.is_full = True
         if executor.stepper is not None and job.steps_done:
-            own, averages = divided(state.of(state.OPTIMIZER, tensors))
-            executor.stepper.load(own, job.scalars, job.steps_done)
+            own_entries, averages = divided(state.of(state.OPTIMIZER, tensors))
+            executor.stepper.load(own_entries, job.scalars, job.steps_done)
             if executor.average is not None:
                 executor.average.load(averages)
         executor.settled_step = step

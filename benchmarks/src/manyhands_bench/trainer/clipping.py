@@ -1,4 +1,4 @@
-"""How far clipped training over devices is from clipped training by plain PyTorch, in float64."""
+"""The distance of clipped training over devices from clipped training by plain PyTorch, in float64."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def clip_exact() -> dict[str, float | bool]:
     weights, norms = by_pytorch(data)
     if not max(norms) > CLIP_NORM:
         raise AssertionError("no step was clipped: the comparison would show nothing")
-    found = {}
+    differences = {}
     with TemporaryDirectory() as folder:
         with Coordinator.local_cluster(mh.Cluster.local(DEVICES), threads=1) as cluster:
             for name, plan in plans(tuple(cluster.members)).items():
                 model = network()
                 result = mh.train(model, data, cluster=cluster, plan=plan, folder=Path(folder) / name, **common())
-                found[name] = difference(model, result.grad_norms, weights, norms)
+                differences[name] = difference(model, result.grad_norms, weights, norms)
         model = network()
         split = mh.split_train(model, data, cut=1, bits=32, k=0, folder=Path(folder) / "split", **common())
-        found["split"] = difference(model, split.grad_norms, weights, norms)
-    largest = max(found.values())
-    return {**{f"clip_{name}": each for name, each in found.items()}, "clip_exact": largest,
+        differences["split"] = difference(model, split.grad_norms, weights, norms)
+    largest = max(differences.values())
+    return {**{f"clip_{name}": each for name, each in differences.items()}, "clip_exact": largest,
             "clip_is_exact": largest <= EXACT}  # fmt: skip
 
 
@@ -100,5 +100,5 @@ def difference(
     """Return the largest difference, relative to the largest number of each weight and to each norm."""
     weights = model.state_dict()
     by_weight = [float((weights[name] - other).abs().max() / other.abs().max()) for name, other in expected.items()]
-    by_step = [abs(one - other) / other for one, other in zip(norms, expected_norms, strict=True)]
+    by_step = [abs(norm - other) / other for norm, other in zip(norms, expected_norms, strict=True)]
     return max(*by_weight, *by_step)
