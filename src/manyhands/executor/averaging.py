@@ -63,21 +63,9 @@ def divided(
     optimizer_state: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the optimizer's own entries of a state, and the averages by weight; empty: it has none."""
-<<<<<<< HEAD
     kept_by_optimizer = {name: tensor for name, tensor in optimizer_state.items() if not name.endswith(KEY)}
-||||||| b192fb7
-    own = {name: tensor for name, tensor in optimizer_state.items() if not name.endswith(KEY)}
-=======
-    own_entries = {name: tensor for name, tensor in optimizer_state.items() if not name.endswith(KEY)}
->>>>>>> h-clip
     averages = {name.removesuffix(KEY): t for name, t in optimizer_state.items() if name.endswith(KEY)}
-<<<<<<< HEAD
     return kept_by_optimizer, averages
-||||||| b192fb7
-    return own, averages
-=======
-    return own_entries, averages
->>>>>>> h-clip
 
 
 def check_averaged(plan: Plan) -> None:

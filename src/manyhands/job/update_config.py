@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig(Config):
-<<<<<<< HEAD
     """The options of each update of the weights: clipping before the optimizer's step, averaging after it."""
-||||||| b192fb7
-    """What happens before and after each step of the optimizer."""
-=======
-    """Limits of gradients before each step of the optimizer, and the average of weights after it."""
->>>>>>> h-clip
 
     clip_norm: float | None = option(
         None,

@@ -75,22 +75,10 @@ class StateExchange:
         if resident is not None and not job.is_preloaded:
             self.endpoint.mailbox.receive(COORDINATOR, step, SAMPLES, resident.arrays)
             resident.is_full = True
-<<<<<<< HEAD
         if executor.stepper is not None:
             optimizer_state, averages = divided(state.of(state.OPTIMIZER, tensors))
             executor.stepper.load(optimizer_state, job.scalars, job.steps_done)
             if executor.average is not None and job.steps_done:
-||||||| b192fb7
-        if executor.stepper is not None and job.steps_done:
-            own, averages = divided(state.of(state.OPTIMIZER, tensors))
-            executor.stepper.load(own, job.scalars, job.steps_done)
-            if executor.average is not None:
-=======
-        if executor.stepper is not None and job.steps_done:
-            own_entries, averages = divided(state.of(state.OPTIMIZER, tensors))
-            executor.stepper.load(own_entries, job.scalars, job.steps_done)
-            if executor.average is not None:
->>>>>>> h-clip
                 executor.average.load(averages)
         if executor.loss_scale is not None and job.steps_done:
             executor.loss_scale.load(job.scalars)

@@ -100,11 +100,5 @@ def difference(
     """Return the largest difference, relative to the largest number of each weight and to each norm."""
     weights = model.state_dict()
     by_weight = [float((weights[name] - other).abs().max() / other.abs().max()) for name, other in expected.items()]
-<<<<<<< HEAD
-    by_step = [abs(norm - expected_norm) / expected_norm for norm, expected_norm in zip(norms, expected_norms, strict=True)]
-||||||| b192fb7
-    by_step = [abs(one - other) / other for one, other in zip(norms, expected_norms, strict=True)]
-=======
     by_step = [abs(norm - other) / other for norm, other in zip(norms, expected_norms, strict=True)]
->>>>>>> h-clip
     return max(*by_weight, *by_step)
