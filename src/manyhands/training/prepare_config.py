@@ -37,6 +37,7 @@ class PrepareConfig(TrainConfig):
     lengths: Sequence[int] | None = _loops("lengths")
     pad: Mapping[str, float] | None = _loops("pad")
     test: Dataset[Any] | None = _loops("test")  # noqa: RUF009
+    ema: float | None = _loops("ema")
     validate: Dataset[Any] | None = _loops("validate")  # noqa: RUF009
     validate_every: int | str | None = _loops("validate_every")
     metrics: Mapping[str, Metric] | None = _loops("metrics")

@@ -36,7 +36,6 @@ class PrepareOptions(TypedDict, total=False):
     cluster: Cluster | LabCluster | str | Path | Coordinator | None
     clip_norm: float | None
     clip_value: float | None
-    ema: float | None
     folder: str | Path | None
     resume: bool | str | Path
     verify: bool | None
