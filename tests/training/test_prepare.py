@@ -41,7 +41,9 @@ def batches(count: int = 6) -> Batches:
     return [(x, y) for x, y in DataLoader(Pictures(count * BATCH), BATCH)]
 
 
-def alone(given: Batches, model: nn.Module | None = None) -> tuple[nn.Module, list[float]]:
+def alone(
+    given: Batches, model: nn.Module | None = None, clip_norm: float | None = None
+) -> tuple[nn.Module, list[float]]:
     """One device, in plain PyTorch."""
     model = model or network(dropout=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -50,6 +52,8 @@ def alone(given: Batches, model: nn.Module | None = None) -> tuple[nn.Module, li
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(x), y)
         loss.backward()
+        if clip_norm is not None:
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip_norm) > clip_norm
         optimizer.step()
         losses.append(loss.item())
     return model, losses
@@ -92,6 +96,15 @@ def test_a_loop_trains_exactly_as_one_device(cluster: Coordinator, tmp_path: Pat
     assert step.steps_done == len(given)
     assert step.folder == tmp_path / "run"
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + len(given)
+
+
+def test_gradients_are_clipped_in_a_loop_too(cluster: Coordinator, tmp_path: Path) -> None:
+    given = batches(3)
+    plain, losses = alone(given, clip_norm=0.01)
+    model = network(dropout=0.0)
+    with prepared(cluster, tmp_path, model=model, clip_norm=0.01) as step:
+        assert [float(step(batch)) for batch in given] == pytest.approx(losses, abs=1e-12)
+    assert_alike(model, plain)
 
 
 def test_evaluating_between_steps_changes_nothing(cluster: Coordinator, tmp_path: Path) -> None:
