@@ -108,12 +108,11 @@ def test_a_resumed_run_is_bit_equal(cluster: mh.Coordinator, tmp_path: Path) -> 
         model = network()
         optimizer, scheduler = made(model)
         settings = {"scheduler": scheduler, "interval": "epoch"}
-        train(cluster, model, optimizer, settings, folder=tmp_path / folder, **options)
-        return model, optimizer
+        return model, train(cluster, model, optimizer, settings, folder=tmp_path / folder, **options).plan
 
-    straight, _ = run("straight")
-    run("stopped", epochs=None, steps=6)  # in the midst of the second epoch
-    resumed, _ = run("stopped", epochs=EPOCHS, resume=True)
+    straight, plan = run("straight")
+    run("stopped", epochs=None, steps=6, plan=plan)  # in the midst of the second epoch
+    resumed, _ = run("stopped", epochs=EPOCHS, resume=True, plan=plan)
     for name, tensor in straight.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], tensor), name
     model = network()

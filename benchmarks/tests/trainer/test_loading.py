@@ -9,6 +9,7 @@ from manyhands_bench.trainer.loading import loader_ratio
 pytest.importorskip("PIL.Image")
 
 
+@pytest.mark.slow
 def test_both_are_trained_and_the_loaders_own_rate_is_known() -> None:
     said: list[str] = []
     rates = loader_ratio(steps=4, repeats=1, width=4, say=said.append)

@@ -22,6 +22,8 @@ def failed(error: Exception, step: int, name: str, dead_workers: Sequence[int] =
     text = str(error)
     if isinstance(error, RuntimeError) and "DataLoader worker" in text and "Caught " not in text:
         return died(step, text)
+    if isinstance(error, (ConnectionError, EOFError)) and "Caught " not in text and _is_of_a_pipe(error):
+        return died(step, f"its connection ended ({type(error).__name__})")
     if dead_workers:
         return died(step, f"process {', '.join(map(str, dead_workers))}")
     if isinstance(error, RuntimeError) and text.startswith("DataLoader timed out"):
@@ -47,6 +49,12 @@ def died(step: int, text: str) -> BadData:
         f"A worker of the DataLoader died before the batch of step {step} was there: {reason}.",
         hint="It may have been killed for memory (fewer num_workers take less), or crashed: num_workers=0 shows where.",
     )
+
+
+def _is_of_a_pipe(error: BaseException) -> bool:
+    """Return whether an error was raised where processes are read from, not by a data set's own connection."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.endswith(("multiprocessing/connection.py", "multiprocessing/queues.py"))
 
 
 def _place(text: str, error: BaseException) -> str:
