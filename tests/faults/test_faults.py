@@ -181,7 +181,8 @@ def test_two_at_once_whose_state_others_have(plan: str, pair: str) -> None:
     trip = travelled(plan, Fault(first, "backward", step=FAULT_STEP, also=(second,)))
     trip.check(reference(SIZES[plan]))
     assert "rewound" not in trip.events
-    assert trip.outcome.recoveries[-1]["step"] >= 4
+    # From the copies of step 4 or, where a busy machine has these on their way still, those before: never from nothing.
+    assert trip.outcome.recoveries[-1]["step"] >= 2
 
 
 @pytest.mark.parametrize(("plan", "pair"), [("pipeline", "ab"), ("pipeline", "bc"), ("hybrid", "ac"), ("tiles", "ac")])
