@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -100,7 +101,9 @@ def test_a_device_that_changes_the_copies_it_holds() -> None:
 def test_a_device_whose_own_copy_changes_before_it_is_sent() -> None:
     fault = Fault("a", "send copy", "called", step=BACKUP, does=lambda worker: flip(worker, BACKUP))
     with FaultCluster(NAMES, fault) as cluster:
-        trip = cluster.travel(PLANS["pipeline"], steps=24)  # training does not wait for copies
+        # Training does not wait for copies: there are steps for a slow machine to look at this one in.
+        slowly = {step: lambda: time.sleep(0.05) for step in range(BACKUP + 1, 20)}
+        trip = cluster.travel(PLANS["pipeline"], steps=24, at_step=slowly)
     check_evicted(trip, "a", f"its copy of its state after step {BACKUP} has changed while it was kept", steps=24)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from manyhands_bench.trainer.validation import BATCH as BATCH_SIZE
 from manyhands_bench.trainer.validation import EVERY, SAMPLES, validation_figures
 
 
+@pytest.mark.slow
 def test_validation_is_exact_and_leaves_no_trace() -> None:
     figures = validation_figures()
     assert figures.validations == 2 * SAMPLES // BATCH_SIZE // EVERY
