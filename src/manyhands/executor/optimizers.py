@@ -265,15 +265,22 @@ def step_bytes_per_second(graph: Graph, optimizer: dict[str, Any] | None, torch_
     byte_count = passed_bytes(graph, parsed)
     if not byte_count:
         return 0.0
+    return byte_count / max(statistics.median(steps_seconds(parsed, weights, device, _TIMED_STEPS)), 1e-9)
+
+
+def steps_seconds(
+    optimizer: Optimizer, weights: Mapping[str, torch.Tensor], device: torch.device, count: int
+) -> list[float]:
+    """Return the seconds of `count` steps over these weights, without the first: it makes the optimizer's state."""
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 1e-6)
-    stepper = build(parsed, weights)
+    stepper = build(optimizer, weights)
     seconds = []
-    for _ in range(_TIMED_STEPS):
+    for _ in range(count):
         start = now(device)
         stepper.step()
         seconds.append(now(device) - start)
-    return byte_count / max(statistics.median(seconds[1:]), 1e-9)
+    return seconds[1:]
 
 
 def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from manyhands.executor.boxes import dtype_of
-from manyhands.executor.optimizers import build, slots
+from manyhands.executor.optimizers import slots, steps_seconds
 from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.profiler.steps import now
 
 MOST_BYTES = 32 * 2**20
 """Of weights that are stepped: more than the caches hold, and done in some hundredths of a second."""
@@ -29,12 +28,5 @@ def quick_bytes_per_second(network: Network, optimizer: Optimizer, torch_device:
             byte_count += spec.bytes
     if not byte_count:
         return 0.0
-    for weight in weights.values():
-        weight.grad = torch.full_like(weight, 1e-6)
-    stepper = build(optimizer, weights)
-    seconds = []
-    for _ in range(_STEPS):
-        start = now(device)
-        stepper.step()
-        seconds.append(now(device) - start)
-    return byte_count * (3 + 2 * slots(optimizer)) / max(min(seconds[1:]), 1e-9)
+    seconds = steps_seconds(optimizer, weights, device, _STEPS)
+    return byte_count * (3 + 2 * slots(optimizer)) / max(min(seconds), 1e-9)
