@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,16 +214,30 @@ def test_what_goes_wrong_names_the_step_and_keeps_the_last_checkpoint(
     assert not list(tmp_path.glob("kept-batches-*"))
 
 
-def test_a_run_that_waits_for_its_data_says_so(cluster: Coordinator, tmp_path: Path) -> None:
-    def slowly() -> Iterator[Any]:
-        for batch in DataLoader(Pictures(BATCH), BATCH):
-            time.sleep(0.1)
-            yield batch
+class SlowerThanTraining(mh.Callback):
+    """Batches that each take three times as long as the step before took, however slow the machine is."""
 
+    def __init__(self) -> None:
+        self.stepped = threading.Event()
+
+    def on_step(self, context: mh.CallbackContext) -> None:
+        self.stepped.set()
+
+    def batches(self) -> Iterator[Any]:
+        for batch in DataLoader(Pictures(BATCH), BATCH):
+            self.stepped.clear()
+            handed_over = time.monotonic()
+            yield batch
+            assert self.stepped.wait(30)
+            time.sleep(3 * (time.monotonic() - handed_over))
+
+
+def test_a_run_that_waits_for_its_data_says_so(cluster: Coordinator, tmp_path: Path) -> None:
     said: list[str] = []
+    slow = SlowerThanTraining()
     ran = train(
-        cluster, "samples", tmp_path, model=network(dropout=0.0), data=slowly, batch_size=None, steps=14,
-        optimizer=OPTIMIZER, say=said.append,
+        cluster, "samples", tmp_path, model=network(dropout=0.0), data=slow.batches, batch_size=None, steps=14,
+        optimizer=OPTIMIZER, say=said.append, callbacks=[slow],
     )  # fmt: skip
     assert 0.4 < ran.result.data_wait_share <= 1
     assert any(text.startswith("Data is the bottleneck") for text in said)
