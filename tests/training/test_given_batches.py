@@ -219,18 +219,19 @@ class SlowerThanTraining(mh.Callback):
     """Batches that each take four times as long as the step before took, however slow the machine is."""
 
     def __init__(self) -> None:
-        self.stepped = threading.Event()
+        self.stepped, self.handed = threading.Event(), 0
 
     def on_step(self, context: mh.CallbackContext) -> None:
         self.stepped.set()
 
     def batches(self) -> Iterator[Any]:
-        for number, batch in enumerate(DataLoader(Pictures(BATCH), BATCH)):
+        for batch in DataLoader(Pictures(BATCH), BATCH):
             self.stepped.clear()
             handed_over = time.monotonic()
             yield batch
             assert self.stepped.wait(120)
-            if number >= WARM_UP_STEPS:  # the first step waits for what is prepared, and is not counted
+            self.handed += 1
+            if self.handed > WARM_UP_STEPS:  # the first steps wait for what is prepared, and are not counted
                 time.sleep(max(0.1, 4 * (time.monotonic() - handed_over)))
 
 
