@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from groups import group_of, longest_first, mark_slow_cases, unit_of
+from groups import group_of, longest_first, mark_slow_cases, try_again, unit_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MANYHANDS_LOAD_EVERYTHING", "1")  # the fork server of a test process serves many trainings
@@ -28,8 +28,10 @@ class _Slow:
     """Marks the cases of a test with `quick` that run with the slow tests, before pytest looks at the marks."""
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         mark_slow_cases(items)
+        for item in items:
+            try_again(item, config.rootpath)
 
 
 def pytest_configure(config: pytest.Config) -> None:
