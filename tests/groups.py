@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-
 WITH_CLOCKS = (
     "tests/cli", "tests/dashboard", "tests/data", "tests/doctor", "tests/faults", "tests/inference", "tests/lab",
     "tests/observe", "tests/profiler", "tests/runtime", "tests/security", "tests/session", "tests/split",

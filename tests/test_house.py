@@ -6,11 +6,14 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
-from groups import LONGEST, group_of, longest_first, unit_of
+from groups import LONGEST, WITH_CLOCKS, WRONG_NUMBERS, group_of, longest_first, unit_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -117,3 +120,18 @@ def test_no_code_on_the_wire() -> None:
         words = re.findall(r"^\s*(?:import|from)\s+(pickle|marshal|dill|cloudpickle|shelve)\b", path.read_text(), re.M)
         assert not words, path
         assert "torch.load(" not in path.read_text(), path
+
+
+def test_only_tests_with_clocks_get_a_second_try(request: pytest.FixtureRequest) -> None:
+    for folder in WITH_CLOCKS:
+        assert (ROOT / folder).is_dir(), folder
+    for item in request.session.items:
+        mark = item.get_closest_marker("flaky")
+        assert (mark is not None) == str(item.path.relative_to(ROOT)).startswith(WITH_CLOCKS), item.nodeid
+        assert mark is None or mark.kwargs == {"reruns": 1, "rerun_except": list(WRONG_NUMBERS)}, item.nodeid
+
+
+@pytest.mark.parametrize("differs", [torch.testing.assert_close, numpy.testing.assert_allclose])
+def test_wrong_numbers_are_never_tried_again(differs: Callable[..., None]) -> None:
+    with pytest.raises(AssertionError, match="|".join(WRONG_NUMBERS)):
+        differs(torch.zeros(2), torch.ones(2))
