@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ class _Slow:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell script starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(_Slow(), "slow cases")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # by the number of tests in a group; see longest_first
