@@ -498,7 +498,7 @@ def assert_near(losses: Sequence[float | None], wanted: Sequence[float], toleran
     assert len(losses) == len(wanted)
     for step, (one, other) in enumerate(zip(losses, wanted)):
         assert one is not None
-        assert abs(one - other) <= tolerance * max(1.0, abs(other)), step
+        assert abs(one - other) <= tolerance * max(1.0, abs(other)), f"losses of step {step} are not close"
 
 
 def assert_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float = 1e-10) -> None:
@@ -507,7 +507,7 @@ def assert_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
         assert tensor.dtype == other[name].dtype, name
         assert tensor.shape == other[name].shape, name
         scale = float(other[name].abs().max()) or 1.0
-        assert float((tensor - other[name]).abs().max()) <= tolerance * scale, name
+        assert float((tensor - other[name]).abs().max()) <= tolerance * scale, f"{name} and the other are not close"
 
 
 # Plans over devices a, b and c
@@ -549,7 +549,9 @@ def places_of(plan: Plan, device: str) -> list[str]:
     graph = captured()
     schedule = Schedule(resolve(plan, graph.network, made_cluster(plan.devices)), graph.network)
     actions = schedule.every_action(device)
-    holding = holders(plan, {name: schedule.lowering.work[name].weights() for name in plan.devices})
+    work = {name: schedule.lowering.work[name] for name in plan.devices}
+    stepped = {name: each.stepped_weights() for name, each in work.items()}
+    holding = holders(plan, {name: each.weights() for name, each in work.items()}, stepped)
     found = ["feed"] if feed_parts(graph, schedule.lowering, device, targets=True) else []
     found += [name for kind, name in _PLACES.items() if any(isinstance(action, kind) for action in actions)]
     for what, name in (("statistics", "statistics"), ("gradients", "all-reduce")):

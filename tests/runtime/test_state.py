@@ -101,6 +101,24 @@ def test_the_latest_complete_step_is_found(one: Drawn) -> None:
     assert found.scalars == {f"{weight}/step": step for weight in WEIGHTS}
 
 
+def test_a_step_whose_optimizer_state_is_gone_is_not_found() -> None:
+    """A gateway alone steps its stage's weights: the others have them, and no momentum."""
+    weights = tuple(entry(WEIGHT + name) for name in WEIGHTS)
+    momentum = tuple(entry(name) for one in WEIGHTS for name in tensors_of(one, 4) if name.startswith(OPTIMIZER))
+    needed = [each.name.removeprefix(OPTIMIZER) for each in momentum]
+    scalars: dict[str, dict[int, dict[str, Any]]] = {"a": {}, "b": {}}
+    with_gateway = {"a": {2: (*weights, *momentum), 4: (*weights, *momentum)}, "b": {2: weights, 4: weights}}
+    kept_elsewhere = {"a": {}, "b": {2: (*weights, *momentum), 4: weights}}
+    for holdings, step in ((with_gateway, 4), (kept_elsewhere, 2)):
+        found = located(holdings, scalars, WEIGHTS, 4, None, optimizer_entries=needed)
+        assert found is not None
+        assert found.steps_done == step
+    assert located({"b": {4: weights}}, scalars, WEIGHTS, 4, None, optimizer_entries=needed) is None
+    found = located({"b": {4: weights}}, scalars, WEIGHTS, 4, saved_at(3), optimizer_entries=needed)
+    assert found is not None
+    assert found.steps_done == 3
+
+
 @given(drawn(), st.data())
 def test_everybody_gets_what_it_wants_from_somebody_who_has_it(one: Drawn, data: st.DataObject) -> None:
     found = located(one.holdings, one.scalars, WEIGHTS, one.most_steps, one.saved)
@@ -108,10 +126,14 @@ def test_everybody_gets_what_it_wants_from_somebody_who_has_it(one: Drawn, data:
     assert found is not None
     found = found.with_here({LOSS + "constant": torch.zeros(2)})
     devices = data.draw(st.lists(st.sampled_from((*one.has, "new")), unique=True, min_size=1))
-    wanted = {
-        device: [*found.wanted_by(data.draw(st.sets(st.sampled_from(WEIGHTS)))), LOSS + "constant"]
-        for device in devices
+    held = {device: data.draw(st.sets(st.sampled_from(WEIGHTS))) for device in devices}
+    stepped = {
+        device: data.draw(st.sets(st.sampled_from(sorted(names)))) if names else names for device, names in held.items()
     }
+    wanted = {device: [*found.wanted_by(held[device], stepped[device]), LOSS + "constant"] for device in devices}
+    for device, names in wanted.items():
+        assert {weight_of(name) for name in names if name.startswith(OPTIMIZER)} <= stepped[device]
+        assert {weight_of(name) for name in names if name.startswith(WEIGHT)} == held[device]
     sources = found.assigned(wanted)
     assert list(sources) == devices
     for device, own in sources.items():
@@ -172,7 +194,7 @@ def test_what_is_saved_helps_out() -> None:
     assert found is not None
     assert found.steps_done == 4
     assert found.holders[WEIGHT + "0.weight"] == (COORDINATOR, "a")
-    assert found.assigned({"a": found.wanted_by(["0.weight", "0.bias"])})["a"]["a"] == (
+    assert found.assigned({"a": found.wanted_by(["0.weight", "0.bias"], ["0.weight", "0.bias"])})["a"]["a"] == (
         WEIGHT + "0.weight", OPTIMIZER + "0.weight/momentum_buffer",
     )  # fmt: skip
 

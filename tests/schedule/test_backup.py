@@ -20,32 +20,45 @@ from manyhands.schedule.backup import (
     holders,
     rounds_between,
 )
+from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.policy import Schedule
 
 NETWORK = chain(6, statistics=(1, 4), skips={3: 1})
 
 
 def weights_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {name: work.weights() for name, work in work_of(plan).items()}
+
+
+def stepped_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {name: work.stepped_weights() for name, work in work_of(plan).items()}
+
+
+def work_of(plan: Plan) -> dict[str, DeviceWork]:
     resolved = resolve(plan, NETWORK, cluster(plan.devices))
     work = Schedule(resolved, NETWORK).lowering.work
-    return {name: work[name].weights() for name in resolved.devices}
+    return {name: work[name] for name in resolved.devices}
 
 
 @given(plan=plans(NETWORK))
 def test_one_that_is_lost_takes_nothing_with_it(plan: Plan) -> None:
-    """Drawn plans of every kind, and every device of each."""
-    weights = weights_of(plan)
-    found = holders(plan, weights)
+    """Drawn plans of every kind, and every device of each: neither weights nor, with a gateway, its optimizer state."""
+    weights, stepped = weights_of(plan), stepped_of(plan)
+    found = holders(plan, weights, stepped)
     assert set(found) | set(found.values()) <= set(plan.devices)
-    for lost in plan.devices:
-        left = {name for device, own in weights.items() if device != lost for name in own}
-        left |= {name for device, holder in found.items() if holder != lost for name in weights[device]}
-        if len({name for stage in plan.stages for name in stage.devices}) > 1:
-            assert left == {name for own in weights.values() for name in own}, (lost, found)
+    for state in (weights, stepped):
+        for lost in plan.devices:
+            left = {name for device, own in state.items() if device != lost for name in own}
+            left |= {name for device, holder in found.items() if holder != lost for name in state[device]}
+            if len({name for stage in plan.stages for name in stage.devices}) > 1:
+                assert left == {name for own in state.values() for name in own}, (lost, found)
     for device, holder in found.items():
         assert holder != device
-        elsewhere = {name for other, own in weights.items() if other != device for name in own}
-        assert set(weights[device]) - elsewhere, "others have all of it: no copy needs to travel"
+        alone = [
+            set(state[device]) - {name for other, own in state.items() if other != device for name in own}
+            for state in (weights, stepped)
+        ]
+        assert any(alone), "others have all of it: no copy needs to travel"
         assert weights[holder], "it takes part in the training itself"
 
 

@@ -133,10 +133,12 @@ class Feeder:
         self._send(step, values, bound_targets, place)
 
     def send_rates(self, step: int, numbers: Sequence[float], place: int = 0) -> None:
-        """Send every device the numbers that a schedule gives one step; `step` and `place` as in `send`."""
+        """Send every device that steps weights the numbers that a schedule gives one step; `step` and `place` as in
+        `send`."""
         tensor = torch.tensor(numbers, dtype=torch.float64)
         for device in self.plan.devices:
-            self.endpoint.send(device, step, rates_topic(place), [tensor])
+            if self.schedule.lowering.work[device].makes_steps:
+                self.endpoint.send(device, step, rates_topic(place), [tensor])
 
     def send_values(self, step: int, values: Mapping[str, torch.Tensor], place: int = 0) -> None:
         """Send one batch without targets, by the names of the network's inputs; under ROWS, how many are samples."""

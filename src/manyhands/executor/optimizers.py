@@ -242,6 +242,19 @@ def _slots_of(group: OptimizerGroup) -> int:
     return math.ceil(count / 16)
 
 
+def state_entries(optimizer: Optimizer, weights: Mapping[str, int]) -> frozenset[str]:
+    """Return what the optimiser's state has once it has stepped, by `weight/key`; `weights`: how many axes each has."""
+    groups, numbers = optimizer.all_groups, optimizer.group_numbers
+    keys: dict[tuple[int, int], tuple[str, ...]] = {}
+    entries: list[str] = []
+    for name, axes in weights.items():
+        kind = (numbers.get(name, 0), axes)
+        if kind not in keys:
+            keys[kind] = tuple(_state_after_a_step(groups[kind[0]], (2,) * axes))
+        entries += [_entry(name, key) for key in keys[kind]]
+    return frozenset(entries)
+
+
 def with_lower_rate(optimizer: Optimizer) -> Optimizer:
     """Return the same optimiser with a tenth of its learning rates: what to try after a run that diverged."""
     lower = []

@@ -173,7 +173,8 @@ def chosen_backups(
     }
     slots = 1 + plan.optimizer_slots
     every = rounds_between(slots * max(sizes.values()), float("inf"), seconds)
-    for device, holder in holders(plan, weights).items():
+    stepped = {name: work[name].stepped_weights() for name in plan.devices}
+    for device, holder in holders(plan, weights, stepped).items():
         rate = cluster.bytes_per_second_between(device, holder)
         every = max(every, rounds_between(slots * sizes[device], rate, seconds))
     return every

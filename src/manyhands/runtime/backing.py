@@ -26,7 +26,7 @@ class Backups:
 
     def __init__(self, run: Run) -> None:
         self.run, self.every = run, run.order.backup_every
-        self.holders = holders(run.order.plan, run.handout.weights) if self.every else {}
+        self.holders = holders(run.order.plan, run.handout.weights, run.handout.stepped) if self.every else {}
         self.safe_step = run.first if run.order.located is None else -1
         """The last step of which every weight is in at least two places, or at the coordinator."""
         self.bytes_sent = 0

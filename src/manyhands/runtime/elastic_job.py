@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.log import DeviceLog, merged
 from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.optimizers import state_entries
+from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
@@ -363,7 +365,7 @@ class ElasticJob:
             {name: answer.steps for name, answer in answers.items()},
             {name: answer.scalars for name, answer in answers.items()},
             weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
-            self._constants,
+            self._constants, self._optimizer_entries(),
         )  # fmt: skip
         assert located is not None, "what was saved has everything"
         self._safe = min(self._safe, located.steps_done)
@@ -371,6 +373,13 @@ class ElasticJob:
         for name in answers:  # parts of this state are in one place only until they are sent on
             self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
         return located
+
+    def _optimizer_entries(self) -> frozenset[str]:
+        """Return what the optimizer's state has after a step: a state without is of no use."""
+        graph, optimizer = self.order.graph, self.order.optimizer
+        if optimizer is None:
+            return frozenset()
+        return state_entries(at_start(optimizer), {w.name: len(w.shape) for w in graph.weights if w.trainable})
 
     def _check_waiting(self) -> None:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""

@@ -37,6 +37,7 @@ class Handout:
         self.names = order.plan.devices
         """The devices that compute."""
         self.weights = {name: schedule.lowering.work[name].weights() for name in self.names}
+        self.stepped = {name: schedule.lowering.work[name].stepped_weights() for name in self.names}
         located = order.located or Located.at_coordinator(order.start)
         if order.graph.loss is not None:
             located = located.with_here(state.named(state.LOSS, order.graph.loss.state))
@@ -97,9 +98,10 @@ class Handout:
         )
 
     def _wanted(self, name: str) -> list[str]:
-        """Return the tensors that a device starts with: its stages' weights and optimiser state, loss constants."""
+        """Return the tensors that a device starts with: its stages' weights, the optimiser's state of those that it
+        steps, loss constants."""
         constants = [name for name in self.located.here if name.startswith(state.LOSS)]
-        return self.located.wanted_by(self.weights[name]) + constants
+        return self.located.wanted_by(self.weights[name], self.stepped[name]) + constants
 
     def _part(self, device: str, entry: TensorEntry) -> TensorEntry:
         """Return the entry for the part of a tensor that a device gets: by channels, its own part of a weight."""

@@ -62,8 +62,11 @@ class PartBuilder:
             if graph.loss is not None and other.loss is not None:
                 other.loss.state.update(graph.loss.state)
         stepper = None
-        if job.optimizer is not None and plan.is_training:
-            stepper = build(Optimizer.from_dict(job.optimizer), weights.trainable())
+        work = schedule.lowering.work[self.endpoint.name]
+        if job.optimizer is not None and plan.is_training and work.makes_steps:
+            stepped = set(work.stepped_weights())
+            trainable = {name: tensor for name, tensor in weights.trainable().items() if name in stepped}
+            stepper = build(Optimizer.from_dict(job.optimizer), trainable)
         options = ExecutorOptions(
             seed=job.seed, kernels=job.kernels, torch_device=self._joining.compute,
             trace_steps=range(job.trace_first, job.trace_last), memory_step=job.memory_step,

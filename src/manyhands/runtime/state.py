@@ -115,10 +115,15 @@ class Located:
             {name: tensor for name, tensor in self.here.items() if not name.startswith(OPTIMIZER)}, self.checksums,
         )  # fmt: skip
 
-    def wanted_by(self, weights: Collection[str]) -> list[str]:
-        """Return the tensors that a device with these weights starts with, optimiser state included."""
-        held = set(weights)
-        return [name for name in self.entries if (weight_of(name) or None) in held]
+    def wanted_by(self, weights: Collection[str], stepped: Collection[str]) -> list[str]:
+        """Return the tensors that a device with these weights starts with, and the optimiser's state of those that it
+        steps."""
+        held, held_state = set(weights), set(stepped)
+        return [
+            name
+            for name in self.entries
+            if (weight_of(name) or None) in (held_state if name.startswith(OPTIMIZER) else held)
+        ]
 
     def assigned(self, needs: Mapping[str, Iterable[str]]) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return device -> source -> tensors.
@@ -151,19 +156,22 @@ def located(
     saved: RunState | None = None,
     checksums: Mapping[str, Mapping[int, dict[str, int]]] | None = None,
     constants: Collection[str] = (),
+    optimizer_entries: Collection[str] = (),
 ) -> Located | None:
     """Return the latest state of which everything exists somewhere: at workers, or in what the coordinator has saved.
 
     `most_steps`: the steps whose loss is known. A worker may have ended one more, which was lost with another worker.
-    `constants`: weights of what was saved that are the same at every step.
+    `constants`: weights of what was saved that are the same at every step. `optimizer_entries`: what an optimiser's
+    state has after a step, by `weight/key`: where weights are, it need not be, since a gateway alone steps them.
     """
     steps = {step for holding in holdings.values() for step in holding if step <= most_steps}
     if saved is not None:
         steps.add(saved.steps_done)
     for step in sorted(steps, reverse=True):
+        is_saved = saved is not None and saved.steps_done == step
         state = (
             Located.at_coordinator(saved)
-            if saved is not None and saved.steps_done == step
+            if saved is not None and is_saved
             else Located(step, {}, {}, {}).with_here(
                 named(WEIGHT, {name: saved.weights[name] for name in constants} if saved is not None else {})
             )
@@ -176,6 +184,9 @@ def located(
             for entry in holding[step]:
                 state.entries.setdefault(entry.name, entry)
                 state.holders[entry.name] = (*state.holders.get(entry.name, ()), worker)
-        if all(WEIGHT + name in state.entries for name in weights):
+        has_state = is_saved or all(
+            name in state.scalars or OPTIMIZER + name in state.entries for name in optimizer_entries if step
+        )
+        if has_state and all(WEIGHT + name in state.entries for name in weights):
             return state
     return None

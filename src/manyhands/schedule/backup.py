@@ -16,15 +16,20 @@ MOST_REPLAYED_SECONDS = 30.0
 """However expensive copies are, rounds are not run again for longer than this."""
 
 
-def holders(plan: Plan, weights: Mapping[str, Collection[str]]) -> dict[str, str]:
+def holders(
+    plan: Plan, weights: Mapping[str, Collection[str]], stepped: Mapping[str, Collection[str]] | None = None
+) -> dict[str, str]:
     """Return for each device the one that holds a copy of its state.
 
-    A device all of whose weights others have too needs none.
+    A device all of whose weights others have and step too needs none. `stepped`: the weights that each steps, whose
+    optimizer state it has; None: all it has. A gateway alone steps what the other devices of its stage have.
     """
+    stepped = weights if stepped is None else stepped
     holder_of: dict[str, str] = {}
     for device, weight_names in weights.items():
-        elsewhere = {name for other, names in weights.items() if other != device for name in names}
-        if set(weight_names) <= elsewhere:
+        others = [other for other in weights if other != device]
+        is_elsewhere = set(weight_names) <= {name for other in others for name in weights[other]}
+        if is_elsewhere and set(stepped[device]) <= {name for other in others for name in stepped[other]}:
             continue
         next_device = _next_device(plan, device)
         if next_device is not None:

@@ -43,6 +43,18 @@ class DeviceWork:
         names = (name for g in self.geometries for name in g.network.weights_of(g.first, g.last))
         return tuple(dict.fromkeys(names))
 
+    @property
+    def makes_steps(self) -> bool:
+        """Whether the device has an optimizer, of which it may step no weight: where a stage has a gateway, only that
+        one has."""
+        return any(isinstance(action, Step) for action in self.end)
+
+    def stepped_weights(self) -> tuple[str, ...]:
+        """Return the weights that the device steps, each once."""
+        stages = {action.stage for action in self.end if isinstance(action, Step)}
+        names = (n for g in self.geometries if g.index in stages for n in g.network.weights_of(g.first, g.last))
+        return tuple(dict.fromkeys(names))
+
     def weight_box(self, name: str) -> Box | None:
         """Return the part of a weight that the device needs; None: all of it."""
         readers = (g for g in self.geometries if name in g.network.weights_of(g.first, g.last))
