@@ -251,7 +251,7 @@ def test_a_page_before_there_is_a_run(browser: Browser, tmp_path: Path) -> None:
         browser.size(1280)
         browser.open(found.url)
         browser.until("document.getElementById('connection').dataset.state === 'live'", "it connects")
-        assert "being prepared" in browser.text("#banner")
+        browser.until("document.getElementById('banner').textContent.includes('being prepared')", "the banner says so")
         found.show(write_example(tmp_path / "run", devices=2))
         browser.until(f"document.querySelectorAll('#cluster g.device').length === {len(names(2))}", "the run appears")
         assert_quiet(browser, found)

@@ -189,7 +189,9 @@ class Run:
             self._loop(batches)
             if self.steps.steps_done >= self.steps.last_step:
                 self.is_paused = False
-            if not self.is_paused:
+            if self.is_paused:
+                self._save_due_snapshots()
+            else:
                 self._finish()
         except BaseException as error:
             self._end(error)
@@ -285,6 +287,16 @@ class Run:
             ended, self.reports.handle, "to finish", limit_seconds, lambda: set(self.names) - set(self.outcome.logs)
         )
         self.outcome.state = self.gathering.latest
+
+    def _save_due_snapshots(self) -> None:
+        """Wait for the snapshots of steps that are done: the next generation would save one later step for all."""
+
+        def are_saved() -> bool:
+            wanted = self.gathering.wanted_step
+            return wanted is None or wanted > self.steps.steps_done
+
+        limit_seconds = self.order.wait_limit_seconds + 30
+        self.follow(are_saved, self.reports.handle, "to save its snapshots", limit_seconds, self.gathering.owing)
 
     def _ask_for_logs(self) -> None:
         """Ask all devices for their logs. One that does not answer has none: every step has been reported already."""
