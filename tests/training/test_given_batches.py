@@ -184,7 +184,7 @@ def test_a_smaller_last_batch_is_trained_as_an_ordinary_loop_does(
             callbacks=[StopAfter(steps)], **options,
         )  # fmt: skip
     torch.testing.assert_close(torch.tensor(ran.result.losses), torch.tensor(losses), rtol=1e-10, atol=1e-12)
-    assert [row["loss"] for row in ran.result.validation] == pytest.approx(validated, rel=1e-10)
+    assert [one.metrics["loss"] for one in ran.result.validation] == pytest.approx(validated, rel=1e-10)
     assert_close(ran.state, plain.state_dict())
     assert ran.result.plan.batch_size == BATCH
     with (tmp_path / "metrics.csv").open() as file:
