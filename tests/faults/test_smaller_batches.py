@@ -162,18 +162,28 @@ def test_batches_of_one_size_are_one_generation(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("device", ["a", "b"])
 @pytest.mark.parametrize("plan", ["samples", "pipeline", "hybrid", "tiles+single"])
 def test_a_worker_lost_in_the_smaller_step(plan: str, device: str, kind: str, place: str) -> None:
-    trip = travelled(WHOLE[plan], Fault(device, place, kind, step=SMALL))
+    begun = Fault(device, "prepare", "called", step=SMALL, does=lambda worker: None)
+    trip = travelled(WHOLE[plan], begun, Fault(device, place, kind, step=SMALL, after=begun))
     check(trip, generations=2)
     (lost,) = trip.facts("lost")
     assert lost["devices"] == [device]
 
 
+@pytest.mark.parametrize("plan", ["samples", "pipeline"])
+def test_a_worker_lost_while_nothing_is_computed(plan: str) -> None:
+    """The first question of what there is comes between the last whole batch and the smaller one."""
+    trip = travelled(WHOLE[plan], Fault("b", "survey"))
+    check(trip, generations=2)
+    assert [facts["devices"] for facts in trip.facts("lost")] == [["b"]]
+
+
 def test_a_worker_lost_that_had_no_sample_of_it() -> None:
     """Of two samples a and b have one each: c is lost meanwhile, and the plan after it is for the others."""
-    fault = Fault("a", "forward", "called", step=SMALL, does=lambda worker: cluster.transport.cut("c"))
+    fault = Fault("a", "backward", "called", step=SMALL, does=lambda worker: cluster.transport.cut("c"))
     cluster = FaultCluster(NAMES, fault)
     trip = travelled(WHOLE["samples"], sizes=(BATCH, BATCH, 2), cluster=cluster)
     check(trip, (BATCH, BATCH, 2))
+    assert [facts["devices"] for facts in trip.facts("lost")] == [["c"]]
     assert [set(plan.devices) for plan in trip.plans] == [{"a", "b"}]
 
 

@@ -181,7 +181,7 @@ def test_a_smaller_last_batch_is_trained_as_an_ordinary_loop_does(
         ran = train(
             cluster, plan, tmp_path, model=trained, data=with_rest(), optimizer=optimizer, steps=max(steps, 3),
             scheduler={"scheduler": scheduler, "interval": "epoch"}, resume=steps > 2,
-            callbacks=[StopAfter(steps)], **options,
+            callbacks=[] if trained is model else [StopAfter(2)], **options,
         )  # fmt: skip
     torch.testing.assert_close(torch.tensor(ran.result.losses), torch.tensor(losses), rtol=1e-10, atol=1e-12)
     assert [one.metrics["loss"] for one in ran.result.validation] == pytest.approx(validated, rel=1e-10)

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.log import DeviceLog, merged
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.optimizers import state_entries
-from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
@@ -285,7 +283,9 @@ class ElasticJob:
         """Return the order that goes on from here by the same plan; where members have changed, by another."""
         is_pending = self.hooks.requests.is_pending
         names = order.plan.devices
-        if self._membership.has_changed(names) or not self._are_alive(names):
+        if (lost := self._membership.loss_among(names)) is not None:
+            order = self._after_loss(names, order, lost)
+        elif self._membership.has_changed(names) or not self._are_alive(names):
             order = self._after_pause(order)
         else:
             order = dataclasses.replace(order, located=self._surveyed(WorkerLost("Nobody is left.")), start=self.saved)
@@ -374,7 +374,7 @@ class ElasticJob:
             {name: answer.steps for name, answer in answers.items()},
             {name: answer.scalars for name, answer in answers.items()},
             weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
-            self._constants, self._optimizer_entries(),
+            self._constants, state.optimizer_entries(self.order.graph, self.order.optimizer),
         )  # fmt: skip
         assert located is not None, "what was saved has everything"
         self._safe = min(self._safe, located.steps_done)
@@ -382,13 +382,6 @@ class ElasticJob:
         for name in answers:  # parts of this state are in one place only until they are sent on
             self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
         return located
-
-    def _optimizer_entries(self) -> frozenset[str]:
-        """Return what the optimizer's state has after a step: a state without is of no use."""
-        graph, optimizer = self.order.graph, self.order.optimizer
-        if optimizer is None:
-            return frozenset()
-        return state_entries(at_start(optimizer), {w.name: len(w.shape) for w in graph.weights if w.trainable})
 
     def _check_waiting(self) -> None:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""
