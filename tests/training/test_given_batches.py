@@ -194,6 +194,13 @@ def test_a_smaller_last_batch_is_trained_as_an_ordinary_loop_does(
     assert samples == [BATCH, BATCH, 5] * 2
 
 
+def test_memory_is_counted_in_a_whole_batch(cluster: Coordinator, tmp_path: Path) -> None:
+    """The step in which it would be counted is that of the smaller one."""
+    loader = DataLoader(Pictures(BATCH + 5), BATCH)
+    ran = train(cluster, "samples", tmp_path, model=network(dropout=0.0), data=loader, batch_size=None, steps=3)
+    assert all(log.rounds == 2 and log.peak_bytes > 0 for log in ran.result.logs.values())
+
+
 class StopAfter(mh.Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps

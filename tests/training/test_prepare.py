@@ -141,7 +141,7 @@ def test_one_sample_with_batch_norm_over_single_values_is_refused_and_the_loop_g
 
 
 def test_gradients_are_clipped_in_a_loop_too(cluster: Coordinator, tmp_path: Path) -> None:
-    given = batches(3)
+    given = with_rests(3)
     plain, losses = alone(given, clip_norm=0.01)
     model = network(dropout=0.0)
     with prepared(cluster, tmp_path, model=model, clip_norm=0.01) as step:

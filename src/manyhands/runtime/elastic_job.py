@@ -290,6 +290,8 @@ class ElasticJob:
         else:
             order = dataclasses.replace(order, located=self._surveyed(WorkerLost("Nobody is left.")), start=self.saved)
         first = order.first_step
+        if self._is_smaller and order.memory_step == first - 1:  # counted in a whole batch, as it is predicted
+            order = dataclasses.replace(order, memory_step=first)
         wanted = {max(step, first) for step in order.snapshots if step > self.saved.steps_done}
         if is_pending:
             wanted.add(first)

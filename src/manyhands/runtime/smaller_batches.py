@@ -29,15 +29,17 @@ def plan_for(plan: Plan, network: Network, samples: int, step: int | None) -> Pl
 def order_of_next(order: Order, samples: int | None) -> Order:
     """Return the order as it is, or where the next batch has fewer samples, of that one step.
 
-    The step is neither traced nor watched: what is recorded is the plan that all others go by. `samples`: those of the
-    next batch; None: it is not known yet, or as large as all.
+    The step is neither traced nor watched: what is recorded is the plan that all others go by. What is to be saved of
+    it is saved while the next generation goes on, if there is one. `samples`: those of the next batch; None: it is not
+    known yet, or as large as all.
     """
     first = order.first_step
     if samples is None or samples == order.plan.step_size or first == order.last_step:
         return order
-    plan = plan_for(order.plan, order.graph.network, samples, first)
+    plan, is_last = plan_for(order.plan, order.graph.network, samples, first), first + 1 == order.last_step
     return dataclasses.replace(
-        order, plan=plan, last_step=first + 1, snapshots=tuple(step for step in order.snapshots if step <= first + 1),
+        order, plan=plan, last_step=first + 1,
+        snapshots=tuple(step for step in order.snapshots if step <= first or is_last),
         backup_every=order.backup_every if len(plan.devices) > 1 else 0, trace_steps=range(0), memory_step=-1,
         watch_every=0,
     )  # fmt: skip
