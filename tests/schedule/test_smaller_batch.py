@@ -29,13 +29,17 @@ def test_drawn_plans_are_cut_down(plan: Plan, data: st.DataObject) -> None:
     plan = resolve(plan, CHAIN, cluster(NAMES))
     samples = data.draw(st.integers(1, plan.batch_size - 1))
     homes = {home for home in plan.homes.values() if home in plan.devices}
-    if len(homes) and samples < len(plan.stages[0].devices) + len(homes):  # it may need more than there are
-        return
-    small = for_smaller_batch(plan, CHAIN, samples)
+    try:
+        small = for_smaller_batch(plan, CHAIN, samples)
+    except BadPlan:
+        if homes:  # a stage may have too few samples for its gateway and a home
+            return
+        raise
     assert small.batch_size == samples
-    assert small.micro_batch_size <= plan.micro_batch_size
-    divisors = [count for count in range(1, small.micro_batches) if samples % count == 0]
-    assert all(samples // count > plan.micro_batch_size for count in divisors), "as few as there can be"
+    if not homes:
+        assert small.micro_batch_size <= plan.micro_batch_size
+        divisors = [count for count in range(1, small.micro_batches) if samples % count == 0]
+        assert all(samples // count > plan.micro_batch_size for count in divisors), "as few as there can be"
     for stage, cut in zip(plan.stages, small.stages, strict=True):
         assert cut.layers == stage.layers
         assert set(cut.devices) <= set(stage.devices)
@@ -43,7 +47,7 @@ def test_drawn_plans_are_cut_down(plan: Plan, data: st.DataObject) -> None:
             before = dict(zip(stage.devices, stage.share.samples))
             after = dict(zip(cut.devices, cut.share.sample_counts(small.micro_batch_size, len(cut.devices))))
             assert sum(after.values()) == small.micro_batch_size
-            assert all(after[device] <= before[device] for device in after)
+            assert homes or all(after[device] <= before[device] for device in after)
             if stage.reduce == "gateway":
                 assert cut.devices[0] == stage.devices[0]
         else:
