@@ -7,7 +7,9 @@ of    12  12   5  12  12   5  12  12       and for one plan twice 1, which leave
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from fault_cluster import PLANS, STEPS, Fault, FaultCluster, Reference, Trip, as
 from manyhands.data.batch_stream import BatchStream
 from manyhands.data.kept import KeptBatches
 from manyhands.data.loaded import LoadedBatches
+from manyhands.data.pushed import PushedBatches
 from manyhands.executor.optimizers import slots
 from manyhands.facts.errors import BadData
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -175,6 +178,18 @@ def test_a_worker_lost_while_nothing_is_computed(plan: str) -> None:
     trip = travelled(WHOLE[plan], Fault("b", "survey"))
     check(trip, generations=2)
     assert [facts["devices"] for facts in trip.facts("lost")] == [["b"]]
+
+
+def test_a_worker_lost_in_the_smaller_step_of_a_loop() -> None:
+    """Batches that were pushed, which nobody could load again."""
+    begun = Fault("b", "prepare", "called", step=SMALL, does=lambda worker: None)
+    with FaultCluster(NAMES, begun, Fault("b", "backward", step=SMALL, after=begun)) as cluster, KeptBatches() as kept:
+        pushed = PushedBatches(0, kept)
+        for _, (inputs, targets) in zip(range(STEPS), chain.from_iterable(map(batches, repeat(SIZES)))):
+            pushed.push(inputs, targets)
+        trip = cluster.travel(WHOLE["pipeline"], loaded=nullcontext(pushed), graph=captured())
+    check(trip, generations=2)
+    assert pushed.samples_at(STEPS - 1) == BATCH
 
 
 def test_a_worker_lost_that_had_no_sample_of_it() -> None:
