@@ -15,6 +15,7 @@ from manyhands.facts.plan import BySamples, Plan, Stage
 from manyhands.observe.live import Live, read_live
 from manyhands.observe.watching import RunWatch
 from manyhands.plans.simulating import simulate
+from manyhands.runtime.control_messages import Progress
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.identity import Identity
 from manyhands.runtime.living import LEAST_LOOKS, Living, rounds_between_looks
@@ -56,6 +57,23 @@ def test_a_run_that_waited_and_goes_on_is_running_again(tmp_path: Path) -> None:
         states.append((found.state, found.generation))
     living.close("ended")
     assert states == [("waiting", 0), ("running", 1)]
+
+
+def test_bytes_of_all_generations_are_counted(tmp_path: Path) -> None:
+    """Each counts from 0: of a smaller batch, of what comes after a validation, and of another plan."""
+    network, devices = chain(2), ("a", "b")
+    plan = Plan("chain", 4, (Stage((0, 2), devices, BySamples((2, 2))),))
+    cluster, profile = made_cluster(devices), even_profile(network, devices)
+    living = Living(tmp_path, command="train", model="chain", first_step=0, steps=9, batch_size=4)
+    living.planned(plan, network, cluster, profile, simulate(plan, network, cluster, profile))
+    for step, (generation, count) in enumerate([(1, 10), (1, 20), (2, 7), (3, 10), (3, 20)]):
+        living.reported("a", Progress(generation, step, 0.1, sent={"b": count}))
+    living.replanned(plan)
+    living.reported("a", Progress(4, 5, 0.1, sent={"b": 10}))
+    living.close("ended")
+    found = read_live(tmp_path)
+    assert found is not None
+    assert {(link.source, link.target): link.sent_bytes for link in found.links}["a", "b"] == 20 + 7 + 20 + 10
 
 
 def test_a_round_is_seen_as_every_device_ran_it(session: Coordinator, tmp_path: Path) -> None:

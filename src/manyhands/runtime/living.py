@@ -12,7 +12,7 @@ import socket
 import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +124,10 @@ class Living:
         self._busy: dict[str, float] = {}
         self._stage_seconds: dict[int, float] = {}
         self._arrivals: defaultdict[tuple[str, str], deque[Arrival]] = defaultdict(lambda: deque(maxlen=_LAST_ARRIVALS))
-        self._sent: dict[tuple[str, str], int] = {}
-        self._sent_before: dict[tuple[str, str], int] = {}
-        """Bytes sent in generations that are over."""
+        self._sent: dict[tuple[str, str], tuple[int, int]] = {}
+        """(from, to) -> a generation, and the bytes sent in it so far."""
+        self._sent_before: Counter[tuple[str, str]] = Counter()
+        """Bytes sent in generations before."""
         self._round: LiveRound | None = None
         self._devices: tuple[LiveDevice, ...] = ()
         self._is_new_round = self._is_to_be_simulated = False
@@ -160,9 +161,6 @@ class Living:
             self._rounds.clear()
             self._busy.clear()
             self._stage_seconds.clear()
-            for pair, count in self._sent.items():
-                self._sent_before[pair] = self._sent_before.get(pair, 0) + count
-            self._sent.clear()
         self._change(state="running", generation=self._live.generation + 1)
 
     def stepped(
@@ -185,7 +183,10 @@ class Living:
         """Note that a device has ended a round."""
         with self._lock:
             for target, count in message.sent.items():
-                self._sent[device, target] = count
+                generation, before = self._sent.get((device, target), (message.generation, 0))
+                if generation != message.generation:
+                    self._sent_before[device, target] += before
+                self._sent[device, target] = message.generation, count
             if message.seen is None or self._outlook is None:
                 return
             self._seen[device] = message.seen
@@ -324,7 +325,7 @@ class Living:
             pairs |= dict.fromkeys(outlook.prediction.bytes_between)
         pairs |= dict.fromkeys(self._sent)
         described = []
-        busiest = sorted(pairs, key=lambda pair: -self._sent.get(pair, 0) - self._sent_before.get(pair, 0))
+        busiest = sorted(pairs, key=lambda pair: -self._bytes_sent(pair))
         for source, target in busiest[:MOST_LINKS]:
             rate, delay = None, 0.0
             with contextlib.suppress(ManyhandsError, KeyError):
@@ -333,10 +334,13 @@ class Living:
                 rate, delay = (speed if speed < float("inf") else None), link.delay_seconds
             arrivals = self._arrivals.get((source, target), ())
             seconds = sum(arrival.seconds for arrival in arrivals)
-            sent = self._sent.get((source, target), 0) + self._sent_before.get((source, target), 0)
+            sent = self._bytes_sent((source, target))
             measured = sum(arrival.bytes for arrival in arrivals) / seconds if seconds else None
             described.append(LiveLink(source, target, rate, delay, measured, sent))
         return tuple(described)
+
+    def _bytes_sent(self, pair: tuple[str, str]) -> int:
+        return self._sent.get(pair, (0, 0))[1] + self._sent_before[pair]
 
     def _describe_stages(self) -> tuple[LiveStage, ...]:
         outlook = self._outlook
