@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,17 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from manyhands.facts.profile import Profile
 from manyhands.files.machine_lock import machine_lock
-from manyhands.runtime.record import read_decided
+from manyhands.graph.graph import Graph
 from manyhands.session import measuring_turn, quick_measuring
+from manyhands.session.measuring import measure
 from manyhands.session.measuring_turn import LOCK, turn_to_measure
+from manyhands.session.opening import open_session
+from manyhands.session.quick_measuring import measure_within
+from manyhands.session.session import Session
 
 pytestmark = pytest.mark.xdist_group("training")
 
+BATCH = 8
 LONG_ENOUGH = 60.0
 """Seconds of measuring that a run allows, so that no wait for another ends early: these networks take far less."""
 
@@ -61,18 +66,20 @@ class Watch:
         return self._real(*arguments, **options)
 
 
-def train(width: int, folder: Path, **options: Any) -> Profile:
-    """Train a network of this width for two steps on two workers, and return its profile as it was measured."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-    data = TensorDataset(torch.randn(16, 6), torch.randint(0, 3, (16,)))
-    graph = mh.capture(model, data.tensors[0][:4], loss=functional.cross_entropy, target=data.tensors[1][:4])
-    settings = {"profile_seconds": LONG_ENOUGH, **options}
+def network(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def drawn() -> TensorDataset:
+    return TensorDataset(torch.randn(2 * BATCH, 6), torch.randint(0, 3, (2 * BATCH,)))
+
+
+def train(width: int, folder: Path) -> None:
+    """Train a network of this width for two steps."""
     mh.train(
-        model, data, loss=functional.cross_entropy, optimizer=mh.Optimizer("SGD", lr=0.1), batch_size=8, steps=2,
-        cluster=mh.Cluster.local(2), folder=folder, verify=False, **settings,
+        network(width), drawn(), loss=functional.cross_entropy, optimizer=mh.Optimizer("SGD", lr=0.1), batch_size=BATCH,
+        steps=2, cluster=mh.Cluster.local(1), folder=folder, verify=False, profile_seconds=LONG_ENOUGH,
     )  # fmt: skip
-    return read_decided(folder, graph.network)[1]
 
 
 def train_until_told(folder: Path) -> None:
@@ -90,13 +97,16 @@ def train_until_told(folder: Path) -> None:
     train(5, folder)
 
 
+@pytest.mark.slow  # a process loads PyTorch
 def test_of_two_trainings_at_once_one_measures_when_the_other_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import pathlib, sys, test_measuring_turn as t; t.train_until_told(pathlib.Path(sys.argv[1]))"
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    environment.pop("MANYHANDS_LOAD_EVERYTHING", None)  # it trains once
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "other")], env={**os.environ, "PYTHONPATH": paths},
+        [sys.executable, "-c", code, str(tmp_path / "other")], env=environment,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as other:  # fmt: skip
         try:
@@ -110,7 +120,7 @@ def test_of_two_trainings_at_once_one_measures_when_the_other_has(
                 other.stdin.flush()
 
             watch = Watch(monkeypatch, let_go)
-            profile = train(7, tmp_path / "this")
+            train(7, tmp_path / "this")
             ended = float(other.stdout.readline())
             assert other.wait(LONG_ENOUGH) == 0
         finally:
@@ -118,12 +128,25 @@ def test_of_two_trainings_at_once_one_measures_when_the_other_has(
     assert watch.waits == 1
     assert len(watch.begun) == 1
     assert watch.begun[0] >= ended, "the clocks of both are the machine's"
-    assert not any(device.is_coarse for device in profile.devices.values())
 
 
-def test_who_waited_finds_what_the_other_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, aside = tmp_path / "home", tmp_path / "aside"
-    first = train(5, tmp_path / "first")
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with open_session(mh.Cluster.local(1), threads=1) as session:
+        yield session
+
+
+def small() -> Graph:
+    torch.manual_seed(0)
+    model, data = network(5), drawn()
+    return mh.capture(model, data.tensors[0][:4], loss=functional.cross_entropy, target=data.tensors[1][:4])
+
+
+def test_who_waited_finds_what_the_other_measured(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, aside, graph = tmp_path / "home", tmp_path / "aside", small()
+    first = measure_within(session, graph, BATCH, LONG_ENOUGH)[1]
     shutil.copytree(home, aside)
     for path in home.rglob("*.json"):
         path.unlink()
@@ -135,21 +158,25 @@ def test_who_waited_finds_what_the_other_measured(tmp_path: Path, monkeypatch: p
             other.close()
 
         watch = Watch(monkeypatch, stored_by_the_other)
-        assert train(5, tmp_path / "second") == first
+        assert measure_within(session, graph, BATCH, LONG_ENOUGH)[1] == first
     assert (watch.waits, watch.begun) == (1, [])
 
 
-def test_what_is_measured_beside_another_is_coarse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_beside_another_is_coarse_and_measured_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measuring_turn, "TURNS", 0.0)
-    monkeypatch.setattr("manyhands.session.measuring.MEASURE_SECONDS", 0.1)
+    graph = small()
+
+    def is_coarse(profile: Profile) -> bool:
+        return any(device.is_coarse for device in profile.devices.values())
+
     with machine_lock(LOCK, 0.0) as is_held:
         assert is_held
-        beside = train(5, tmp_path / "beside", profile_seconds=LONG_ENOUGH)
-    assert all(device.is_coarse for device in beside.devices.values())
-    again = train(5, tmp_path / "again", profile_seconds=0)
-    assert not any(device.is_coarse for device in again.devices.values()), (
-        "a coarse profile is not taken for a good one"
-    )
+        assert is_coarse(measure_within(session, graph, BATCH, LONG_ENOUGH)[1])
+        assert is_coarse(measure(session, graph, BATCH, seconds=0.1)[1])
+    assert not is_coarse(measure(session, graph, BATCH, seconds=0.1)[1]), "the stored one does not do"
+    assert not is_coarse(measure_within(session, graph, BATCH, LONG_ENOUGH)[1])
 
 
 class _Session:
