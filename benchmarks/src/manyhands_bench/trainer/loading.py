@@ -44,7 +44,7 @@ KINDS = ("loader", "folder", "memory")
 
 @dataclass(frozen=True)
 class LoadingSetting:
-    """How much is trained."""
+    """The network and the number of steps."""
 
     steps: int = 24
     repeats: int = 5

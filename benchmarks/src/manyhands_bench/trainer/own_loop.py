@@ -62,7 +62,7 @@ def network(width: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class LoopSetting:
-    """The network and how much of it is trained."""
+    """The network and the number of pairs and steps."""
 
     repeats: int = 7
     steps: int = 60
