@@ -214,9 +214,8 @@ class Job:
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
-        self.lengths = lengths = lengths_of(
-            self.workload.order, self.opened.graphs, self.start.steps_done, self.last_step
-        )
+        steps = (self.start.steps_done, self.last_step)
+        self.lengths = lengths = lengths_of(self.workload.order, self.opened.graphs, *steps)
         if text := lengths.text:
             self.record.event("lengths", text=text, used=[use.to_dict() for use in lengths.uses])
             if self.say is not None:
