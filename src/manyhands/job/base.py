@@ -41,6 +41,7 @@ from manyhands.job.data_wait_report import DataWaitReport
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
 from manyhands.job.finite_state import check_finite
+from manyhands.job.first_checkpoint import FirstCheckpoint
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.ordering import WARM_UP_STEPS, cuts_statistics, order_of
@@ -172,19 +173,20 @@ class Job:
                     on_step(step, loss if loss is not None else float("nan"), seconds)
 
         watch = self.watch
-        if first == 0:
-            self._keep(self.start)
+        write = partial(self._keep, self.start, watch.facts_after(first)) if first == 0 else None
+        first_kept = FirstCheckpoint(write, is_awaited=bool(watch.callbacks.callbacks))
         watch.callbacks.start()
         with (
+            first_kept,
             stopping() as stop,
             workload.batches(
                 first, last, self.folder, self.session.coordinator.wake, is_preloaded=order.preload is not None
             ) as batches,
         ):
+            hooks = JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say), on_ready=first_kept.wait)
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
-                hooks=watch.hooks(JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say))),
-                controller=self.controller(), living=self.record.living,
+                hooks=watch.hooks(hooks), controller=self.controller(), living=self.record.living,
             )  # fmt: skip
             try:
                 outcome = elastic_job.run()
@@ -212,9 +214,8 @@ class Job:
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
-        self.lengths = lengths = lengths_of(
-            self.workload.order, self.opened.graphs, self.start.steps_done, self.last_step
-        )
+        steps = (self.start.steps_done, self.last_step)
+        self.lengths = lengths = lengths_of(self.workload.order, self.opened.graphs, *steps)
         if text := lengths.text:
             self.record.event("lengths", text=text, used=[use.to_dict() for use in lengths.uses])
             if self.say is not None:
@@ -299,13 +300,12 @@ class Job:
         if living is not None:
             living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
 
-    def _keep(self, state: RunState) -> None:
-        workload = self.workload
+    def _keep(self, state: RunState, facts: dict[str, Any] | None = None) -> None:
         check_finite(self.graph, state)
+        workload, kept = self.workload, self.watch.facts_after(state.steps_done) if facts is None else facts
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed,
-            self.watch.facts_after(state.steps_done) | workload.facts_at(state.steps_done),  # in this order
-        )  # fmt: skip
+            workload.model, self.graph, state, workload.optimizer, workload.seed, kept
+        )
         if workload.scheduling is not None:
             workload.scheduling.forget_before(state.steps_done)
         self.watch.saved(self.checkpoint, state.steps_done)

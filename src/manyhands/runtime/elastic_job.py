@@ -95,7 +95,7 @@ class ElasticJob:
             self._plan = order.plan
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, on_arrivals=self._arrived,
+                should_pause=self._should_pause, on_arrivals=self._arrived, on_ready=self.hooks.on_ready,
                 on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
             run = self._run = Run(

@@ -58,6 +58,8 @@ class RunHooks:
     """Called when a snapshot is complete, from a thread of its own."""
     on_safe: Callable[[int], None] = lambda step: None
     """Called when every weight after this step is held in two places."""
+    on_ready: Callable[[], None] = lambda: None
+    """Called when all devices are ready; nothing is sent to them before it returns."""
     should_pause: Callable[[], bool] = lambda: False
     """Returns whether the round under way is to be the last."""
     on_arrivals: OnArrivals = lambda name, arrivals: None
@@ -81,6 +83,8 @@ class JobHooks:
     validation: Validation = field(default_factory=NoValidation)
     requests: CheckpointRequests = field(default_factory=CheckpointRequests)
     """Checkpoints besides those that the order lists; the round under way ends first."""
+    on_ready: Callable[[], None] = lambda: None
+    """All devices are ready: what must be done before their first step is waited for here."""
 
 
 @dataclass
