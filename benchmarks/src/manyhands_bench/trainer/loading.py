@@ -46,7 +46,7 @@ KINDS = ("loader", "folder", "memory")
 class LoadingSetting:
     """The network and the number of steps."""
 
-    steps: int = 24
+    steps: int = 12
     repeats: int = 5
     width: int = 96
     """Channels of the network, which decide how long a step takes."""
