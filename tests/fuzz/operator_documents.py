@@ -236,7 +236,7 @@ def completed(raw: object) -> dict[str, Any]:
     graph = read_document(raw)
     made: dict[int, list[list[Any]]] = {2: [], 3: []}
     for count, found in made.items():
-        walk(graph, count, lambda node, values, found=found: found.append(values))  # type: ignore[misc]
+        walk(graph, (count,), lambda node, values, _, found=found: found.append(values))  # type: ignore[misc]
     assert isinstance(raw, dict)
     nodes = copy.deepcopy(raw["nodes"])
     for node, two, three in zip(nodes, made[2], made[3], strict=True):

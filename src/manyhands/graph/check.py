@@ -6,7 +6,7 @@ Two runs, with 2 and with 3 samples, tell a size that grows with the batch from 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,38 +111,43 @@ def _text(spec: TensorSpec) -> str:
 
 def check_shapes(graph: Graph) -> None:
     """Refuse a graph in which a node makes other shapes or dtypes than the graph says."""
-    _check_at(graph, 2)
-    _check_at(graph, 3)
+    walk(graph, (2, 3), _compare)
 
 
-def _check_at(graph: Graph, samples: int) -> None:
-    walk(graph, samples, lambda node, made: _compare(node, made, samples))
-
-
-def walk(graph: Graph, samples: int, look: Callable[[Node, list[Any]], None]) -> None:
-    """Call `look` with every node in turn and what it makes of so many samples, on fake tensors. Arguments are checked
-    first."""
+def walk(graph: Graph, counts: Sequence[int], look: Callable[[Node, list[Any], int], None]) -> None:
+    """Call `look` with every node in turn, what it makes of so many samples, on fake tensors, and their number; all
+    nodes for each count. Arguments are checked first."""
     with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
-            tensors = {spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}
-            piece = Piece(graph, Weights(tensors))
+            piece = Piece(graph, Weights({spec.name: _empty(spec.shape, spec.dtype) for spec in graph.weights}))
             steps = piece.steps(training=True)
-            slots = piece.fresh_slots()
-            by_name = {spec.name: spec for spec in graph.inputs}
-            for place, name in enumerate(piece.inputs):
-                slots[place] = _empty(by_name[name].shape_for(samples), by_name[name].dtype)
         except Exception as error:
             raise BadGraph(f"The graph cannot be prepared: {_first_line(error)}") from error
-        for step in steps:
-            try:
-                _run(step, slots, samples)
-            except BadGraph:
-                raise
-            except Exception as error:
-                raise BadGraph(f"{_called(step.node)} cannot run: {_first_line(error)}") from error
-            look(step.node, [slots[place] for place in step.outputs])
-            for place in step.frees:
-                slots[place] = None
+        for samples in counts:
+            _walk(graph, piece, steps, samples, look)
+
+
+def _walk(
+    graph: Graph, piece: Piece, steps: Sequence[CompiledNode], samples: int,
+    look: Callable[[Node, list[Any], int], None],
+) -> None:  # fmt: skip
+    try:
+        slots = piece.fresh_slots()
+        by_name = {spec.name: spec for spec in graph.inputs}
+        for place, name in enumerate(piece.inputs):
+            slots[place] = _empty(by_name[name].shape_for(samples), by_name[name].dtype)
+    except Exception as error:
+        raise BadGraph(f"The graph cannot be prepared: {_first_line(error)}") from error
+    for step in steps:
+        try:
+            _run(step, slots, samples)
+        except BadGraph:
+            raise
+        except Exception as error:
+            raise BadGraph(f"{_called(step.node)} cannot run: {_first_line(error)}") from error
+        look(step.node, [slots[place] for place in step.outputs], samples)
+        for place in step.frees:
+            slots[place] = None
 
 
 def _empty(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

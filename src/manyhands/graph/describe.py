@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -214,7 +214,7 @@ def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
     if not graph.nodes:
         return []
     with _without_onednn():
-        two, three = _saved_at(graph, 2), _saved_at(graph, 3)
+        two, three = _saved_at(graph, (2, 3))
     return [(max(0, 3 * a - 2 * b), max(0, b - a)) for a, b in zip(two, three, strict=True)]
 
 
@@ -228,30 +228,35 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _saved_at(graph: Graph, samples: int) -> list[int]:
+def _saved_at(graph: Graph, counts: Sequence[int]) -> list[list[int]]:
+    """Return the bytes that each node newly holds, for each number of samples."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         tensors = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).requires_grad_(spec.trainable)
             for spec in graph.weights
         }
         piece = Piece(graph, Weights(tensors))
-        steps = piece.steps(training=True)
-        slots = piece.fresh_slots()
-        by_name = {spec.name: spec for spec in graph.inputs}
-        for place, name in enumerate(piece.inputs):
-            spec = by_name[name]
-            slots[place] = torch.empty(spec.shape_for(samples), dtype=getattr(torch, spec.dtype))
-        saved = _Saved({tensor.untyped_storage()._cdata: tensor for tensor in tensors.values()})
-        held: list[int] = []
-        keep: list[Any] = []
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            for step in steps:
-                before = saved.bytes
-                norm = None if step.node.without_gradient else fake_norm(step.node.target, step.build(slots, samples))
-                if norm is None:
-                    run_steps([step], slots, samples, Context(samples=samples))
-                else:
-                    slots[step.outputs[0]] = norm
-                keep.extend(slots[place] for place in step.outputs)
-                held.append(saved.bytes - before)
-        return held
+        piece.steps(training=True)
+        return [_held(graph, piece, samples) for samples in counts]
+
+
+def _held(graph: Graph, piece: Piece, samples: int) -> list[int]:
+    slots = piece.fresh_slots()
+    by_name = {spec.name: spec for spec in graph.inputs}
+    for place, name in enumerate(piece.inputs):
+        spec = by_name[name]
+        slots[place] = torch.empty(spec.shape_for(samples), dtype=getattr(torch, spec.dtype))
+    saved = _Saved({tensor.untyped_storage()._cdata: tensor for tensor in piece.weights.tensors.values()})
+    held: list[int] = []
+    keep: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        for step in piece.steps(training=True):
+            before = saved.bytes
+            norm = None if step.node.without_gradient else fake_norm(step.node.target, step.build(slots, samples))
+            if norm is None:
+                run_steps([step], slots, samples, Context(samples=samples))
+            else:
+                slots[step.outputs[0]] = norm
+            keep.extend(slots[place] for place in step.outputs)
+            held.append(saved.bytes - before)
+    return held

@@ -39,6 +39,8 @@ _COMPARISONS = {
     "__gt__": ">", "gt": ">", "greater": ">", "__ge__": ">=", "ge": ">=", "greater_equal": ">=",
 }  # fmt: skip
 _READINGS = frozenset({*_COMPARISONS, "item"})
+_WATCHED = _READINGS | {"__bool__", "rand", "uniform_"}
+"""Names of the functions that draw such a number, or read it: a traced module calls tens of thousands of others."""
 
 
 @contextmanager
@@ -73,6 +75,8 @@ class _TorchDraws(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        if name not in _WATCHED:
+            return function(*arguments, **(options or {}))
         if name == "__bool__":
             self._check_decided(arguments[0])
         first = arguments[0] if arguments else None

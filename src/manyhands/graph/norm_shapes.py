@@ -26,6 +26,8 @@ def fake_norm(target: str, arguments: Sequence[Any]) -> torch.Tensor | None:
     has_one_statistic = (others[2] is None) != (others[3] is None)
     if has_one_statistic or not all(other is None or _is_like(other, form) for other in others):
         return None
+    if not torch.is_grad_enabled():
+        return torch.empty_like(source)
     return cast(torch.Tensor, _Norm.apply(source, *others))  # type: ignore[no-untyped-call]
 
 
@@ -42,6 +44,5 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, source: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        mean = source.new_empty(source.shape[1])
-        context.save_for_backward(source, *others, mean, torch.empty_like(mean))
+        context.save_for_backward(source, *others, source.new_empty(2, source.shape[1]))  # means and deviations
         return torch.empty_like(source)
