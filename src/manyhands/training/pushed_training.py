@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.data.pushed import BatchRows, PushedBatches
+from manyhands.executor.rates import EACH_UPDATES, Accumulation
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.plan import Plan
@@ -91,12 +92,14 @@ class PushedTraining:
 
     # The loop's side
 
-    def push(self, inputs: Any, targets: Any) -> tuple[int, Future[float]]:
+    def push(
+        self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES
+    ) -> tuple[int, Future[float]]:
         """Add a batch, and return its step and its loss, which is yet to come. Waits while many are under way."""
         with self._change:
             self._change.wait_for(lambda: len(self._losses) < MOST_UNDER_WAY or self.error is not None)
             self.raise_error()
-            self.optimizer.note(self.batches.end)
+            self.optimizer.note(self.batches.end, accumulation)
             future: Future[float] = Future()
             self._losses[self.batches.end] = future
             step = self.batches.push(inputs, targets)
