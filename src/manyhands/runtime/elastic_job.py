@@ -375,11 +375,14 @@ class ElasticJob:
         return located
 
     def _optimizer_entries(self) -> frozenset[str]:
-        """Return what the optimizer's state has after a step: a state without is of no use."""
+        """Return what the optimizer's state has after a step, for weights that are stepped: a state without is of no
+        use."""
         graph, optimizer = self.order.graph, self.order.optimizer
         if optimizer is None:
             return frozenset()
-        return state_entries(at_start(optimizer), {w.name: len(w.shape) for w in graph.weights if w.trainable})
+        read = {name for op in graph.network.ops for name in op.weights}
+        trained = {w.name: len(w.shape) for w in graph.weights if w.trainable and w.name in read}
+        return state_entries(at_start(optimizer), trained)
 
     def _check_waiting(self) -> None:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""

@@ -84,6 +84,10 @@ class PushedTraining:
         """The losses of the steps under way."""
         self._reported = job.start.steps_done
         """Steps whose losses were passed on."""
+        self._done = job.start.steps_done
+        """Steps that are done in the stretch under way, or were before it."""
+        self._is_over = True
+        """Whether the stretch has ended."""
         self._thread: threading.Thread | None = None
         self._is_to_end = False
         self._owner = threading.get_ident()
@@ -125,7 +129,9 @@ class PushedTraining:
             if self._thread is None:
                 self._begin()  # a worker was lost just when the last stretch ended: some steps are run again
             with self._change:
-                self._change.wait_for(lambda: not self._losses or self.error is not None)
+                self._change.wait_for(
+                    lambda: self._done >= self.batches.end or self._is_over or self.error is not None
+                )
                 self._is_to_end = True
             self.job.session.coordinator.wake()
             self._join()
@@ -200,7 +206,7 @@ class PushedTraining:
     # The stretch
 
     def _begin(self) -> None:
-        self._is_to_end = False
+        self._is_to_end, self._is_over, self._done = False, False, self.state.steps_done
         self._thread = threading.Thread(target=self._stretch, name="training", daemon=True)
         self._thread.start()
 
@@ -230,19 +236,27 @@ class PushedTraining:
             self.recoveries += outcome.recoveries
         except BaseException as error:
             self._failed(error)
+        finally:
+            with self._change:
+                self._is_over = True
+                self._change.notify_all()
 
     def _planned(self) -> PlannedRun:
         cluster, profile = self.guide.present(self.plan, self.plan.devices)
         return replace(self.planned, plan=self.plan, cluster=cluster, profile=profile)
 
     def _stepped(self, step: int, loss: float | None, seconds: float) -> None:
-        if step < self._reported:
+        if step < self._reported:  # it is run again
+            with self._change:
+                self._done = max(self._done, step + 1)
+                self._change.notify_all()
             return
         job = self.job
         self._reported = step + 1
         job.record.step(step, 0, loss, seconds, job.workload.batch_size)
         with self._change:
             future = self._losses.pop(step, None)
+            self._done = max(self._done, step + 1)
             self._change.notify_all()
         if future is not None:  # else it was closed in the meantime
             future.set_result(loss if loss is not None else float("nan"))
