@@ -132,9 +132,9 @@ __all__ = [
     "Decoupled", "Device", "EarlyStopping", "EvaluateResult", "Explanation", "Generated", "Graph", "Inference",
     "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "PreparedStep", "Profile",
     "SplitResult", "Stage", "TensorBoard", "TrainResult", "Trainer", "Validated", "WandB", "__version__", "capture",
-    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "from_training_arguments", "generate", "infer", "load_cluster",
-    "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter",
-    "save_graph", "simulate", "split_train", "tile_plan", "train", "without_weights",
+    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "from_training_arguments", "generate",
+    "infer", "load_cluster", "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan",
+    "save_adapter", "save_graph", "simulate", "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

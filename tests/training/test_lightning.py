@@ -162,7 +162,9 @@ def test_training_goes_on_from_lightnings_checkpoint(cluster: Coordinator, tmp_p
     plain, half, module = Classifier(), Classifier(), Classifier()
     fitted(None, tmp_path, plain, max_epochs=2)
     fitted(cluster, tmp_path / "a", half, max_epochs=1).save_checkpoint(tmp_path / "half.ckpt")
-    trainer = mh.Trainer(cluster=cluster, plan="samples", max_epochs=2, logger=False, enable_checkpointing=False, **QUIET)
+    trainer = mh.Trainer(
+        cluster=cluster, plan="samples", max_epochs=2, logger=False, enable_checkpointing=False, **QUIET
+    )
     trainer.fit(module, DataLoader(rows(), BATCH), ckpt_path=tmp_path / "half.ckpt")
     assert_alike(module, plain)
 

@@ -213,5 +213,5 @@ def test_the_numbers_of_a_step_say_whether_it_updates() -> None:
 
 
 def test_arguments_of_another_kind_are_refused() -> None:
-    with pytest.raises(ManyhandsError, match="arguments is a dict; it must be a transformers.TrainingArguments"):
+    with pytest.raises(ManyhandsError, match=r"arguments is a dict; it must be a transformers\.TrainingArguments"):
         mh.from_training_arguments({}, Plain(), loader())

@@ -107,11 +107,15 @@ def test_fields_in_our_words(tmp_path: Path) -> None:
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
         ({"optim": "adafactor"}, "optim is 'adafactor'"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "no"}, "which follows a metric"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch", "validate": Rows()}, "a metric"),
         ({"eval_strategy": "epoch"}, "there is no held-out data"),
     ],
 )
 def test_what_would_be_another_training_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    given = dict(options)
+    validate = given.pop("validate", None)
     with pytest.raises(BadValue, match=words) as refused:
-        mh.from_training_arguments(arguments(tmp_path, per_device_train_batch_size=4, **options), Model(), Rows())
+        mh.from_training_arguments(
+            arguments(tmp_path, per_device_train_batch_size=4, **given), Model(), Rows(), validate=validate
+        )
     assert refused.value.hint

@@ -83,7 +83,9 @@ class ClusterSteps:
             if self.prepared is None:
                 self._begin(trainer, batch)
             self._check()
-            accumulation = Accumulation(1.0 / trainer.accumulate_grad_batches, not trainer.fit_loop._should_accumulate())
+            accumulation = Accumulation(
+                1.0 / trainer.accumulate_grad_batches, not trainer.fit_loop._should_accumulate()
+            )
             assert self.prepared is not None
             number = float(self.prepared.push(*pair_of(self._batch_form.divided(batch), None), accumulation))
         self._was_updated = not accumulation.updates
@@ -123,8 +125,15 @@ class ClusterSteps:
 
     def _prepare(self, form: BatchForm, batch: Any, optimizer: Any) -> None:
         self._batch_form, self._form = form, StepForm.named(self.module, form, batch)
-        prepared = PreparedStep(self._config, self._form, OWN_LOSS, optimizer, None, is_accumulated=self._is_accumulated)
-        prepared.begin(*pair_of(form.divided(batch), None))
+        prepared = PreparedStep(
+            self._config, self._form, OWN_LOSS, optimizer, None, is_accumulated=self._is_accumulated
+        )
+        try:
+            prepared.begin(*pair_of(form.divided(batch), None))
+        except CaptureFailed as error:
+            if self._form.refusal is not None:
+                raise self._form.refusal from error
+            raise
         self.prepared = prepared
 
     def _updated(self) -> None:
@@ -213,4 +222,3 @@ def check_batches(loader: Any, limit: float) -> None:
             f"The last batch of an epoch has {left_over} of {loader.batch_size} samples: every step has as many.",
             hint="Leave it out: DataLoader(..., drop_last=True).",
         )
-

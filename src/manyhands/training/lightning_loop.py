@@ -163,8 +163,7 @@ class LightningLoop:
         others = [
             callback
             for callback in self._options.callbacks
-            if not type(callback).__module__.startswith(prefix)
-            or any(_is_a(callback, name) for name in _READS_WEIGHTS)
+            if not type(callback).__module__.startswith(prefix) or any(_is_a(callback, name) for name in _READS_WEIGHTS)
         ]
         return any(_overrides(callback, base, name) for callback in others for name in _EACH_BATCH)
 

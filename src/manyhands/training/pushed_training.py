@@ -96,9 +96,7 @@ class PushedTraining:
 
     # The loop's side
 
-    def push(
-        self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES
-    ) -> tuple[int, Future[float]]:
+    def push(self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES) -> tuple[int, Future[float]]:
         """Add a batch, and return its step and its loss, which is yet to come. Waits while many are under way."""
         with self._change:
             self._change.wait_for(lambda: len(self._losses) < MOST_UNDER_WAY or self.error is not None)
@@ -129,9 +127,7 @@ class PushedTraining:
             if self._thread is None:
                 self._begin()  # a worker was lost just when the last stretch ended: some steps are run again
             with self._change:
-                self._change.wait_for(
-                    lambda: self._done >= self.batches.end or self._is_over or self.error is not None
-                )
+                self._change.wait_for(lambda: self._done >= self.batches.end or self._is_over or self.error is not None)
                 self._is_to_end = True
             self.job.session.coordinator.wake()
             self._join()

@@ -105,6 +105,11 @@ class StepForm(nn.Module):
         """What the last call showed."""
         return self._step.notes  # type: ignore[no-any-return, attr-defined]
 
+    @property
+    def refusal(self) -> BadValue | None:
+        """Why the last call was refused; None: it was not."""
+        return self._step.refusal  # type: ignore[no-any-return, attr-defined]
+
     def forward(self, *inputs: Any, labels: Any = ()) -> torch.Tensor:
         return self._step(inputs, labels)  # type: ignore[no-any-return, operator]
 
@@ -115,8 +120,17 @@ class _Step:
     def __init__(self, module: nn.Module, form: BatchForm, like: type, is_spread: bool) -> None:
         self._module, self._form, self._like, self._is_spread = module, form, like, is_spread
         self.notes = StepNotes()
+        self.refusal: BadValue | None = None
 
     def __call__(self, given: tuple[Any, ...], labels: Any) -> torch.Tensor:
+        self.refusal = None
+        try:
+            return self._called(given, labels)
+        except BadValue as error:
+            self.refusal = error  # torch.export wraps it in one of its own
+            raise
+
+    def _called(self, given: tuple[Any, ...], labels: Any) -> torch.Tensor:
         module, logs = self._module, _Logs()
         inputs: Any = given if self._is_spread else given[0]
         batch = self._form.joined(inputs, labels, self._like)
@@ -144,9 +158,9 @@ class _Logs(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = function(*args, **(kwargs or {}))
         given = args[0] if args else None
-        if isinstance(value, torch.Tensor) and isinstance(given, torch.Tensor) and not value.dim() and not given.dim():
-            if getattr(function, "__name__", "") in SAME:
-                self._same[id(value)] = (value, given)
+        are_numbers = all(isinstance(each, torch.Tensor) and not each.dim() for each in (value, given))
+        if are_numbers and getattr(function, "__name__", "") in SAME:
+            self._same[id(value)] = (value, given)
         return value
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:

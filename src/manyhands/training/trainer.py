@@ -99,8 +99,9 @@ class Trainer:
         self._precision = read_precision(precision)
         self._clipping = clipping_options(gradient_clip_val, gradient_clip_algorithm)
         self._shared: dict[str, Any] = {
-            "accumulate_grad_batches": accumulate_grad_batches, "logger": logger, "gradient_clip_val": gradient_clip_val,
-            "gradient_clip_algorithm": gradient_clip_algorithm, "val_check_interval": val_check_interval,
+            "accumulate_grad_batches": accumulate_grad_batches, "logger": logger,
+            "gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm,
+            "val_check_interval": val_check_interval,
         }  # fmt: skip
         self._callbacks: tuple[Any, ...] = tuple(callbacks) if isinstance(callbacks, (list, tuple)) else ()
         if callbacks is not None and not self._callbacks:

@@ -187,7 +187,9 @@ def _optimizer(arguments: Any, model: nn.Module, steps: int) -> tuple[Any, Any]:
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups = [
         {
-            "params": [p for name, p in model.named_parameters() if p.requires_grad and (name in decayed) == is_decayed],
+            "params": [
+                p for name, p in model.named_parameters() if p.requires_grad and (name in decayed) == is_decayed
+            ],
             "weight_decay": arguments.weight_decay if is_decayed else 0.0,
         }
         for is_decayed in (True, False)
