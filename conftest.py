@@ -65,6 +65,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(50_000, 20, 50)  # captures make hundreds of thousands of objects, few of them in cycles
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Make once what many tests need, as soon as this process has what makes it: tests of data do without PyTorch."""
+    if "manyhands.graph.capture" in sys.modules:
+        from kept_exports import keep_exports
+
+        keep_exports()
+    if "typer" in sys.modules:
+        from one_command_tree import make_commands_once
+
+        make_commands_once()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Since pytest 9.2 xdist writes a test's group where nobody reads it (pytest-xdist#1386): write it once more."""

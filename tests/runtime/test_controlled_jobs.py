@@ -88,7 +88,9 @@ def test_a_change_at_every_step() -> None:
     assert trip.saved[-1] == STEPS
     assert trip.saved == sorted(set(trip.saved))
     for step in (3, 5):  # saved where the round under way ends: of four steps, or fewer if it pauses
-        assert any(step <= saved < step + 4 for saved in trip.saved), f"the checkpoint of step {step} was lost by a pause"
+        assert any(step <= saved < step + 4 for saved in trip.saved), (
+            f"the checkpoint of step {step} was lost by a pause"
+        )
 
 
 def test_a_pause_waits_for_the_checkpoint_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,8 @@ def test_a_pause_waits_for_the_checkpoint_of_a_step_before_it(monkeypatch: pytes
     monkeypatch.setattr(Gathering, "_fetched", held)
     trip = trained(Steps((4,)), backup_every=0, snapshots=(4,))
     trip.check(reference(1))
-    assert late and all(late), "the pause came first"
+    assert late
+    assert all(late), "the pause came first"
     assert trip.saved == [4, STEPS]
 
 

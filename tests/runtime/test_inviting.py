@@ -242,12 +242,14 @@ def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: p
         until(lambda: any("Working for" in line for line in server.said))
         with pytest.raises(Refused, match="is working for another coordinator"):
             coordinator.invite(*server.address, server.token)
-        monkeypatch.setattr(serving, "TAKEOVER_SECONDS", 0.3)
-        for _ in range(10):
+        monkeypatch.setattr(serving, "TAKEOVER_SECONDS", 1.0)
+        for _ in range(8):
+            time.sleep(0.15)
             channel.send(encode(Heartbeat()))  # type: ignore[attr-defined]
             with pytest.raises(Refused, match="is working for another coordinator"):
                 coordinator.invite(*server.address, server.token)
-        time.sleep(0.4)
+        monkeypatch.setattr(serving, "TAKEOVER_SECONDS", 0.1)
+        time.sleep(0.2)
         assert coordinator.invite(*server.address, server.token) == "server"
         assert any("has been silent; one from" in line for line in server.said)
 
