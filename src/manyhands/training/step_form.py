@@ -31,6 +31,8 @@ CONSTANT = ("training", "validating", "testing", "predicting", "sanity_checking"
             "world_size", "num_devices", "num_nodes", "global_rank", "local_rank", "is_global_zero")  # fmt: skip
 """What a training_step may read of the trainer: it stays as it is for as long as the network is trained."""
 _METRICS = "torchmetrics."
+_OF_METRICS = ("forward", "update")
+"""Methods by which a metric of torchmetrics is given something."""
 
 
 class Logged(NamedTuple):
@@ -93,25 +95,26 @@ class StepForm(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.training = module.training
         inputs, _ = form.divided(batch)
-        object.__setattr__(self, "_step", _Step(module, form, type(batch), isinstance(inputs, (tuple, list))))
+        self._step: _Step = _Step(module, form, type(batch), isinstance(inputs, (tuple, list)))
 
     @classmethod
     def named(cls, module: nn.Module, form: BatchForm, batch: Any) -> StepForm:
         """Return the form of a module, under the module's own name."""
-        return type(type(module).__name__, (cls,), {})(module, form, batch)
+        kind: type[StepForm] = type(type(module).__name__, (cls,), {})
+        return kind(module, form, batch)
 
     @property
     def notes(self) -> StepNotes:
         """What the last call showed."""
-        return self._step.notes  # type: ignore[no-any-return, attr-defined]
+        return self._step.notes
 
     @property
     def refusal(self) -> BadValue | None:
         """Why the last call was refused; None: it was not."""
-        return self._step.refusal  # type: ignore[no-any-return, attr-defined]
+        return self._step.refusal
 
     def forward(self, *inputs: Any, labels: Any = ()) -> torch.Tensor:
-        return self._step(inputs, labels)  # type: ignore[no-any-return, operator]
+        return self._step(inputs, labels)
 
 
 class _Step:
@@ -198,23 +201,20 @@ def _stand_ins(module: nn.Module, logs: _Logs) -> Iterator[None]:
     }  # fmt: skip
     before = {name: module.__dict__[name] for name in others if name in module.__dict__}
     metrics = [(name, part) for name, part in module.named_modules() if _is_metric(part)]
-    kept = {id(part): part.__dict__.get("forward") for _, part in metrics}
-    for name, other in others.items():
-        module.__dict__[name] = other
+    methods = [(part, {m: part.__dict__[m] for m in _OF_METRICS if m in part.__dict__}) for _, part in metrics]
+    module.__dict__.update(others)
     for name, part in metrics:
-        part.__dict__["forward"] = _refused_metric(name)
-        part.__dict__["update"], kept[id(part), "update"] = _refused_metric(name), part.__dict__.get("update")
+        part.__dict__.update(dict.fromkeys(_OF_METRICS, _refused_metric(name)))
     try:
         yield
     finally:
         for name in others:
             del module.__dict__[name]
         module.__dict__.update(before)
-        for _, part in metrics:
-            for method, key in (("forward", id(part)), ("update", (id(part), "update"))):
-                part.__dict__.pop(method, None)
-                if kept.get(key) is not None:
-                    part.__dict__[method] = kept[key]
+        for part, kept in methods:
+            for method in _OF_METRICS:
+                del part.__dict__[method]
+            part.__dict__.update(kept)
 
 
 def _is_metric(part: nn.Module) -> bool:
@@ -260,7 +260,7 @@ class _BatchNumber:
             hint="Use batch_idx in a hook, such as on_train_batch_end(outputs, batch, batch_idx).",
         )
 
-    __int__ = __index__ = __float__ = __bool__ = __hash__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
+    __int__ = __index__ = __float__ = __bool__ = __hash__ = __str__ = __format__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _refuse
     __truediv__ = __pow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = _refuse

@@ -66,7 +66,7 @@ def from_training_arguments(
     validate    the data of validations, if eval_strategy is "steps" or "epoch"
     options     options of `mh.train` that are to be as they are given here
     """
-    if not dataclasses.is_dataclass(arguments) or not hasattr(arguments, "per_device_train_batch_size"):
+    if not hasattr(arguments, "per_device_train_batch_size") or not hasattr(arguments, "__dataclass_fields__"):
         raise BadValue(
             f"arguments is a {type(arguments).__name__}; it must be a transformers.TrainingArguments.",
             hint="Options of mh.train can be given to it as they are.",
@@ -156,7 +156,7 @@ def _steps(arguments: Any, data: Any, batch_size: int | None) -> int:
             "dataloader_drop_last=True.",
             stacklevel=3,
         )
-    return max(1, math.ceil(arguments.num_train_epochs * count))
+    return max(1, math.ceil(float(arguments.num_train_epochs) * count))
 
 
 # How it is trained
