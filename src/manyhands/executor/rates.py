@@ -26,7 +26,7 @@ def rates_topic(place: int) -> str:
 
 
 class Accumulation(NamedTuple):
-    """What becomes of the gradients of one step, where several steps add up theirs for one update."""
+    """The use of the gradients of one step, where several steps add up theirs for one update."""
 
     share: float
     """By what they are multiplied before they are added."""

@@ -44,7 +44,7 @@ class Logged(NamedTuple):
 
 @dataclass
 class StepNotes:
-    """What the capture of a training_step showed beside its graph."""
+    """The findings of the capture of a training_step, beside its graph."""
 
     logged: list[Logged] = field(default_factory=list)
     """Logs of the loss, which are repeated with every step's."""
@@ -55,7 +55,7 @@ class StepNotes:
 
 
 class BatchForm(NamedTuple):
-    """How a batch is handed to the network: which part of it are inputs, and which targets."""
+    """The way in which a batch is handed to the network: which part of it are inputs, and which targets."""
 
     kind: str
     """"pair": (inputs, target); "labels": a dict with labels; "whole": all of it are inputs."""
@@ -105,12 +105,12 @@ class StepForm(nn.Module):
 
     @property
     def notes(self) -> StepNotes:
-        """What the last call showed."""
+        """The findings of the last call."""
         return self._step.notes
 
     @property
     def refusal(self) -> BadValue | None:
-        """Why the last call was refused; None: it was not."""
+        """The reason why the last call was refused; None: it was not."""
         return self._step.refusal
 
     def forward(self, *inputs: Any, labels: Any = ()) -> torch.Tensor:

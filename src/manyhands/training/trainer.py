@@ -53,6 +53,10 @@ NOT_USED = ("validation_step", "on_validation_start", "on_validation_end", "on_v
 if there are classes."""
 
 
+MAPPED = ("val_check_interval", "gradient_clip_algorithm")
+"""Lightning's options that have another name or form in `mh.train`, beside the Trainer's own parameters."""
+
+
 class Trainer:
     """Trains modules on several devices, with the names of Lightning's Trainer.
 
@@ -78,17 +82,17 @@ class Trainer:
         max_steps: int = -1,
         precision: Any = None,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
         accumulate_grad_batches: int = 1,
         callbacks: Any = None,
         logger: Any = None,
-        val_check_interval: Any = None,
         **options: Any,
     ) -> None:
         if devices is not None and "cluster" in options:
             raise BadValue(f"devices is {devices}, and a cluster is given.", hint="Leave one of them out.")
         refuse_unfit(options)
-        check_keywords("Trainer", options, {*set(keywords_of(TrainConfig)) - {"epochs", "steps"}, *OF_THE_LOOP})
+        ours = set(keywords_of(TrainConfig)) - {"epochs", "steps"}
+        check_keywords("Trainer", options, {*ours, *OF_THE_LOOP, *MAPPED})
+        interval, algorithm = (options.pop(name, None) for name in MAPPED)
         self._loops = {name: options.pop(name) for name in OF_THE_LOOP if name in options}
         self._options = options
         if devices is not None:
@@ -97,11 +101,11 @@ class Trainer:
             max_epochs = 1 if max_steps == -1 else None
         self._epochs, self._steps = max_epochs, max_steps if max_steps != -1 else None
         self._precision = read_precision(precision)
-        self._clipping = clipping_options(gradient_clip_val, gradient_clip_algorithm)
+        self._clipping = clipping_options(gradient_clip_val, algorithm)
         self._shared: dict[str, Any] = {
             "accumulate_grad_batches": accumulate_grad_batches, "logger": logger,
-            "gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": gradient_clip_algorithm,
-            "val_check_interval": val_check_interval,
+            "gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": algorithm,
+            "val_check_interval": interval,
         }  # fmt: skip
         self._callbacks: tuple[Any, ...] = tuple(callbacks) if isinstance(callbacks, (list, tuple)) else ()
         if callbacks is not None and not self._callbacks:
