@@ -19,7 +19,6 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch.nn import functional
@@ -41,7 +40,6 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.graph.capture import capture
-from manyhands.graph.check import check_graph
 from manyhands.graph.document import to_document
 from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
@@ -49,7 +47,6 @@ from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.planner.replanning import replanned
 from manyhands.plans.simulating import simulate
-from manyhands.runtime import timing_here
 from manyhands.runtime.controller import Change, Controller
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.elastic_job import ElasticJob
@@ -255,7 +252,6 @@ class FaultCluster:
                 self.meet(source, "all-reduce", step, topic)
 
         self.transport.before_send = sending
-        self._patch.setattr(timing_here, "check_graph", check_once)
 
     def _at(self, one: StateExchange | PartBuilder | Keeping, place: str, step: int | None) -> None:
         self.meet(one.endpoint.name, place, step, f"{place} {step}")
@@ -458,18 +454,6 @@ class Reference:
 
     losses: list[float]
     state: RunState
-
-
-_CHECKED: set[bytes] = set()
-
-
-def check_once(graph: Graph) -> None:
-    """Check a graph from the wire, if no worker of this process has checked one that is the same: a third of the time
-    of a short run."""
-    document = msgspec.msgpack.encode(to_document(graph))
-    if document not in _CHECKED:
-        check_graph(graph)
-        _CHECKED.add(document)
 
 
 @cache

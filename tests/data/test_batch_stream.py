@@ -317,7 +317,8 @@ class Fails(Augmented):
 
 
 CASES: list[tuple[Any, str]] = [
-    (sized(4, 4, 2), r"(?s)step 2 of the .* has 2 samples; the others have 4.*drop_last=True"),
+    (sized(4, 2, 5), r"(?s)step 2 has 5 samples; the first had 4, and none may be larger"),
+    (sized(4, 4, 0), r"(?s)step 2 has the shapes \(\(0, 2\), \(0,\)\); the first had"),
     (
         lambda: iter([pair(2), pair(3)]),
         r"(?s)step 1 has the shapes \(\(4, 3\), \(4,\)\); the first had \(\(4, 2\).*pad",
@@ -359,6 +360,13 @@ def test_epochs_that_are_counted_have_the_length_that_was_said(says: int, text: 
     stream.expects_whole_epochs = True
     with pytest.raises(BadData, match=rf"(?s){text}; len\(\) of it says {says}.*steps="):
         taken(stream, 4)
+
+
+def test_batches_may_have_fewer_samples_than_the_first() -> None:
+    stream = as_stream(sized(4, 4, 1), None)
+    assert stream is not None
+    assert [len(inputs) for _, inputs, _ in taken(stream, 5)] == [4, 4, 1, 4, 4]
+    assert stream.batch_size == 4
 
 
 def test_a_stream_of_samples_needs_a_batch_size() -> None:

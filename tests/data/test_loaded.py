@@ -59,6 +59,18 @@ def test_every_step_has_its_batch_however_often_it_is_taken(moves: list[tuple[in
     assert read == list(range(len(read))), "each is drawn once"
 
 
+def test_the_samples_of_a_batch_are_known_from_when_it_is_loaded_until_it_is_forgotten() -> None:
+    sizes = (3, 3, 2)
+    batches = loaded(lambda: iter([(torch.ones(size, 2), torch.ones(size)) for size in sizes]), ahead=1)
+    with batches:
+        for step in range(6):
+            assert batches.samples_at(step + 9) is None
+            next(batches)
+            assert batches.samples_at(step) == sizes[step % 3]
+        batches.forget_before(4)
+        assert [batches.samples_at(step) for step in (3, 4, 5)] == [None, 3, 2]
+
+
 def test_only_a_few_are_loaded_ahead() -> None:
     read: list[int] = []
     with loaded(drawn(read), ahead=2) as batches:

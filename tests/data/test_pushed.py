@@ -21,10 +21,12 @@ def test_batches_are_taken_in_order_and_again_until_they_are_forgotten() -> None
         assert batches.is_ready()
         assert [next(batches)[0] for _ in range(4)] == [3, 4, 5, 6]
         assert not batches.is_ready()
+        assert [batches.samples_at(step) for step in (3, 6, 7)] == [1, 1, None]
         step, inputs, targets = next(batches.from_step(4))
         assert (step, inputs.item(), targets) == (4, 1.0, 1)
         batches.forget_before(5)
         assert kept.steps == (5, 6)
+        assert [batches.samples_at(step) for step in (4, 5)] == [None, 1]
         assert next(batches)[0] == 5
 
 

@@ -26,7 +26,7 @@ from manyhands.facts.errors import BadGraph, ManyhandsError
 from manyhands.graph import store
 from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
-from manyhands.runtime.timing_here import graph_of
+from manyhands.runtime.received_graph import graph_of
 
 LSTM = CALLS["aten.lstm.input"][0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 import threading
@@ -22,10 +23,11 @@ from manyhands.cli.live_rows import step_text
 from manyhands.executor import checkpoint
 from manyhands.facts.errors import BadData, BadValue
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan, Replay, Single, Stage
 from manyhands.job.ordering import WARM_UP_STEPS
 from manyhands.observe.live import read_live
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import BATCH, Pictures, assert_close, network, train, workers
+from real_runs import BATCH, LAYERS, Pictures, assert_close, names, network, train, workers
 
 pytestmark = pytest.mark.xdist_group("training")
 
@@ -132,6 +134,99 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_had(cluster: Coord
     assert_close(ran.state, plain.state_dict())
     with pytest.raises(BadValue, match="started with samples = in batches as given; it is now 36"):
         train(cluster, folder=tmp_path, data=Augmented(), steps=9, resume=True, **{**options, "batch_size": BATCH})
+
+
+def with_rest(rest: int = 5) -> DataLoader[Any]:
+    """Two whole batches in an epoch, and one of what is left."""
+    seeded()
+    return DataLoader(Augmented(2 * BATCH + rest), BATCH, shuffle=True)
+
+
+def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def loop_with_rest(model: nn.Module, epochs: int) -> tuple[list[float], list[float]]:
+    """Return the losses of an ordinary loop, and those of a validation after every epoch."""
+    (optimizer, scheduler), loader, held_out = scheduled(model), with_rest(), Pictures(29)
+    losses, validated = [], []
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+        with torch.no_grad():
+            validated.append(functional.cross_entropy(model.eval()(held_out.pictures), held_out.classes).item())
+        model.train()
+    return losses, validated
+
+
+@pytest.mark.quick("pipeline")
+@pytest.mark.parametrize("plan", ["samples", "tiles", "pipeline"])
+def test_a_smaller_last_batch_is_trained_as_an_ordinary_loop_does(
+    cluster: Coordinator, tmp_path: Path, plan: str
+) -> None:
+    """With a schedule per epoch and a validation after each; resumed just before the last batch of the first."""
+    plain, model, other = (network(dropout=0.0) for _ in range(3))
+    losses, validated = loop_with_rest(plain, 2)
+    options: dict[str, Any] = {
+        "batch_size": None, "validate": Pictures(29), "validate_every": "epoch", "micro_batches": 1,
+    }  # fmt: skip
+    for trained, steps in ((other, 2), (model, 6)):
+        optimizer, scheduler = scheduled(trained)
+        ran = train(
+            cluster, plan, tmp_path, model=trained, data=with_rest(), optimizer=optimizer, steps=max(steps, 3),
+            scheduler={"scheduler": scheduler, "interval": "epoch"}, resume=steps > 2,
+            callbacks=[] if trained is model else [StopAfter(2)], **options,
+        )  # fmt: skip
+    torch.testing.assert_close(torch.tensor(ran.result.losses), torch.tensor(losses), rtol=1e-10, atol=1e-12)
+    assert [one.metrics["loss"] for one in ran.result.validation] == pytest.approx(validated, rel=1e-10)
+    assert_close(ran.state, plain.state_dict())
+    assert ran.result.plan.batch_size == BATCH
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(6))
+    samples = [round(float(row["samples_per_second"]) * float(row["seconds"])) for row in rows]
+    assert samples == [BATCH, BATCH, 5] * 2
+
+
+def test_memory_is_counted_in_a_whole_batch(cluster: Coordinator, tmp_path: Path) -> None:
+    """The step in which it would be counted is that of the smaller one."""
+    loader = DataLoader(Pictures(BATCH + 5), BATCH)
+    ran = train(cluster, "samples", tmp_path, model=network(dropout=0.0), data=loader, batch_size=None, steps=3)
+    assert all(log.rounds == 2 and log.peak_bytes > 0 for log in ran.result.logs.values())
+
+
+class StopAfter(mh.Callback):
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step(self, context: mh.CallbackContext) -> None:
+        if context.steps_done == self.steps:
+            context.stop("enough")
+
+
+def test_a_smaller_last_batch_that_cannot_be_trained_is_refused_before_the_first_step(
+    cluster: Coordinator, tmp_path: Path
+) -> None:
+    def by_plan(name: str, plan: Any, text: str, **options: Any) -> None:
+        with pytest.raises(BadData, match=text):
+            train(cluster, plan, tmp_path / name, batch_size=None, optimizer=OPTIMIZER, **options)
+        assert not (tmp_path / name).exists()
+
+    first, second = names(cluster)
+    norms = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
+    by_plan(
+        "norm", "samples", r"(?s)The last batch of an epoch has 1 sample\(s\).*one value per channel.*drop_last=True",
+        model=norms, data=with_rest(1),
+    )  # fmt: skip
+    stages = (Stage((0, 1), (first,), Single()), Stage((1, LAYERS), (second,), Single()))
+    replayed = Plan("Sequential", 2 * BATCH, stages, micro_batches=2, order="replay", replay=Replay(k=0))
+    by_plan("replay", replayed, r"(?s)has 5 sample\(s\).*order is replay", data=with_rest(), model=network(dropout=0.0))
 
 
 class Stream(IterableDataset[Any]):
@@ -258,7 +353,6 @@ def refused(text: str, data: Any, **options: Any) -> None:
 
 def test_what_is_refused_before_anything_starts() -> None:
     loader = DataLoader(Augmented(), BATCH)
-    refused(r"(?s)last batch of an epoch of the DataLoader has 1 samples.*drop_last=True", DataLoader(Augmented(), 7))
     refused(r"(?s)its epochs have no known end.*steps=1000", Stream(), batch_size=4, loss=None)
     refused(r"batch_size is 5; the batches of the DataLoader have 12", loader, batch_size=5)
     refused(r"(?s)lengths is for samples.*loader\.dataset", loader, lengths=(3,))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import manyhands as mh
-from manyhands.facts.errors import BadData, BadValue
+from manyhands.facts.errors import BadValue
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import workers
 
@@ -306,12 +306,15 @@ def test_what_cannot_be_kept_is_refused(
     assert not type(vars(module)["_trainer"]).__module__.startswith("manyhands")
 
 
-def test_an_incomplete_batch_is_refused_before_the_first_step(cluster: Coordinator, tmp_path: Path) -> None:
-    with pytest.raises(BadData, match="The last batch of an epoch has 3 of 8 samples") as refused:
-        fitted(cluster, tmp_path, Classifier(), DataLoader(rows(2 * BATCH + 3), BATCH))
-    assert "drop_last" in refused.value.hint
-    trainer = fitted(cluster, tmp_path, Classifier(), DataLoader(rows(2 * BATCH + 3), BATCH), limit_train_batches=2)
-    assert trainer.global_step == 4
+def test_an_incomplete_last_batch_is_trained_exactly(cluster: Coordinator, tmp_path: Path) -> None:
+    plain, module = Classifier(), Classifier()
+    data = DataLoader(rows(2 * BATCH + 5), BATCH)
+    found = [
+        fitted(of, tmp_path, each, data, accumulate_grad_batches=2, gradient_clip_val=0.3).callback_metrics
+        for of, each in ((None, plain), (cluster, module))
+    ]
+    assert_alike(module, plain)
+    assert found[1]["train_loss_epoch"] == pytest.approx(float(found[0]["train_loss_epoch"]), rel=1e-9)
 
 
 class Wordy(Classifier):

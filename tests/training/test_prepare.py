@@ -98,8 +98,50 @@ def test_a_loop_trains_exactly_as_one_device(cluster: Coordinator, tmp_path: Pat
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + len(given)
 
 
+def with_rests(count: int = 6) -> Batches:
+    """Every third batch has fewer samples, as the last of an epoch."""
+    return [(x[:5], y[:5]) if number % 3 == 2 else (x, y) for number, (x, y) in enumerate(batches(count))]
+
+
+@pytest.mark.quick("tiles")
+@pytest.mark.parametrize("plan", ["samples", "pipeline", "tiles"])
+def test_smaller_batches_are_trained_exactly(cluster: Coordinator, tmp_path: Path, plan: str) -> None:
+    """Some are waited for and others not; the state is read between, and the run is resumed before a smaller one."""
+    given = with_rests(7)
+    plain, losses = alone(given)
+    model, found = network(dropout=0.0), []
+    with prepared(cluster, tmp_path, plans(names(cluster))[plan]) as step:
+        found += [step(batch) for batch in given[:3]]
+        assert_alike(step.state_dict(), alone(given[:3])[0])
+        found += [float(step(batch)) for batch in given[3:5]]
+    with prepared(cluster, tmp_path, plans(names(cluster))[plan], model=model, resume=True, example=given[0]) as step:
+        found += [step(batch) for batch in given[5:]]
+        assert step.plan is not None
+    assert step.plan.batch_size == BATCH
+    assert [float(loss) for loss in found] == pytest.approx(losses, abs=1e-12)
+    assert_alike(model, plain)
+
+
+def test_one_sample_with_batch_norm_over_single_values_is_refused_and_the_loop_goes_on(
+    cluster: Coordinator, tmp_path: Path
+) -> None:
+    def norms() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.Linear(6, 5)).double()
+
+    given, model = batches(2), norms()
+    (x, y), rest = given[0], (given[1][0][:2], given[1][1][:2])
+    with prepared(cluster, tmp_path, model=model) as step:
+        step(x, y)
+        with pytest.raises(BadData, match=r"step 1 has 1 sample\(s\).*one value per channel") as refused:
+            step(x[:1], y[:1])
+        assert "drop_last=True" in refused.value.hint
+        step(rest)
+    assert_alike(model, alone([(x, y), rest], norms())[0])
+
+
 def test_gradients_are_clipped_in_a_loop_too(cluster: Coordinator, tmp_path: Path) -> None:
-    given = batches(3)
+    given = with_rests(3)
     plain, losses = alone(given, clip_norm=0.01)
     model = network(dropout=0.0)
     with prepared(cluster, tmp_path, model=model, clip_norm=0.01) as step:
@@ -279,9 +321,9 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_loop_goes_on(cluster: Coor
     (x, y), model = given[0], network(dropout=0.0)
     with prepared(cluster, tmp_path, model=model, example=given[0]) as step:
         step(given[0])
-        with pytest.raises(BadData, match="has 5 samples; the loop began with batches of 12") as refused:
-            step(x[:5], y[:5])
-        assert "drop_last" in refused.value.hint
+        with pytest.raises(BadData, match="has 13 samples; the loop began with batches of 12") as refused:
+            step(torch.cat([x, x[:1]]), torch.cat([y, y[:1]]))
+        assert "example=" in refused.value.hint
         with pytest.raises(BadData, match=r"has shape \(12, 1, 9, 8\)"):
             step(torch.zeros(12, 1, 9, 8), y)
         with pytest.raises(BadData, match="sample 0 has the label 77"):

@@ -5,6 +5,7 @@ A figure has the name that its bench prints. `max vs_best_rival_*` is the larges
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -314,12 +315,52 @@ CLAIMS: tuple[Claim, ...] = (
           form="number", aim=most(1e-5)),
     Claim("larger", "refused_alone", "whether the planner refuses one such device", form="number", aim=least(1)),
     Claim("larger", "killed_alone", "whether the kernel kills it there, when forced", form="number", aim=least(1)),
+    # A trainer that people can move to
+    Claim("trainer", "clip_exact",
+          "clipped training by samples, tiles, a pipeline, mixed, split: worst relative difference from one device, "
+          "float64", form="small", aim=most(1e-10)),
+    Claim("trainer", "groups_exact", "groups of weights, several optimizers and schedules: the same", form="small",
+          aim=most(1e-10)),
+    Claim("trainer", "validation_difference", "losses of validations while training: the same", form="small",
+          aim=most(1e-10)),
+    Claim("trainer", "bf16_noise_ratio",
+          "distance to float64 in bfloat16 over that of plain PyTorch under autocast, worst of three ways of sharing",
+          aim=most(1.5)),
+    Claim("trainer", "bf16_bytes_ratio", "bytes between stages in bfloat16 over those in float32", form="part",
+          aim=most(0.52)),
+    Claim("trainer", "bf16_speedup_gpu", "samples a second in bfloat16 over float32, ResNet-50 at 224x224 on one GPU",
+          aim=least(1)),
+    Claim("trainer", "loader_ratio",
+          "samples a second from a folder of JPEGs by a DataLoader over tensors in memory, two cores", form="part",
+          aim=least(0.95)),
+    Claim("trainer", "first_step_seconds",
+          "seconds to the first step, ResNet-50 at 128x128, batch 8, two local workers, empty cache, after importing "
+          "torch", form="seconds", aim=most(10)),
+    Claim("trainer", "steady_step_ratio", "a later step of it over that of a run which measured thoroughly first"),
+    Claim("trainer", "lines_changed_max", "most lines changed in a script that is ported, of three", form="number",
+          aim=most(5)),
+    Claim("trainer", "loop_overhead", "a step in a loop over mh.prepare over one of mh.train", aim=most(1.03)),
+    Claim("trainer", "trainings_at_once_seconds",
+          "seconds until the last of four trainings that begin at once has done two steps, after importing torch",
+          form="seconds"),
+    Claim("trainer", "trainings_at_once_profile_ratio",
+          "what each of them measured over what it measures alone, the furthest from 1"),
     Claim("lab", "rate_error", "worst error of rates from 0.05 to 1000 Mbit/s", form="part", aim=most(0.1)),
     Claim("lab", "delay_error", "worst error of delays from 1 to 40 ms", form="part", aim=most(0.1)),
     Claim("lab", "cpu_error", "worst error of shares from 5 to 100 % of a core", form="part", aim=most(0.1)),
     Claim("lab", "up_down_seconds", "seconds to bring six devices up and down", form="seconds", aim=most(5)),
     Claim("lab", "leftovers", "what is left of a lab afterwards, also after kill -9", form="number", aim=most(0)),
 )  # fmt: skip
+
+
+def judged(bench: str, key: str, value: float, architecture: str) -> str:
+    """Return the aim of a figure as its bench printed it, and whether it is met; empty where there is none."""
+    claim = next((claim for claim in CLAIMS if (claim.bench, claim.key) == (bench, key)), None)
+    if claim is None or claim.aim is None or claim.aim.only_on not in ("", architecture):
+        return ""
+    aim = claim.aim
+    verdict = "not measured" if math.isnan(value) else "met" if aim.met(value) else "not met"
+    return f"{'yes' if claim.form == 'yes' else f'{aim.sign} {shown(aim.value, claim.form)}'}: {verdict}"
 
 
 def shown(value: float, form: Form) -> str:

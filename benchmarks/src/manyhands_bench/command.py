@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate, larger. Repeatable.",
+            "infer, infer-accuracy, networks, generate, larger, trainer. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -385,6 +386,37 @@ def larger(
     _measure("larger", lambda say: bench_larger(quick, out, _lines(say)), quick, json)
 
 
+@app.command("trainer")
+def trainer(
+    only: Annotated[
+        Only,
+        typer.Option(
+            "--only",
+            help="Run only this part: clip, groups, validation, noise, bytes, gpu, loader, lines, loop, start, "
+            "together. Repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where figures are stored as they are measured.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Measure the trainer beside plain PyTorch: clipping, groups, bfloat16, data loading, a loop of one's own, the
+    first step.
+
+    What needs a GPU is null without one. Figures go to standard output, settings to standard error. About ten minutes
+    on two cores.
+    """
+    from manyhands_bench.trainer.bench import bench_trainer
+
+    def measured(say: Progress) -> Figures:
+        return bench_trainer(quick=quick, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("trainer", measured, quick, json)
+
+
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:
     """Print a table of what could not be done, by reason."""
     from manyhands.cli.show import print_table
@@ -420,7 +452,7 @@ def _measure(
 
     with working("measuring") as say:
         figures = measured(say)
-    _print(f"bench {name}", figures, quick, json)
+    _print(name, figures, quick, json)
     then(figures)
     if failed(figures):
         raise typer.Exit(1)
@@ -441,8 +473,10 @@ def _lines(say: Progress) -> Progress:
     return report
 
 
-def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:
+def _print(name: str, figures: Figures, quick: bool, json: bool) -> None:
     from manyhands.cli.show import print_json, print_table
+    from manyhands.profiler.this_machine import identify
+    from manyhands_bench.claims import judged
     from manyhands_bench.parts import PROFILE_MACHINE
 
     numbers = {
@@ -451,8 +485,23 @@ def _print(title: str, figures: Figures, quick: bool, json: bool) -> None:
     for key, text in figures.items():  # machine, settings of both sides, chosen kernels
         if isinstance(text, str):
             typer.echo(f"{key}: {text}", err=True)
+    architecture = identify(1).architecture
+    aims = {
+        key: judged(name, key, value, architecture)
+        for key, value in numbers.items()
+        if not quick and not isinstance(value, str)
+    }
     if json:
+        for key, text in aims.items():
+            if text:
+                typer.echo(f"aim of {key}: {text}", err=True)
         print_json(numbers)
         return
-    rows = [[key, f"{value:.4g}" if isinstance(value, float) else str(value)] for key, value in numbers.items()]
-    print_table(title + (" --quick" if quick else ""), ["figure", "value"], rows, numbers=["value"])
+    rows = [[key, _cell(value), aims.get(key, "")] for key, value in numbers.items()]
+    print_table(f"bench {name}" + (" --quick" if quick else ""), ["figure", "value", "aim"], rows, numbers=["value"])
+
+
+def _cell(value: float | int | str) -> str:
+    if isinstance(value, float):
+        return "not measured" if math.isnan(value) else f"{value:.4g}"
+    return str(value)

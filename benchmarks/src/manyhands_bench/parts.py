@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,8 +53,13 @@ def measure_parts(
             figures[f"{name}_failed"] = f"{error.message} {error.hint}".strip()
         figures[f"seconds_{name}"] = time.monotonic() - begin
         if out is not None:
-            write_document(out / KEPT, figures)
+            write_document(out / KEPT, {name: _finite(value) for name, value in figures.items()})
     return figures
+
+
+def _finite(value: float | int | str) -> float | int | str | None:
+    """Return a figure as documents have it: null if it is no number, since it could not be measured."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def profiled_here() -> str:

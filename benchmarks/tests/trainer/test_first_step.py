@@ -16,4 +16,5 @@ def test_the_first_step_of_a_small_network() -> None:
     assert figures["first_step_seconds"] == ends[-1]
     assert figures["first_step_spread"] >= 0
     assert figures["steady_step_ratio"] > 0
+    assert figures["steady_step_seconds"] > 0
     assert 0.5 < figures["steady_plan_ratio"] < 2

@@ -98,10 +98,18 @@ def another_shape(step: int, shapes: Any, first: Any) -> BadData:
     )
 
 
-def incomplete(name: str, step: int, samples: int, batch_size: int) -> BadData:
-    """Return the error for a last batch that is smaller than the others."""
-    where = f"The batch of step {step} of the {name}" if step >= 0 else f"The last batch of an epoch of the {name}"
+def larger(step: int, samples: int, batch_size: int) -> BadData:
+    """Return the error for a batch that is larger than the first, for which everything is planned."""
     return BadData(
-        f"{where} has {samples} samples; the others have {batch_size}. Plans share batches of one size.",
+        f"The batch of step {step} has {samples} samples; the first had {batch_size}, and none may be larger.",
+        hint="Let the first batch be the largest.",
+    )
+
+
+def too_small(step: int | None, samples: int, batch_size: int, reason: str) -> BadData:
+    """Return the error for a smaller batch that cannot be trained as it is; `step`: None for the last of an epoch."""
+    where = "The last batch of an epoch" if step is None else f"The batch of step {step}"
+    return BadData(
+        f"{where} has {samples} sample(s); the others have {batch_size}. It cannot be trained: {reason}",
         hint="Leave it out: DataLoader(..., drop_last=True); or take a batch size that divides the number of samples.",
     )

@@ -22,7 +22,7 @@ import msgspec
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
 from manyhands.data import random_states
-from manyhands.data.batch_errors import another_shape, deaths_named, failed, incomplete, too_late
+from manyhands.data.batch_errors import another_shape, deaths_named, failed, larger, too_late
 from manyhands.data.batch_parts import BatchParts, BatchSamples, form, samples_in
 from manyhands.data.given import Pairs
 from manyhands.facts.decode import decode
@@ -101,7 +101,7 @@ class BatchStream:
 
     @property
     def batch_size(self) -> int:
-        """The number of samples of every batch."""
+        """The number of samples of the first batch; others may have fewer."""
         return samples_in(self.first_batch()[0], self.step)
 
     def first_batch(self) -> tuple[Any, Any]:
@@ -272,22 +272,24 @@ class BatchStream:
         )
 
     def _check(self, step: int, inputs: Any, targets: Any) -> None:
-        """Refuse a batch of another shape than the first's."""
+        """Refuse a batch of another shape than the first's, unless it has the same samples and fewer of them."""
         shapes = form((inputs, targets))
         if self._first is None:
             self._first = inputs, targets, shapes
         elif shapes != self._first[2]:
-            raise self._misfit(step, inputs, targets)
+            self._check_misfit(step, inputs, targets)
 
-    def _misfit(self, step: int, inputs: Any, targets: Any) -> BadData:
+    def _check_misfit(self, step: int, inputs: Any, targets: Any) -> None:
         assert self._first is not None
+        misfit = another_shape(step, form((inputs, targets)), self._first[2])
         try:
             batch, first = BatchSamples(inputs, targets, step), BatchSamples(*self._first[:2])
         except BadData:
-            return another_shape(step, form((inputs, targets)), self._first[2])
-        if len(batch) < len(first) and form(batch[0]) == form(first[0]):
-            return incomplete(self.name, step, len(batch), len(first))
-        return another_shape(step, form((inputs, targets)), self._first[2])
+            raise misfit from None
+        if not len(batch) or form(batch[0]) != form(first[0]):
+            raise misfit
+        if len(batch) > len(first):
+            raise larger(step, len(batch), len(first))
 
 
 def as_stream(data: Any, batch_size: int | None, labels: Collection[str] = ()) -> BatchStream | None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from manyhands.data.batch_errors import too_late
+from manyhands.data.batch_parts import samples_in
 from manyhands.data.batch_stream import Batch, BatchStream
 from manyhands.data.kept import KeptBatches
 
@@ -31,6 +32,8 @@ class LoadedBatches:
         self.stream, self.kept = stream, kept
         self._last, self._ahead, self._wake = last_step, ahead, wake
         self._next = self._furthest = self._loaded = stream.next_step
+        self._samples: dict[int, int] = {}
+        """Step -> how many samples its batch has."""
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_closed = False
@@ -67,6 +70,11 @@ class LoadedBatches:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
+    def samples_at(self, step: int) -> int | None:
+        """Return how many samples a step's batch has; None: it is not loaded."""
+        with self._changed:
+            return self._samples.get(step)
+
     def is_ready(self) -> bool:
         """Return whether the next batch, or the reason why there is none, is there."""
         with self._changed:
@@ -97,6 +105,9 @@ class LoadedBatches:
 
     def forget_before(self, step: int) -> None:
         """Drop batches of earlier steps, which will not be needed again."""
+        with self._changed:
+            for old in [kept for kept in self._samples if kept < min(step, self._next)]:
+                del self._samples[old]
         self.kept.forget_before(min(step, self._next))
         self.stream.forget_starts_before(min(step, self._next))
 
@@ -106,6 +117,7 @@ class LoadedBatches:
                 step, inputs, targets = self.stream.take()
                 self.kept.add(step, (inputs, targets))
                 with self._changed:
+                    self._samples[step] = samples_in(inputs, step)
                     self._loaded = step + 1
                     self._changed.notify_all()
                 self._wake()

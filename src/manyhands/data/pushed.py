@@ -25,6 +25,7 @@ class PushedBatches:
 
     def __init__(self, first: int, kept: KeptBatches) -> None:
         self._kept = kept
+        self._samples: dict[int, int] = {}
         self._next = self.end = first
         """`end`: the step of the next batch to be pushed."""
 
@@ -32,6 +33,7 @@ class PushedBatches:
         """Keep a batch for the next step, and return that step."""
         step = self.end
         self._kept.add(step, (inputs, targets))
+        self._samples[step] = samples_in(inputs)
         self.end = step + 1  # from here on another thread may take it
         return step
 
@@ -49,12 +51,18 @@ class PushedBatches:
         self._next = step + 1
         return step, inputs, targets
 
+    def samples_at(self, step: int) -> int | None:
+        """Return how many samples a step's batch has; None: it has not been pushed."""
+        return self._samples.get(step)
+
     def is_ready(self) -> bool:
         """Return whether the next batch has been pushed."""
         return self._next < self.end
 
     def forget_before(self, step: int) -> None:
         """Drop the batches of earlier steps: a checkpoint has what came of them."""
+        for old in [kept for kept in self._kept.steps if kept < step]:
+            del self._samples[old]
         self._kept.forget_before(step)
 
 

@@ -25,6 +25,9 @@ class RewindableBatches(Protocol):
 
     def forget_before(self, step: int) -> None: ...
 
+    def samples_at(self, step: int) -> int | None:
+        """Return how many samples a step's batch has; None: that is not known yet, or the same for all."""
+
 
 class Rewindable:
     """An iterable of batches from any step on. Batches since `forget_before` are kept, as far as there is room."""
@@ -57,6 +60,9 @@ class Rewindable:
 
     def __iter__(self) -> Iterator[Batch]:
         return self
+
+    def samples_at(self, step: int) -> None:
+        """None: all batches have one size."""
 
     def is_ready(self) -> bool:
         """Return whether the next batch need not be waited for."""

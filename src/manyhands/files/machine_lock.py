@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from manyhands.facts.errors import BadFile
 from manyhands.files.documents import cache_folder, make_folder
@@ -15,11 +15,12 @@ _LOOK_SECONDS = 0.05
 
 
 @contextlib.contextmanager
-def machine_lock(name: str, wait_seconds: float) -> Iterator[bool]:
+def machine_lock(name: str, wait_seconds: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Hold the lock of this name, and yield whether it is held: not where another process still holds it after
     `wait_seconds`, or where the file cannot be written.
 
-    The kernel lets go of it when the process ends, however it ends. The file stays, empty.
+    The kernel lets go of it when the process ends, however it ends. The file stays, empty. `on_wait` is called once
+    where another holds it.
     """
     try:
         make_folder(cache_folder())
@@ -28,17 +29,21 @@ def machine_lock(name: str, wait_seconds: float) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _taken(file, time.monotonic() + wait_seconds)
+        yield _taken(file, time.monotonic() + wait_seconds, on_wait)
     finally:
         os.close(file)
 
 
-def _taken(file: int, end: float) -> bool:
+def _taken(file: int, end: float, on_wait: Callable[[], None]) -> bool:
+    has_waited = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
+            if not has_waited:
+                has_waited = True
+                on_wait()
             if time.monotonic() >= end:
                 return False
             time.sleep(_LOOK_SECONDS)

@@ -21,6 +21,7 @@ from manyhands.graph.document_reader import weights_in
 from manyhands.graph.graph import Graph
 from manyhands.graph.limits import LARGEST_LIST
 from manyhands.graph.nodes import Node
+from manyhands.graph.norm_shapes import fake_norm
 from manyhands.graph.piece import CompiledNode, Context, Piece, run_steps
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
@@ -172,6 +173,9 @@ def _run(step: CompiledNode, slots: list[Any], samples: int) -> None:
         _check_probability(node)
     if node.several:
         _check_parts(node, arguments)
+    if (made := fake_norm(node.target, arguments)) is not None:
+        slots[step.outputs[0]] = made
+        return
     run_steps([replace(step, frees=())], slots, samples, Context(samples=samples))
 
 

@@ -20,6 +20,7 @@ from manyhands.graph.autocast import early_places
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
+from manyhands.graph.norm_shapes import fake_norm
 from manyhands.graph.piece import Context, Piece, run_steps
 from manyhands.graph.read_rules import reads_of
 from manyhands.graph.rows import outer_of
@@ -246,7 +247,11 @@ def _saved_at(graph: Graph, samples: int) -> list[int]:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             for step in steps:
                 before = saved.bytes
-                run_steps([step], slots, samples, Context(samples=samples))
+                norm = None if step.node.without_gradient else fake_norm(step.node.target, step.build(slots, samples))
+                if norm is None:
+                    run_steps([step], slots, samples, Context(samples=samples))
+                else:
+                    slots[step.outputs[0]] = norm
                 keep.extend(slots[place] for place in step.outputs)
                 held.append(saved.bytes - before)
         return held

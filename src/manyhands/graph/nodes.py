@@ -7,6 +7,7 @@ looked up in the allow-list (ops.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import msgspec
@@ -49,7 +50,7 @@ Record: TypeAlias = Value | Weight | SampleCount | Enum | Special
 Argument: TypeAlias = Any
 
 
-class Node(msgspec.Struct, frozen=True):
+class Node(msgspec.Struct, frozen=True, dict=True):
     """A call of one operator. `outputs` names what it makes; a node with several outputs returns a list."""
 
     name: str
@@ -66,6 +67,16 @@ class Node(msgspec.Struct, frozen=True):
     where: str = ""
     without_gradient: bool = False
     """Whether the node was written under torch.no_grad(), so that autograd does not record it."""
+
+    @cached_property
+    def values(self) -> tuple[str, ...]:
+        """The names of the activations it reads, each once. Found once: pieces of a graph look at all nodes."""
+        return tuple(dict.fromkeys(record.name for record in records_of(self) if isinstance(record, Value)))
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the weights it reads, each once."""
+        return tuple(dict.fromkeys(record.name for record in records_of(self) if isinstance(record, Weight)))
 
 
 def records(argument: Argument) -> Iterator[Record]:
@@ -86,9 +97,9 @@ def records_of(node: Node) -> Iterator[Record]:
 
 def values_of(node: Node) -> tuple[str, ...]:
     """Return the names of the activations a node reads, each once."""
-    return tuple(dict.fromkeys(record.name for record in records_of(node) if isinstance(record, Value)))
+    return node.values
 
 
 def weights_of(node: Node) -> tuple[str, ...]:
     """Return the names of the weights a node reads, each once."""
-    return tuple(dict.fromkeys(record.name for record in records_of(node) if isinstance(record, Weight)))
+    return node.weights

@@ -41,6 +41,7 @@ from manyhands.job.data_wait_report import DataWaitReport
 from manyhands.job.evaluation import EvaluateResult, evaluate_in, inference_plan
 from manyhands.job.evaluation import captured as captured
 from manyhands.job.finite_state import check_finite
+from manyhands.job.first_checkpoint import FirstCheckpoint
 from manyhands.job.lengths import lengths_of
 from manyhands.job.opening import OpenedRun
 from manyhands.job.ordering import WARM_UP_STEPS, cuts_statistics, order_of
@@ -131,8 +132,8 @@ class Job:
             if not length(self.test):
                 raise BadData("The held-out data set is empty.", hint="Leave test out.")
         if (held_out := self.workload.held_out) is not None:
-            interval = held_out.interval(self.workload.order.steps_per_epoch)
-            check_plan(plan, network, interval, self.start.steps_done)
+            check_plan(plan, network, held_out.interval(self.workload.order.steps_per_epoch), self.start.steps_done)
+        self.workload.check_smaller_batch(plan, network)
         if cuts_statistics(plan, network):
             note = (
                 f"Batch norm takes its statistics over each of {plan.micro_batches} micro-batches, not the whole batch."
@@ -162,28 +163,30 @@ class Job:
         self._show(planned)
 
         def stepped(step: int, loss: float | None, seconds: float) -> None:
-            noted = elastic_job.outcome.of_last_step
-            self.data_waits.add(seconds, elastic_job.outcome.data_waits.get(step, 0.0))
-            self.record.step(step, workload.epoch_of(step), loss, seconds, workload.batch_size, *noted)
+            now = elastic_job.outcome
+            self.data_waits.add(seconds, now.data_waits.get(step, 0.0))
+            samples = now.smaller.get(step, workload.batch_size)
+            self.record.step(step, workload.epoch_of(step), loss, seconds, samples, *now.of_last_step)
             stop.is_patient = True
             if on_step is not None:
                 with stop.asked_by():
                     on_step(step, loss if loss is not None else float("nan"), seconds)
 
         watch = self.watch
-        if first == 0:
-            self._keep(self.start)
+        write = partial(self._keep, self.start, watch.facts_after(first)) if first == 0 else None
+        first_kept = FirstCheckpoint(write, is_awaited=bool(watch.callbacks.callbacks))
         watch.callbacks.start()
         with (
+            first_kept,
             stopping() as stop,
             workload.batches(
                 first, last, self.folder, self.session.coordinator.wake, is_preloaded=order.preload is not None
             ) as batches,
         ):
+            hooks = JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say), on_ready=first_kept.wait)
             elastic_job = ElasticJob(
                 self.session.coordinator, order, batches, replanner, retry_policy,
-                hooks=watch.hooks(JobHooks(stepped, self._keep, self.tell, lambda: stop.is_wanted(self.say))),
-                controller=self.controller(), living=self.record.living,
+                hooks=watch.hooks(hooks), controller=self.controller(), living=self.record.living,
             )  # fmt: skip
             try:
                 outcome = elastic_job.run()
@@ -211,9 +214,8 @@ class Job:
 
     def _lengths_reported(self) -> LengthGraphs | None:
         """Return the graph of each step, after saying how batches are padded; None: all have one shape."""
-        self.lengths = lengths = lengths_of(
-            self.workload.order, self.opened.graphs, self.start.steps_done, self.last_step
-        )
+        steps = (self.start.steps_done, self.last_step)
+        self.lengths = lengths = lengths_of(self.workload.order, self.opened.graphs, *steps)
         if text := lengths.text:
             self.record.event("lengths", text=text, used=[use.to_dict() for use in lengths.uses])
             if self.say is not None:
@@ -298,27 +300,26 @@ class Job:
         if living is not None:
             living.planned(planned.plan, planned.network, planned.cluster, planned.profile, planned.prediction)
 
-    def _keep(self, state: RunState) -> None:
-        workload = self.workload
+    def _keep(self, state: RunState, facts: dict[str, Any] | None = None) -> None:
         check_finite(self.graph, state)
+        workload, kept = self.workload, self.watch.facts_after(state.steps_done) if facts is None else facts
         self.checkpoint = self.record.checkpoint(
-            workload.model, self.graph, state, workload.optimizer, workload.seed,
-            self.watch.facts_after(state.steps_done) | workload.facts_at(state.steps_done),  # in this order
-        )  # fmt: skip
+            workload.model, self.graph, state, workload.optimizer, workload.seed, kept
+        )
         if workload.scheduling is not None:
             workload.scheduling.forget_before(state.steps_done)
         self.watch.saved(self.checkpoint, state.steps_done)
 
     def _result(self, planned: PlannedRun, outcome: JobOutcome) -> TrainResult:
-        steady, lengths = outcome.step_seconds[WARM_UP_STEPS:] or outcome.step_seconds, self.lengths.graphs
-        predicted = outcome.step_seconds if lengths is None else lengths.of_longest(outcome.step_seconds)
-        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or steady or [0.0])
+        first, lengths = self.start.steps_done, self.lengths.graphs
+        predicted = outcome.of_full_batches(first) if lengths is None else lengths.of_longest(outcome.step_seconds)
+        seconds = statistics.median(predicted[WARM_UP_STEPS:] or predicted or outcome.step_seconds or [0.0])
         schedule = Schedule(planned.plan, planned.network)
         travels = plan_bytes({d: tuple(schedule.every_action(d)) for d in schedule.lowering.work}, planned.network)
         traffic = planned_traffic(schedule, self.graph, is_preloaded=self.workload.feed == "start")
         result = TrainResult(
             losses=self.record.losses(), grad_norms=self.record.grad_norms(), plan=planned.plan, folder=self.folder,
-            throughput=self.workload.batch_size * len(steady) / sum(steady) if steady else 0.0,
+            throughput=outcome.throughput(self.workload.batch_size, first, WARM_UP_STEPS),
             predicted_seconds=planned.step_seconds, measured_seconds=seconds, logs=outcome.logs,
             planned_bytes=travels, traffic=traffic, checkpoint=self.checkpoint, steps=len(outcome.step_seconds),
             scale=self.session.scale, stands_in=self.session.stands_in, recoveries=unplanned(outcome.recoveries),

@@ -61,7 +61,7 @@ class LearningConfig(Config):
     input: str = option("", "Shape of one sample, like 3x64x64.", "--input", is_keyword=False, on_resume="same")
     epochs: int = option(1, "Passes over the data.", "--epochs", "-e", kind=int, at_least=1, command_default=10)
     steps: int | None = option(
-        None, "Steps, in place of epochs; the incomplete last batch of an epoch is left out.", "--steps",
+        None, "Steps, in place of epochs; of a data set, the incomplete last batch of an epoch is left out.", "--steps",
         kind=int, at_least=1,
     )  # fmt: skip
     batch_size: int | None = option(

@@ -87,8 +87,8 @@ class JobWatch:
         self.callbacks.validated_at(results.steps_done, results.metrics)
 
     def facts_after(self, steps_done: int) -> dict[str, Any]:
-        """Return what a checkpoint after so many steps keeps of callbacks."""
-        return self.callbacks.document_after(steps_done)
+        """Return what a checkpoint after so many steps keeps beside the state: of callbacks, and of the workload."""
+        return self.callbacks.document_after(steps_done) | self.workload.facts_at(steps_done)  # in this order
 
     def saved(self, checkpoint: Path, steps_done: int) -> None:
         """Keep a checkpoint that was written under the names that were asked for, too."""

@@ -28,7 +28,9 @@ from manyhands.executor.optimizers import slots, validate
 from manyhands.executor.scheduling import FACT, Scheduling
 from manyhands.executor.torch_optimizers import stand_ins
 from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import Plan
 from manyhands.facts.precision import FLOAT32, FP16
 from manyhands.graph.graph import Graph
 from manyhands.graph.own_loss import OWN_LOSS
@@ -42,6 +44,7 @@ from manyhands.job.given_optimizer import names_of_parameters
 from manyhands.job.lengths import SampleLengths
 from manyhands.job.update_config import UpdateConfig
 from manyhands.job.validation import HeldOut
+from manyhands.runtime.smaller_batches import plan_for
 
 PLACE = "epoch"
 """The key of a checkpoint's facts under which the beginning of its epoch is, of data that comes in batches."""
@@ -208,6 +211,14 @@ class Workload:
             return self.scheduling.learning_rate(step)
         rate = stand_ins(self.optimizer)[1][0].get("lr")
         return None if rate is None else float(rate)
+
+    def check_smaller_batch(self, plan: Plan, network: Network) -> None:
+        """Refuse a plan by which the smaller last batch of an epoch, if it is known that there is one, cannot be
+        trained."""
+        if not isinstance(self.data, BatchStream) or self.last_step < self.order.steps_per_epoch:
+            return
+        if 0 < (samples := self.data.incomplete_samples) < self.batch_size:
+            plan_for(plan, network, samples, None)
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of a step, counted from 0."""

@@ -32,12 +32,19 @@ class BatchFeed:
         self._idle_since: float | None = None
 
     def has_next(self, batches: Batches, *, is_idle: bool) -> bool:
-        """Return whether the next batch is loaded; `is_idle`: the devices wait for it."""
+        """Return whether the next batch is loaded, and one for this run; `is_idle`: the devices wait for it."""
         look = getattr(batches, "is_ready", None)
         is_ready = look is None or look()
         if is_idle and not is_ready and self._idle_since is None:
             self._idle_since = time.monotonic()
-        return is_ready
+        return is_ready and self.fits(batches)
+
+    def fits(self, batches: object) -> bool:
+        """Return whether the next batch has the size that the plan is for, as far as it is known: a smaller one is for
+        another generation."""
+        look = getattr(batches, "samples_at", None)
+        samples = look(self.sent) if look is not None else None
+        return samples in (None, self._order.plan.step_size)
 
     def send(self, batches: Batches, round_first: int) -> None:
         """Send the next batch; `round_first`: the first step of its round."""

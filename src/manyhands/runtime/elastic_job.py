@@ -6,6 +6,7 @@ a worker is lost          the others stop where they are and report what they ho
 a worker joins or leaves  the round under way is completed first: nothing is run again
 the job is to stop        likewise; then the workers that have the latest state send it to the coordinator, and the job
                           ends
+a batch is smaller        it is a generation of its own (`smaller_batches`), by the same devices with the weights there
 """
 
 from __future__ import annotations
@@ -15,13 +16,10 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.log import DeviceLog, merged
 from manyhands.executor.messages import COORDINATOR
-from manyhands.executor.optimizers import state_entries
-from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
@@ -32,9 +30,10 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
 from manyhands.runtime.order import Order, RunState
-from manyhands.runtime.outcome import JobHooks, JobOutcome, RunHooks
+from manyhands.runtime.outcome import JobHooks, JobOutcome, Recovery, RunHooks
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.run import Run
+from manyhands.runtime.smaller_batches import order_of_next
 from manyhands.runtime.stall_watch import Usual
 from manyhands.runtime.state import Located
 from manyhands.runtime.survey import ask_what_they_hold
@@ -42,19 +41,6 @@ from manyhands.runtime.survey import ask_what_they_hold
 SURVEY_SECONDS = 120.0
 """How long a survey may take: a worker answers when it has finished what it is computing."""
 _RECENT_STEPS = 20
-
-
-@dataclass
-class Recovery:
-    """A recovery that is under way, until it is logged."""
-
-    since: float
-    """When the previous generation ended, by the clock of this process."""
-    how: str
-    from_step: int
-    furthest: int
-    bytes_moved: int
-    is_logged: bool = False
 
 
 class ElasticJob:
@@ -83,6 +69,8 @@ class ElasticJob:
         """Steps that were done and reported; those that are run again are not reported twice."""
         self._safe = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
+        self._plan = order.plan
+        """The present plan; a generation of one smaller batch has another, for this batch alone."""
         self._membership = JobMembership(coordinator, retry_policy, self.log_event)
         self._constants = state.constant_weights(order.graph.network, is_training=order.plan.is_training)
         self._failures = 0
@@ -103,10 +91,11 @@ class ElasticJob:
         self._membership.know_all()
         while True:
             order = self._validated(order)
-            bounded = self._bounded(order)
+            bounded = self._bounded(order_of_next(order, self.batches.samples_at(order.first_step)))
+            self._plan = order.plan
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
-                should_pause=self._should_pause, on_arrivals=self._arrived,
+                should_pause=self._should_pause, on_arrivals=self._arrived, on_ready=self.hooks.on_ready,
                 on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
             )  # fmt: skip
             run = self._run = Run(
@@ -121,27 +110,28 @@ class ElasticJob:
             except ManyhandsError as error:
                 if isinstance(error, NotFinite):
                     self._acquit(run)
-                order = self._after_loss(run.participants, order, error)
+                order = self._after_loss((*order.plan.devices, *run.participants), order, error)
                 continue
             finally:
                 self.outcome.bytes_between += run.outcome.bytes_between
                 self._prepared_seconds = max(
                     filter(None, (self._prepared_seconds, run.times.prepare_seconds)), default=None
                 )
-            self._logs = merged(self._logs, run.outcome.logs)
+            if not self._is_smaller:  # logs are compared with the plan's predictions
+                self._logs = merged(self._logs, run.outcome.logs)
             if not run.is_paused and bounded.last_step == order.last_step and bounded.snapshots == order.snapshots:
                 self.outcome.state = ended.state or self.saved  # it may be the last one, saved before a loss
                 self.outcome.logs, self.outcome.plan = self._logs, order.plan
                 return self.outcome
             if self.hooks.should_stop():
-                order = self._to_stop(run, order)
+                order = self._to_stop(order)
                 if order.start.steps_done == order.last_step:
                     self.outcome.state, self.outcome.plan, self.outcome.logs = order.start, order.plan, self._logs
                     return self.outcome
-            elif self.hooks.requests.is_pending or self.hooks.validation.is_due(run.steps.steps_done):
-                order = self._after_break(run, order)
+            elif self._is_smaller or self._is_before_another_size(run) or self._is_break(run.steps.steps_done):
+                order = self._after_break(order)
             else:
-                order = self._after_pause(run, order)
+                order = self._after_pause(order)
 
     def _usual(self) -> Usual:
         """Return how long rounds and preparation took in the generations so far."""
@@ -187,6 +177,8 @@ class ElasticJob:
             self.outcome.step_seconds.append(seconds)
             if self._run is not None and step in self._run.feed.waits:
                 self.outcome.data_waits[step] = self._run.feed.waits[step]
+            if self._is_smaller and self._run is not None:
+                self.outcome.smaller[step] = self._run.order.plan.step_size
             if loss is not None:
                 self.outcome.losses.append(loss)
             if self._run is not None and self._run.outcome.staleness:
@@ -203,12 +195,12 @@ class ElasticJob:
             facts = {
                 "how": recovery.how, "seconds": max(0.0, run.times.first_round_began - recovery.since),
                 "step": recovery.from_step, "replayed": recovery.furthest - recovery.from_step,
-                "bytes_moved": recovery.bytes_moved, "generation": run.generation, "devices": list(run.names),
+                "bytes_moved": recovery.bytes_moved, "generation": run.generation, "devices": list(self._plan.devices),
             }  # fmt: skip
             self.outcome.recoveries.append(facts)
             self.outcome.began_at.append(run.times.first_round_began)
             self.log_event("recovered", **facts)
-        if run is not None and self.controller is not None and run is not self._begun:
+        if run is not None and self.controller is not None and run is not self._begun and not self._is_smaller:
             self._begun = run
             self.controller.began(run.order.plan, step + 1)
         self._dismiss(givers_too=True)
@@ -220,23 +212,36 @@ class ElasticJob:
 
     def _is_safe(self, step: int) -> None:
         self._safe = step
-        if (
-            self.batches.can_come_again
-        ):  # two losses at once may take all copies: then the last checkpoint is what is left
+        if self.batches.can_come_again:  # else the last checkpoint is what is left where all copies are lost at once
             self.batches.forget_before(step)
 
     def _should_pause(self) -> bool:
         """Return whether the round under way should be the last: members have changed, or a stop or plan is due."""
         run = self._run
         assert run is not None
-        if self.hooks.should_stop() or self.hooks.requests.is_pending:
+        if self.hooks.should_stop() or self.hooks.requests.is_pending or self._is_before_another_size(run):
             run.asks_for_logs = True  # no other generation may have any
             return True
+        if self._is_smaller:  # one step: what is to change can wait for its end
+            return False
         if self._membership.has_changed(run.names) or self._membership.is_leaving(run.names):
             return self._membership.has_changed(run.names)
         if self.controller is None or run.steps.steps_updated == run.first:  # each plan has one step at least
             return False
         return self.controller.should_change(max(self._furthest, run.steps.steps_updated))
+
+    @property
+    def _is_smaller(self) -> bool:
+        """Whether the generation under way, or the last one, is of one smaller batch."""
+        return self._run is not None and self._run.order.plan is not self._plan
+
+    def _is_before_another_size(self, run: Run) -> bool:
+        """Return whether a run can go no further, as the next batch has another size than its plan is for."""
+        return run.feed.sent < self.order.last_step and not run.feed.fits(self.batches)
+
+    def _is_break(self, steps_done: int) -> bool:
+        """Return whether a checkpoint or a validation is due now."""
+        return self.hooks.requests.is_pending or self.hooks.validation.is_due(steps_done)
 
     def has_news(self) -> bool:
         """Return whether a worker was lost, has joined or wants to leave since the plan was made; handled next."""
@@ -247,14 +252,15 @@ class ElasticJob:
         """Dismiss the members that were asked to leave and are no longer needed."""
         run = self._run
         names = () if run is None else run.names if givers_too else run.participants
-        self._membership.dismiss(names)
+        if not self._is_smaller:
+            self._membership.dismiss(names)
 
     # When members change
 
     def _after_loss(self, participants: Sequence[str], order: Order, error: ManyhandsError) -> Order:
         since = time.monotonic()
         alive = {member.name for member in self.coordinator.alive()}
-        lost = [name for name in participants if name not in alive]
+        lost = [name for name in dict.fromkeys(participants) if name not in alive]
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
         if not is_theirs or not order.plan.is_training or self._failures > self.retry_policy.attempts:
@@ -268,19 +274,24 @@ class ElasticJob:
             if step + 1 >= run.reports.agreed_steps:
                 self.coordinator.membership.quarantine.end(self.coordinator.members[name].identity.process)
 
-    def _after_pause(self, run: Run, order: Order) -> Order:
+    def _after_pause(self, order: Order) -> Order:
         since = time.monotonic()
-        self._membership.log_change(run.names)
+        self._membership.log_change(order.plan.devices)
         return self._next(order, since, WorkerLost("Nobody is left."))
 
-    def _after_break(self, run: Run, order: Order) -> Order:
+    def _after_break(self, order: Order) -> Order:
         """Return the order that goes on from here by the same plan; where members have changed, by another."""
         is_pending = self.hooks.requests.is_pending
-        if self._membership.has_changed(run.names) or not self._are_alive(run.names):
-            order = self._after_pause(run, order)
+        names = order.plan.devices
+        if (lost := self._membership.loss_among(names)) is not None:
+            order = self._after_loss(names, order, lost)
+        elif self._membership.has_changed(names) or not self._are_alive(names):
+            order = self._after_pause(order)
         else:
             order = dataclasses.replace(order, located=self._surveyed(WorkerLost("Nobody is left.")), start=self.saved)
         first = order.first_step
+        if self._is_smaller and order.memory_step == first - 1:  # counted in a whole batch, as it is predicted
+            order = dataclasses.replace(order, memory_step=first)
         wanted = {max(step, first) for step in order.snapshots if step > self.saved.steps_done}
         if is_pending:
             wanted.add(first)
@@ -290,14 +301,14 @@ class ElasticJob:
     def _are_alive(self, names: Sequence[str]) -> bool:
         return set(names) <= {member.name for member in self.coordinator.alive()}
 
-    def _to_stop(self, run: Run, order: Order) -> Order:
+    def _to_stop(self, order: Order) -> Order:
         """Return the order that only saves the latest state and runs no further step.
 
         It keeps the plan as long as all workers of the plan are members.
         """
         self.outcome.is_stopped = True
         error = WorkerLost("Nobody is left.")
-        if self._are_alive(run.names):
+        if self._are_alive(order.plan.devices):
             order = dataclasses.replace(order, located=self._surveyed(error), start=self.saved)
         else:
             order = self._next(order, time.monotonic(), error)
@@ -365,7 +376,7 @@ class ElasticJob:
             {name: answer.steps for name, answer in answers.items()},
             {name: answer.scalars for name, answer in answers.items()},
             weights, agreed, self.saved, {name: answer.checksums for name, answer in answers.items()},
-            self._constants, self._optimizer_entries(),
+            self._constants, state.optimizer_entries(self.order.graph, self.order.optimizer),
         )  # fmt: skip
         assert located is not None, "what was saved has everything"
         self._safe = min(self._safe, located.steps_done)
@@ -373,16 +384,6 @@ class ElasticJob:
         for name in answers:  # parts of this state are in one place only until they are sent on
             self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
         return located
-
-    def _optimizer_entries(self) -> frozenset[str]:
-        """Return what the optimizer's state has after a step, for weights that are stepped: a state without is of no
-        use."""
-        graph, optimizer = self.order.graph, self.order.optimizer
-        if optimizer is None:
-            return frozenset()
-        read = {name for op in graph.network.ops for name in op.weights}
-        trained = {w.name: len(w.shape) for w in graph.weights if w.trainable and w.name in read}
-        return state_entries(at_start(optimizer), trained)
 
     def _check_waiting(self) -> None:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""

@@ -10,6 +10,7 @@ from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.member import Member
 from manyhands.runtime.outcome import LogEvent
 from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.root_cause import lost
 
 _POLL_SECONDS = 0.05
 
@@ -55,6 +56,14 @@ class JobMembership:
                 count, floor = len(self.available()), self.retry_policy.min_devices
                 text = f"{member.name} wants to leave; {count} device(s) would be left, at least {floor} needed"
                 self.log_event("note", text=f"{text}: it goes when another joins, or by a second Ctrl-C.")
+
+    def loss_among(self, names: Collection[str]) -> WorkerLost | None:
+        """Return the error for the first of these members that was lost between two runs; None: nobody was."""
+        for name in names:
+            member = self.coordinator.members[name]
+            if member.is_lost and not member.has_left:
+                return lost(self.coordinator, name, "between two steps", member.reason)
+        return None
 
     def log_change(self, names: Collection[str]) -> None:
         for member in self.coordinator.alive():

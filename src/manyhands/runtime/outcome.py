@@ -58,6 +58,8 @@ class RunHooks:
     """Called when a snapshot is complete, from a thread of its own."""
     on_safe: Callable[[int], None] = lambda step: None
     """Called when every weight after this step is held in two places."""
+    on_ready: Callable[[], None] = lambda: None
+    """Called when all devices are ready; nothing is sent to them before it returns."""
     should_pause: Callable[[], bool] = lambda: False
     """Returns whether the round under way is to be the last."""
     on_arrivals: OnArrivals = lambda name, arrivals: None
@@ -81,6 +83,21 @@ class JobHooks:
     validation: Validation = field(default_factory=NoValidation)
     requests: CheckpointRequests = field(default_factory=CheckpointRequests)
     """Checkpoints besides those that the order lists; the round under way ends first."""
+    on_ready: Callable[[], None] = lambda: None
+    """All devices are ready: what must be done before their first step is waited for here."""
+
+
+@dataclass
+class Recovery:
+    """A recovery that is under way, until it is logged."""
+
+    since: float
+    """When the previous generation ended, by the clock of this process."""
+    how: str
+    from_step: int
+    furthest: int
+    bytes_moved: int
+    is_logged: bool = False
 
 
 @dataclass
@@ -96,7 +113,20 @@ class JobOutcome(Outcome):
     """Each recovery as it was logged: how, seconds, from which step, bytes moved."""
     skipped_steps: list[int] = field(default_factory=list)
     """Steps that all devices skipped, since gradients of the scaled loss were not finite."""
+    smaller: dict[int, int] = field(default_factory=dict)
+    """Step -> samples of its batch, of those that were smaller than the plan's."""
     data_waits: dict[int, float] = field(default_factory=dict)
     """Step -> seconds for which all devices waited for its batch, where they did."""
     began_at: list[float] = field(default_factory=list)
     """When the first round after each recovery began, by the clock of this process."""
+
+    def of_full_batches(self, first: int) -> list[float]:
+        """Return the seconds of each step whose batch was as large as the plan's; `first`: the job's first step."""
+        return [seconds for step, seconds in enumerate(self.step_seconds, first) if step not in self.smaller]
+
+    def throughput(self, batch_size: int, first: int, warm_up_steps: int) -> float:
+        """Return the samples per second after so many steps, or of all if there are no more; 0: there was no step."""
+        steps = list(enumerate(self.step_seconds, first))
+        steady = steps[warm_up_steps:] or steps
+        seconds = sum(seconds for _, seconds in steady)
+        return sum(self.smaller.get(step, batch_size) for step, _ in steady) / seconds if seconds else 0.0

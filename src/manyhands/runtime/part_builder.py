@@ -28,7 +28,7 @@ from manyhands.runtime import state
 from manyhands.runtime.control_parts import DeviceJob, TensorEntry
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE
-from manyhands.runtime.timing_here import graph_of
+from manyhands.runtime.received_graph import graph_of
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.transport import ConnectedEndpoint
 

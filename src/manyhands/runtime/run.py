@@ -185,6 +185,7 @@ class Run:
     def run(self, batches: Batches) -> Outcome:
         """Feed every batch and follow until all devices are done."""
         try:
+            self.hooks.on_ready()
             self._start()
             self._loop(batches)
             if self.steps.steps_done >= self.steps.last_step:

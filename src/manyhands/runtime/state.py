@@ -12,8 +12,12 @@ import torch
 
 from manyhands.executor.boxes import dtype_of
 from manyhands.executor.messages import COORDINATOR
+from manyhands.executor.optimizers import state_entries
+from manyhands.executor.schedules import at_start
 from manyhands.facts.errors import BadValue
 from manyhands.facts.network import DTYPE_BYTES, Network
+from manyhands.facts.optimizer import Optimizer
+from manyhands.graph.graph import Graph
 from manyhands.runtime.control_parts import TensorEntry
 from manyhands.runtime.order import RunState
 
@@ -78,6 +82,15 @@ def constant_weights(network: Network, *, is_training: bool = True) -> frozenset
         for name, weight in network.weights.items()
         if not (weight.trainable and is_training and name in read) and name not in written
     )
+
+
+def optimizer_entries(graph: Graph, optimizer: Optimizer | None) -> frozenset[str]:
+    """Return what the optimizer's state has after a step: a state without is of no use."""
+    if optimizer is None:
+        return frozenset()
+    read = {name for op in graph.network.ops for name in op.weights}
+    trained = {w.name: len(w.shape) for w in graph.weights if w.trainable and w.name in read}
+    return state_entries(at_start(optimizer), trained)
 
 
 @dataclass

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.executor.update_rate import quick_bytes_per_second
-from manyhands.facts.network import Network
 from manyhands.facts.optimizer import Optimizer
-from manyhands.graph.check import check_graph
-from manyhands.graph.document_reader import read_document
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
@@ -26,6 +22,7 @@ from manyhands.runtime.control_messages import Measure, Measured
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.processes import give_back_memory
+from manyhands.runtime.received_graph import graph_of
 
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
@@ -69,18 +66,6 @@ def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Join
     give_back_memory()
     slowdown = joining.slowdown
     return Measured(command.generation, slowed(profile, slowdown), (rate or copy_bytes_per_second()) / slowdown)
-
-
-def graph_of(document: dict[str, Any], network: Network | None) -> Graph:
-    """Return a graph from the wire, checked like one from a file, with the description that came with it.
-
-    No new description is made. A worker does not trust a sender to have checked the graph: a wrong argument can end a
-    process in native code.
-    """
-    graph = read_document(document)
-    check_graph(graph)
-    graph.__dict__["network"] = network
-    return graph
 
 
 def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:

@@ -22,6 +22,7 @@ from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.measuring import measure_on, probe_links
 from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session
 
 WORTH_PROBING = 6_000_000
@@ -90,21 +91,28 @@ def measure(
     share. `kernels`: by default those that were found for this machine; others are measured anew, and not stored.
     `training`: False for inference: forward passes in evaluation mode, stored separately.
     """
-    count = len(session.cluster.devices)
+    count, seconds = len(session.cluster.devices), seconds or MEASURE_SECONDS
     shares = ladder or tuple(sorted({1, max(1, batch_size // (2 * count)), max(1, batch_size // count)}))
-    measured = None if refresh or kernels is not None else stored_measurements(
-        session, graph, shares, optimizer, training=training
-    )  # fmt: skip
-    if measured is None:
-        if say is not None:
-            say(f"measuring {graph.name} on {count} worker(s) at once")
-        found_kernels = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
-        measured = _measured(
-            session, graph, shares, batch_size, seconds or MEASURE_SECONDS, optimizer, found_kernels, training
-        )
-        if kernels is None:
-            keep_measurements(session, graph, measured, optimizer, training=training)
-    return with_probed_links(session, measured)
+    with turn_to_measure(session, seconds, say) as is_alone:
+        measured = None if refresh or kernels is not None else stored_measurements(
+            session, graph, shares, optimizer, training=training
+        )  # fmt: skip
+        if measured is None:
+            if say is not None:
+                say(f"measuring {graph.name} on {count} worker(s) at once")
+            found_kernels = stored_kernels(graph, session.threads, training=training) if kernels is None else kernels
+            measured = _measured(session, graph, shares, batch_size, seconds, optimizer, found_kernels, training)
+            measured = measured if is_alone else with_coarse_profiles(measured)
+            if kernels is None:
+                keep_measurements(session, graph, measured, optimizer, training=training)
+        return with_probed_links(session, measured)
+
+
+def with_coarse_profiles(measured: Measurements) -> Measurements:
+    """Return measurements that another run may have disturbed: marked, so that a run measures again when it can."""
+    return {
+        name: (msgspec.structs.replace(profile, is_coarse=True), rate) for name, (profile, rate) in measured.items()
+    }
 
 
 def with_probed_links(session: Session, measured: Measurements, *, is_quick: bool = False) -> tuple[Cluster, Profile]:

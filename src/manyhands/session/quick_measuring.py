@@ -2,7 +2,7 @@
 
 Where one thread computes on each worker of this machine, the seconds that it computes are counted, and not those for
 which other work pauses it: several runs that begin at once do not measure each other. They also take turns, as long as
-that takes no more than a few times the limit.
+that takes no more than a few times the limit; what is measured beside others nevertheless is marked as coarse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
-from manyhands.files.machine_lock import machine_lock
 from manyhands.graph.graph import Graph
 from manyhands.plans.local_profiles import stored_links
 from manyhands.profiler.quick import LEAST_PASSES
@@ -26,13 +25,12 @@ from manyhands.session.measuring import (
     keep_measurements,
     stored_kernels,
     stored_measurements,
+    with_coarse_profiles,
     with_probed_links,
 )
+from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session, usable_cores
 
-LOCK = "measuring"
-_TURNS = 5.0
-"""Limits of seconds that a run waits for others to have measured."""
 _LAYERS = 0.75
 """The part of the limit for layers; the rest is for the optimiser's step and the links."""
 _ROOM = 1.3
@@ -50,17 +48,19 @@ def measure_within(
     refresh: bool = False,
 ) -> tuple[Cluster, Profile]:
     """Return the session's cluster and the profile of training `graph` on it, measured within about `seconds`; both are
-    stored and reused, marked as coarse where time did not suffice. `refresh`: measure even if they are stored."""
+    stored and reused, marked as coarse where time did not suffice or another run measured meanwhile. `refresh`: measure
+    even if they are stored."""
     count = len(session.cluster.devices)
     share = max(1, batch_size // count)
     shares = tuple(sorted({1, max(1, share // 2), share}))
-    measured = None if refresh else stored_measurements(session, graph, shares, optimizer, may_be_coarse=True)
-    with machine_lock(LOCK, _TURNS * seconds if session.is_local else 0.0):
+    with turn_to_measure(session, seconds, say) as is_alone:
+        measured = None if refresh else stored_measurements(session, graph, shares, optimizer, may_be_coarse=True)
         if measured is None:
             if say is not None:
                 say(f"measuring {graph.name} on {count} worker(s) at once, for {seconds:g} s at most")
             ladder = tuple(dict.fromkeys((1, share, *shares, batch_size)))
             measured = _measured(session, graph, ladder, _LAYERS * seconds, optimizer)
+            measured = measured if is_alone else with_coarse_profiles(measured)
             keep_measurements(session, graph, measured, optimizer)
         links = stored_links(session.cluster, session.threads) if is_plain(session) else None
         if links is None or refresh:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from manyhands.data.pushed import pair_of
 from manyhands.executor.rates import Accumulation
-from manyhands.facts.errors import BadData, BadValue, CaptureFailed
+from manyhands.facts.errors import BadValue, CaptureFailed
 from manyhands.graph.own_loss import OWN_LOSS
 from manyhands.training.current_weights import CurrentWeights
 from manyhands.training.prepare import PreparedStep
@@ -206,19 +205,3 @@ class ClusterSteps:
         self._optimizer_hooks = []
         if self.prepared is not None:
             self.prepared.close()
-
-
-def check_batches(loader: Any, limit: float) -> None:
-    """Refuse data whose last batch is smaller, before anything starts; `limit`: how many batches an epoch has."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
-        return
-    try:
-        samples, batches = len(loader.dataset), len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return
-    left_over = samples % loader.batch_size
-    if left_over and limit >= batches and samples > loader.batch_size:
-        raise BadData(
-            f"The last batch of an epoch has {left_over} of {loader.batch_size} samples: every step has as many.",
-            hint="Leave it out: DataLoader(..., drop_last=True).",
-        )

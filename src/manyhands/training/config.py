@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from manyhands.facts.plan import Plan
     from manyhands.planner.task import TileOptions
 
-PROFILE_SECONDS = 2.0
+PROFILE_SECONDS = 1.0
 STRATEGIES = {"auto": "fastest", "single": "", "samples": "", "pipeline": "", "tiles": "", "mixed": ""}
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 
-from manyhands.data.batch_errors import incomplete
 from manyhands.data.batch_stream import BatchStream, as_stream
 from manyhands.data.given import batch_size_of, given, with_labels
 from manyhands.data.held_out import samples_of
@@ -121,7 +120,4 @@ def check_stream(stream: BatchStream, config: TrainConfig) -> None:
             f"batch_size is {config.batch_size!r}; the batches of the {stream.name} have {stream.batch_size} samples.",
             hint="Leave out batch_size=.",
         )
-    left_over = stream.incomplete_samples
-    if left_over and per_epoch is not None and (config.steps is None or config.steps >= per_epoch):
-        raise incomplete(stream.name, -1, left_over, stream.batch_size)
     stream.expects_whole_epochs = config.steps is None

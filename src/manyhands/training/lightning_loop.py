@@ -21,7 +21,7 @@ from torch import nn
 
 from manyhands.facts.errors import BadValue
 from manyhands.facts.precision import FP16
-from manyhands.training.cluster_steps import ClusterSteps, check_batches
+from manyhands.training.cluster_steps import ClusterSteps
 from manyhands.training.lightning_names import NamedPrecision
 from manyhands.training.prepare_config import PrepareConfig
 
@@ -140,16 +140,12 @@ class LightningLoop:
             if self._reads_each_batch:
                 steps.refresh()
 
-        def check(_: Any, trainer: Any, *__: Any) -> None:
-            check_batches(trainer.train_dataloader, trainer.num_training_batches)
-
         def end(*_: Any) -> None:
             steps.close()  # what others then do with the weights stays
 
         hooks = {
             **dict.fromkeys(_EACH_BATCH, reads_each_batch),
             **dict.fromkeys(("on_validation_start", "on_train_epoch_start", "on_train_epoch_end"), refresh),
-            "on_train_start": check,
             "on_train_end": end,
         }
         return type("CurrentWeights", (base,), hooks)()

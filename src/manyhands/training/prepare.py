@@ -40,6 +40,7 @@ from manyhands.planner.task import TileOptions
 from manyhands.plans.planning import is_strategy
 from manyhands.plans.tiles import check_tiles
 from manyhands.runtime.retry_policy import RetryPolicy
+from manyhands.runtime.smaller_batches import plan_for
 from manyhands.session.opening import expect_session, open_session
 from manyhands.training.current_weights import CurrentWeights
 from manyhands.training.loop_optimizer import LoopOptimizer, clear_absent
@@ -115,13 +116,15 @@ class PreparedStep:
     def push(self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES) -> PendingLoss:
         """Train on a batch that nobody writes to from here on; `accumulation`: what becomes of its gradients."""
         training = self._begun(inputs, targets)
-        size = training.job.workload.batch_size
-        if (samples := samples_in(inputs)) != size:
+        size, graph = training.job.workload.batch_size, training.job.graph
+        if (samples := samples_in(inputs)) > size:
             raise BadData(
-                f"The batch has {samples} samples; the loop began with batches of {size}.",
-                hint="Leave out an incomplete last batch: DataLoader(..., drop_last=True).",
+                f"The batch has {samples} samples; the loop began with batches of {size}, and none may be larger.",
+                hint="Begin with the largest: mh.prepare(..., example=batch).",
             )
-        check_batch(training.job.graph, size, inputs, targets)
+        check_batch(graph, samples, inputs, targets)
+        if samples < size:
+            plan_for(training.plan, graph.network, samples, training.batches.end)
         with training.ending_on_failure():
             step, future = training.push(inputs, targets, accumulation)
         return PendingLoss(step, future, training)

@@ -249,7 +249,7 @@ class PushedTraining:
             return
         job = self.job
         self._reported = step + 1
-        job.record.step(step, 0, loss, seconds, job.workload.batch_size)
+        job.record.step(step, 0, loss, seconds, self.batches.samples_at(step) or job.workload.batch_size)
         with self._change:
             future = self._losses.pop(step, None)
             self._done = max(self._done, step + 1)

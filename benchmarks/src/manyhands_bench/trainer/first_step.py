@@ -11,22 +11,22 @@ Each run is a process of its own with an empty cache. The clock starts when torc
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from manyhands_bench.trainer.processes import ProcessTask, printed_by
+
+MODULE = "manyhands_bench.trainer.first_step"
 PHASES = ("imported", "opened", "planned", "first step")
 WARM_UP_STEPS = 2
 CLASSES = 10
 """Of the targets; networks may have more."""
-LIMIT_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,22 @@ class FirstStepSetting:
     """As `mh.train` takes it; None: its default."""
 
 
-def first_step(setting: FirstStepSetting = FirstStepSetting(), repeats: int = 3) -> dict[str, float]:
+def first_step(
+    setting: FirstStepSetting = FirstStepSetting(), repeats: int = 3, say: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
     """Return `first_step_seconds`, the median of several processes, and the seconds at which each phase ended;
-    `first_step_spread`, the largest less the smallest; and what measuring thoroughly would have been worth:
+    `first_step_spread`, the largest less the smallest; `steady_step_seconds`, those of a later step; and what measuring
+    thoroughly would have been worth:
 
     `steady_step_ratio`: seconds of a later step, over those of a run that measured thoroughly first (at most 1 is as
     good). `steady_plan_ratio`: the same as simulated by the thorough measurement, which knows no noise.
     """
     with tempfile.TemporaryDirectory() as folder:
-        runs = [_in_process(setting, Path(folder) / f"run{number}") for number in range(repeats)]
+        runs = []
+        for number in range(repeats):
+            say(f"{setting.model}, run {number + 1} of {repeats}")
+            runs.append(_in_process(setting, Path(folder) / f"run{number}"))
+        say(f"{setting.model}, measured thoroughly first")
         thorough = _in_process(replace(setting, profile_seconds=0.0), Path(folder) / "thorough")
         plan_ratio = _simulated(setting, Path(folder) / "run0", Path(folder) / "thorough")
     firsts = [run["phases"]["first step"] for run in runs]
@@ -61,6 +68,7 @@ def first_step(setting: FirstStepSetting = FirstStepSetting(), repeats: int = 3)
         "first_step_spread": max(firsts) - min(firsts),
         "first_step_seconds_thorough": thorough["phases"]["first step"],
         **{f"first_step_{phase.replace(' ', '_')}_at": seconds for phase, seconds in medians.items()},
+        "steady_step_seconds": steady,
         "steady_step_ratio": steady / _steady(thorough["step_seconds"]),
         "steady_plan_ratio": plan_ratio,
     }
@@ -72,13 +80,7 @@ def _steady(step_seconds: Sequence[float]) -> float:
 
 def _in_process(setting: FirstStepSetting, folder: Path) -> dict[str, Any]:
     """Run one training in a process of its own, with a cache of its own."""
-    environment = {**os.environ, "MANYHANDS_HOME": str(folder) + "-home"}
-    words = [sys.executable, "-m", __name__, json.dumps(asdict(setting)), str(folder)]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return printed_by(ProcessTask(MODULE, setting, folder, folder.with_name(f"{folder.name}-home")))
 
 
 def _simulated(setting: FirstStepSetting, quick: Path, thorough: Path) -> float:
@@ -104,7 +106,7 @@ def _simulated(setting: FirstStepSetting, quick: Path, thorough: Path) -> float:
 
 
 def main() -> None:
-    """Train once, and print the phases and the seconds of every step as JSON."""
+    """Train once, and print the phases, the seconds of every step and the moment at which each ended, as JSON."""
     import torch
 
     began = time.monotonic()
@@ -124,10 +126,12 @@ def main() -> None:
     ended("imported")
     data = TensorDataset(torch.randn(samples, *setting.shape), torch.randint(0, CLASSES, (samples,)))
     seconds: list[float] = []
+    ends: list[float] = []
 
     def stepped(step: int, loss: float, step_seconds: float) -> None:
         ended("first step")
         seconds.append(step_seconds)
+        ends.append(time.monotonic() - began)
 
     options: dict[str, Any] = {} if setting.profile_seconds is None else {"profile_seconds": setting.profile_seconds}
     mh.train(
@@ -135,7 +139,7 @@ def main() -> None:
         batch_size=setting.batch_size, cluster=mh.Cluster.local(setting.workers), folder=folder,
         on_opened=lambda _: ended("opened"), on_planned=lambda _: ended("planned"), on_step=stepped, **options,
     )  # fmt: skip
-    print(json.dumps({"phases": phases, "step_seconds": seconds}))
+    print(json.dumps({"phases": phases, "step_seconds": seconds, "step_ends": ends}))
 
 
 if __name__ == "__main__":

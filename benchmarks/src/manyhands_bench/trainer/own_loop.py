@@ -1,7 +1,8 @@
 """A user's own loop: how many lines of a script it takes, and what it costs beside `mh.train`.
 
 lines_changed_max   of the scripts in examples/port_*: lines that differ between before.py and after.py
-loop_overhead       seconds of a step in a loop over mh.prepare / seconds of a step of mh.train, same plan and data
+loop_overhead       seconds of a step in a loop over mh.prepare / seconds of a step of mh.train, same plan and data: the
+                    median of interleaved pairs
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import difflib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -57,23 +60,44 @@ def network(width: int) -> nn.Sequential:
     return nn.Sequential(half(width), half(width), head)
 
 
-def loop_overhead(*, repeats: int = 5, steps: int = 60, width: int = 24, size: int = 24, batch_size: int = 16) -> float:
-    """Return the median, over interleaved repeats, of the loop's step time over that of `mh.train`: a pipeline of two
-    local workers."""
-    samples = batch_size * 8
+@dataclass(frozen=True)
+class LoopSetting:
+    """The network and the number of pairs and steps."""
+
+    repeats: int = 7
+    steps: int = 60
+    width: int = 24
+    size: int = 24
+    batch_size: int = 16
+
+
+def loop_overhead(
+    setting: LoopSetting = LoopSetting(), say: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
+    """Return the median of the loop's step time over that of `mh.train`, the largest less the smallest of these ratios,
+    and the median seconds of a step: a pipeline of two local workers, trained in turns, each first in every other
+    pair."""
+    width, size, samples = setting.width, setting.size, setting.batch_size * 8
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(samples, width, size, size, generator=generator)
     classes = torch.randint(0, 10, (samples,), generator=generator)
     layers = len(mh.capture(network(width), pictures[:4]).network.layers)
     stages = (mh.Stage((0, layers // 2), ("local-1",)), mh.Stage((layers // 2, layers), ("local-2",)))
-    plan = mh.Plan("Sequential", batch_size, stages, micro_batches=2)
-    ratios = []
+    plan = mh.Plan("Sequential", setting.batch_size, stages, micro_batches=2)
+    seconds: dict[str, list[float]] = {"train": [], "loop": []}
     with Coordinator.local_cluster(mh.Cluster.local(2), threads=1) as cluster:
-        for _ in range(repeats):
-            of_train = _trained(cluster, plan, TensorDataset(pictures, classes), network(width), steps)
-            of_loop = _looped(cluster, plan, pictures, classes, network(width), steps)
-            ratios.append(of_loop / of_train)
-    return statistics.median(ratios)
+        for pair in range(setting.repeats):
+            for kind in ("loop", "train") if pair % 2 else ("train", "loop"):
+                model, data = network(width), TensorDataset(pictures, classes)
+                run = _looped if kind == "loop" else _trained
+                seconds[kind].append(run(cluster, plan, data, model, setting.steps))
+            say(f"pair {pair + 1} of {setting.repeats}: {seconds['loop'][-1] / seconds['train'][-1]:.3f}")
+    ratios = [of_loop / of_train for of_loop, of_train in zip(seconds["loop"], seconds["train"], strict=True)]
+    return {
+        "loop_overhead": statistics.median(ratios), "loop_overhead_spread": max(ratios) - min(ratios),
+        "loop_step_seconds": statistics.median(seconds["loop"]),
+        "train_step_seconds": statistics.median(seconds["train"]),
+    }  # fmt: skip
 
 
 def _trained(cluster: Coordinator, plan: mh.Plan, data: TensorDataset, model: nn.Module, steps: int) -> float:
@@ -88,10 +112,9 @@ def _trained(cluster: Coordinator, plan: mh.Plan, data: TensorDataset, model: nn
     return (ended[-1] - ended[WARM_UP_STEPS]) / (len(ended) - 1 - WARM_UP_STEPS)
 
 
-def _looped(
-    cluster: Coordinator, plan: mh.Plan, pictures: torch.Tensor, classes: torch.Tensor, model: nn.Module, steps: int
-) -> float:
+def _looped(cluster: Coordinator, plan: mh.Plan, data: TensorDataset, model: nn.Module, steps: int) -> float:
     """Return the seconds of a step in a loop, from the first ones on."""
+    pictures, classes = data.tensors
     size, began = plan.batch_size, 0.0
     with (
         tempfile.TemporaryDirectory() as folder,

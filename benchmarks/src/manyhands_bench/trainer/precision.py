@@ -79,6 +79,14 @@ def bf16_speedup_gpu() -> float | None:
     return rates["bf16"] / rates["float32"]
 
 
+def gpu_setting() -> str:
+    return (
+        f"{torch.cuda.get_device_name()}: {GPU_MODEL} at {GPU_SIDE}x{GPU_SIDE}, batch {GPU_BATCH}, {GPU_STEPS} steps; "
+        f"float32 with TF32 {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'} for matrices, "
+        f"{'on' if torch.backends.cudnn.allow_tf32 else 'off'} for convolutions"
+    )
+
+
 def plans(devices: tuple[str, ...]) -> dict[str, Plan]:
     """Return a plan for each way of sharing a step among these devices."""
     first, second = devices[:DEVICES]
