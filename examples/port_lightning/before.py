@@ -44,7 +44,8 @@ module = Classifier()
 trainer = L.Trainer(
     accelerator="cpu",
     max_epochs=2, gradient_clip_val=1.0, accumulate_grad_batches=2, val_check_interval=0.5, log_every_n_steps=1,
-    callbacks=[EarlyStopping("val_loss"), LearningRateMonitor()], logger=CSVLogger(f"{output}.logs"), enable_checkpointing=False,
+    callbacks=[EarlyStopping("val_loss"), LearningRateMonitor()], logger=CSVLogger(f"{output}.logs"),
+    enable_checkpointing=False,
 )  # fmt: skip
 trainer.fit(module, training, held_out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import manyhands as mh
 from manyhands.facts.errors import BadValue
 from manyhands.runtime.coordinator import Coordinator
-from real_runs import workers
+from real_runs import kill, names, workers
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import (  # noqa: E402
@@ -208,6 +209,39 @@ def test_lower_precisions_train(cluster: Coordinator, tmp_path: Path, precision:
     assert trainer.callback_metrics["train_loss_epoch"] < 1.2
     assert trainer.callback_metrics["val_loss"] < 1.2
     assert module.head.weight.dtype == torch.float32
+
+
+class Killing(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Kills a worker after a batch, in the midst of an update."""
+
+    def __init__(self, cluster: Coordinator) -> None:
+        self.cluster, self.victim = cluster, names(cluster)[1]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 2:
+            kill(self.cluster, self.victim)
+
+
+def test_a_worker_that_is_lost_is_not_noticed_by_the_loop(tmp_path: Path) -> None:
+    plain, module = Classifier(), Classifier()
+    fitted(None, tmp_path, plain, accumulate_grad_batches=2)
+    with workers(2) as cluster:
+        killing = Killing(cluster)
+        fitted(cluster, tmp_path, module, accumulate_grad_batches=2, callbacks=killing)
+        assert cluster.members[killing.victim].is_lost, "the fault must fire"
+    assert_alike(module, plain)
+
+
+def test_modules_of_the_other_package(cluster: Coordinator, tmp_path: Path) -> None:
+    other = pytest.importorskip("pytorch_lightning")
+    made = type("Classifier", (other.LightningModule,), {k: v for k, v in vars(Classifier).items() if k != "__init__"})
+    module, plain = made(), Classifier()
+    for name, part in plain.named_children():
+        setattr(module, name, copy.deepcopy(part))
+    module.scale = copy.deepcopy(plain.scale)
+    fitted(cluster, tmp_path, module, max_epochs=1)
+    fitted(None, tmp_path, plain, max_epochs=1)
+    assert_alike(module, plain)
 
 
 # What cannot be kept
