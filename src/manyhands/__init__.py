@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from manyhands.training.prepare import PreparedStep, prepare
     from manyhands.training.train import train
     from manyhands.training.trainer import Trainer
+    from manyhands.training.training_arguments import from_training_arguments
     from manyhands.training.wandb_logger import WandB
     from manyhands.weights.adapters import save_adapter
     from manyhands.weights.mapped import map_weights, without_weights
@@ -97,6 +98,7 @@ _HOMES = {
     "prepare": ("training.prepare", "prepare"),
     "PreparedStep": ("training.prepare", "PreparedStep"),
     "Trainer": ("training.trainer", "Trainer"),
+    "from_training_arguments": ("training.training_arguments", "from_training_arguments"),
     "collect": ("data.given", "collect"),
     "Pairs": ("data.given", "Pairs"),
     "export_onnx": ("inference.export", "export_onnx"),
@@ -130,9 +132,9 @@ __all__ = [
     "Decoupled", "Device", "EarlyStopping", "EvaluateResult", "Explanation", "Generated", "Graph", "Inference",
     "Link", "MLflow", "ManyhandsError", "Network", "Optimizer", "Pairs", "Plan", "Planned", "PreparedStep", "Profile",
     "SplitResult", "Stage", "TensorBoard", "TrainResult", "Trainer", "Validated", "WandB", "__version__", "capture",
-    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "generate", "infer", "load_cluster",
-    "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan", "save_adapter",
-    "save_graph", "simulate", "split_train", "tile_plan", "train", "without_weights",
+    "collect", "compare", "decouple", "evaluate", "explain", "export_onnx", "from_training_arguments", "generate",
+    "infer", "load_cluster", "load_graph", "map_weights", "pipeline_plan", "plan", "prepare", "profile", "read_plan",
+    "save_adapter", "save_graph", "simulate", "split_train", "tile_plan", "train", "without_weights",
 ]  # fmt: skip
 
 

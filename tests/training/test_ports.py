@@ -14,7 +14,10 @@ from manyhands_bench.trainer.own_loop import lines_changed
 pytestmark = pytest.mark.xdist_group("training")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"port_timm": ("timm",), "port_lora": ("transformers", "peft"), "port_segmentation": ()}
+NEEDS = {
+    "port_timm": ("timm",), "port_lora": ("transformers", "peft"), "port_segmentation": (),
+    "port_lightning": ("lightning",),
+}  # fmt: skip
 MOST_LINES = 5
 
 

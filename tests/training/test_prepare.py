@@ -191,6 +191,31 @@ def test_the_module_itself_has_the_current_weights_when_it_is_used(cluster: Coor
     assert not model._state_dict_pre_hooks
 
 
+class PartlyUsed(nn.Module):
+    """Has a weight that its forward does not read, and that no device holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network(dropout=0.0)
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_a_weight_that_is_not_used_does_not_keep_the_state_back(cluster: Coordinator, tmp_path: Path) -> None:
+    given = batches(3)
+    plain, _ = alone(given, PartlyUsed())
+    model = PartlyUsed()
+    with prepare(
+        model, functional.cross_entropy, SGD, cluster=cluster, plan="samples", folder=tmp_path / "run"
+    ) as step:
+        for batch in given:
+            step(batch)
+            step.state_dict()
+    assert_alike(model, plain)
+
+
 def test_losses_behave_as_numbers(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(2)
     _, losses = alone(given)

@@ -11,6 +11,8 @@ from manyhands.executor.torch_optimizers import SCHEDULED, construct
 from manyhands.facts.optimizer_groups import OptimizerGroup
 from manyhands.graph.weights import dense_gradient, memory_order
 
+KEPT = "kept_gradient"
+"""The key of the gradients that steps without an update have kept for the next one with it."""
 IN_GROUP = "group."
 """Begins the key of what an optimizer keeps in its group, not for each weight: timm's Lamb counts steps there."""
 _SET_FROM_OUTSIDE = {"params", "param_names", *SCHEDULED}
@@ -27,6 +29,8 @@ class GroupStepper:
         if self._rows:
             self._torch = construct(group, [self._stepped(name) for name in self.weights])
         self._at_first = dict(self._torch.param_groups[0])
+        self._kept: dict[str, torch.Tensor] = {}
+        """Weight -> the sum of the gradients that were kept; zeros after an update."""
 
     def _laid_as_rows(self) -> dict[str, _Row]:
         """Return, for weights in channels_last, contiguous leaves over the same memory: a fused step, which knows no
@@ -64,10 +68,30 @@ class GroupStepper:
         self._torch.step()
         for row in self._rows.values():
             row.leaf.grad = None
+        if self.group.accumulates:
+            self._kept = {
+                name: torch.zeros_like(weight, requires_grad=False)
+                for name, weight in self.weights.items()
+                if weight.grad is not None or name in self._kept
+            }
+
+    def add_kept(self, share: float) -> None:
+        """Multiply the gradients by `share`, and add what was kept to them."""
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                weight.grad.mul_(share)
+                if name in self._kept:
+                    weight.grad.add_(self._kept[name])
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients for the step after, in place of a step."""
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                self._kept[name] = weight.grad.detach().clone()
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept for the weights now, those in use."""
-        states = self._torch.state.values()
+        states = [*self._torch.state.values(), self._kept]
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def entries(self, name: str) -> dict[str, Any]:
@@ -78,6 +102,8 @@ class GroupStepper:
             key: row.as_weight(value) if row is not None and isinstance(value, torch.Tensor) else value
             for key, value in kept.items()
         }
+        if name in self._kept:
+            entries[KEPT] = self._kept[name]
         return entries | {
             IN_GROUP + key: value
             for key, value in self._torch.param_groups[0].items()
@@ -88,6 +114,8 @@ class GroupStepper:
         """Keep this for a weight."""
         row = self._rows.get(name)
         of_weight = {key: value for key, value in entries.items() if not key.startswith(IN_GROUP)}
+        if KEPT in of_weight:
+            self._kept[name] = of_weight.pop(KEPT)
         self._torch.state[self._stepped(name)] = of_weight if row is None else row.as_rows(of_weight)
         of_group = {key.removeprefix(IN_GROUP): value for key, value in entries.items() if key.startswith(IN_GROUP)}
         self._torch.param_groups[0].update(of_group)

@@ -79,6 +79,17 @@ class Stepper:
             stepper.step()
         self.steps_done += 1
 
+    def add_kept(self, share: float) -> None:
+        """Multiply the gradients by `share`, and add those that steps before have kept."""
+        for stepper in self._steppers.values():
+            stepper.add_kept(share)
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients for the step after, in place of a step, which is counted."""
+        for stepper in self._steppers.values():
+            stepper.keep_gradients()
+        self.steps_done += 1
+
     def skip(self) -> None:
         """Count a step whose gradients are of no use."""
         self.steps_done += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,29 +25,42 @@ def rates_topic(place: int) -> str:
     return f"rates {place}"
 
 
+class Accumulation(NamedTuple):
+    """The use of the gradients of one step, where several steps add up theirs for one update."""
+
+    share: float
+    """By what they are multiplied before they are added."""
+    updates: bool
+    """Whether the weights are then updated; else the sum is kept for the step after."""
+
+
+EACH_UPDATES = Accumulation(1.0, True)
+
+
 @dataclass(frozen=True)
 class RateLayout:
-    """The numbers of each group that travel, in their order."""
+    """The numbers of each group that travel, in their order; after them those of an accumulation, if there is one."""
 
     groups: tuple[tuple[tuple[str, int], ...], ...]
     """Options of each group, each with how many numbers it has; 0: it is a number itself."""
+    accumulates: bool = False
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> RateLayout:
-        return cls.of_groups(stand_ins(optimizer)[1])
+        return cls.of_groups(stand_ins(optimizer)[1], optimizer.accumulates)
 
     @classmethod
-    def of_groups(cls, groups: Sequence[Mapping[str, Any]]) -> RateLayout:
+    def of_groups(cls, groups: Sequence[Mapping[str, Any]], accumulates: bool = False) -> RateLayout:
         """Return the layout for groups of PyTorch's."""
         sized = []
         for group in groups:
             present = [name for name in SCHEDULED if _is_number(group.get(name)) or _are_numbers(group.get(name))]
             sized.append(tuple((name, 0 if _is_number(group[name]) else len(group[name])) for name in present))
-        return cls(tuple(sized))
+        return cls(tuple(sized), accumulates)
 
     @property
     def count(self) -> int:
-        return sum(max(size, 1) for group in self.groups for _, size in group)
+        return sum(max(size, 1) for group in self.groups for _, size in group) + 2 * self.accumulates
 
     @property
     def bytes(self) -> int:
@@ -72,6 +85,10 @@ class RateLayout:
             for options in self.groups
         ]
 
+    def accumulation(self, numbers: Sequence[float]) -> Accumulation:
+        """Return what becomes of the gradients, from the numbers of a step."""
+        return Accumulation(numbers[-2], bool(numbers[-1])) if self.accumulates else EACH_UPDATES
+
 
 def others(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options of PyTorch's groups that do not travel, and which no schedule may change."""
@@ -87,17 +104,17 @@ class ArrivingRates:
     """Receives the numbers of each step on a device."""
 
     def __init__(self, endpoint: Endpoint, layout: RateLayout, steps_per_round: int) -> None:
-        self._endpoint, self._layout, self._steps_per_round = endpoint, layout, steps_per_round
+        self._endpoint, self.layout, self._steps_per_round = endpoint, layout, steps_per_round
 
     def expected(self) -> dict[tuple[str, str], int]:
         """Return (source, topic) -> bytes of the messages of a round."""
-        return {(COORDINATOR, rates_topic(place)): self._layout.bytes for place in range(self._steps_per_round)}
+        return {(COORDINATOR, rates_topic(place)): self.layout.bytes for place in range(self._steps_per_round)}
 
-    def receive(self, step: int, place: int) -> list[dict[str, float | tuple[float, ...]]]:
-        """Return the options of each group at a step, once they are here; `step`: the first of its round."""
-        numbers = torch.empty(self._layout.count, dtype=torch.float64)
+    def receive(self, step: int, place: int) -> list[float]:
+        """Return the numbers of a step, once they are here; `step`: the first of its round."""
+        numbers = torch.empty(self.layout.count, dtype=torch.float64)
         self._endpoint.mailbox.receive(COORDINATOR, step, rates_topic(place), [numbers])
-        return self._layout.options(numbers.tolist())
+        return numbers.tolist()
 
 
 def _is_number(value: Any) -> bool:

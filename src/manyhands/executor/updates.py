@@ -11,7 +11,7 @@ from manyhands.executor.clipping import GradientTotals, clip, part_of_norm
 from manyhands.executor.loss_scale import LossScale
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
-from manyhands.executor.rates import ArrivingRates
+from manyhands.executor.rates import EACH_UPDATES, ArrivingRates
 from manyhands.executor.reductions import Reductions
 from manyhands.facts.clipping import Clipping
 from manyhands.graph.weights import Weights
@@ -47,6 +47,9 @@ class WeightUpdates:
         """What all gradients of the update under way add up to; None: the plan does not exchange it."""
         self._rates = rates
         """Receives what schedules make of the optimizer's options; None: they stay as they are."""
+        self._accumulates = rates is not None and rates.layout.accumulates
+        self._accumulation = EACH_UPDATES
+        """What becomes of the gradients of the update under way."""
         self._step = -1
         self.count = 0
         """Updates in this round."""
@@ -69,6 +72,7 @@ class WeightUpdates:
     def exchange_norm(self, reduce: Reduce) -> float:
         """Wait for the sums of gradients, give this device's part of their norm, and return the norm of all."""
         self._finish_gradients()
+        self._accumulate()
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._gradients())
         tensors = self.weights.tensors
@@ -85,11 +89,15 @@ class WeightUpdates:
         self.count += 1
         if self.totals is None:
             self._finish_gradients()
+            self._accumulate()
         assert self.stepper is not None
-        if self._rates is not None:
-            self.stepper.take(self._rates.receive(self._step, max(micro_batch, 0)))
+        if self._rates is not None and not self._accumulates:
+            numbers = self._rates.receive(self._step, max(micro_batch, 0))
+            self.stepper.take(self._rates.layout.options(numbers))
         if self.is_skipped:
             self.stepper.skip()
+        elif not self._accumulation.updates:
+            self.stepper.keep_gradients()
         else:
             if self.clipping.is_on and (gradients := self._gradients()):
                 clip(gradients, self.clipping, self.totals)
@@ -104,6 +112,18 @@ class WeightUpdates:
         self.reductions.wait()
         for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
             self.weights.tensors[name].grad = None
+
+    def _accumulate(self) -> None:
+        """Add to the gradients what the steps before have kept of theirs, where several steps make one update: what is
+        clipped is the sum. Such a round is one step."""
+        if not self._accumulates:
+            return
+        assert self._rates is not None
+        assert self.stepper is not None
+        numbers, layout = self._rates.receive(self._step, 0), self._rates.layout
+        self.stepper.take(layout.options(numbers))
+        self._accumulation = layout.accumulation(numbers)
+        self.stepper.add_kept(self._accumulation.share)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients of the weights that this device steps, each once."""

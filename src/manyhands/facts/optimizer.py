@@ -63,7 +63,8 @@ class Optimizer:
                 and, where they are trained by another class, "optimizer": its name
     """
 
-    __slots__ = ("_groups", "_milestones", "_name", "_options", "_schedule")
+    __slots__ = ("_accumulates", "_groups", "_milestones", "_name", "_options", "_schedule")
+    _accumulates: bool
     _groups: tuple[OptimizerGroup, ...]
     _name: str
     _options: Options
@@ -76,6 +77,7 @@ class Optimizer:
         schedules = checked_schedules(schedule)
         own_options = checked(checked_name("optimizer", name), options)
         parts = (
+            False,
             checked_groups(groups, name, own_options),
             ends(schedules) if milestones is None else checked_milestones(milestones, schedules),
             name, own_options, schedules,
@@ -110,7 +112,17 @@ class Optimizer:
     @property
     def all_groups(self) -> tuple[OptimizerGroup, ...]:
         """The groups, and before them, under no names, that of the weights which are in none."""
-        return (OptimizerGroup((), self._name, self._options), *self._groups)
+        groups = (OptimizerGroup((), self._name, self._options), *self._groups)
+        return tuple(replace(group, accumulates=True) for group in groups) if self._accumulates else groups
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether several steps may add up their gradients for one update; each says so with its rates."""
+        return self._accumulates
+
+    def accumulating(self) -> Optimizer:
+        """Return the same optimizer, with which several steps may add up their gradients for one update."""
+        return self._copy(_accumulates=True)
 
     @property
     def group_numbers(self) -> dict[str, int]:
@@ -158,6 +170,8 @@ class Optimizer:
             document["milestones"] = list(self._milestones)
         if self._groups:
             document["groups"] = [group.to_dict() for group in self._groups]
+        if self._accumulates:
+            document["accumulates"] = True
         return document
 
     def to_text(self) -> str:
@@ -177,7 +191,8 @@ class Optimizer:
             if field in read.options:
                 raise BadValue(f"optimizer: '{field}' is among the options; it is a field beside them.", hint=PAIR_HINT)
         groups = [group.given() for group in read.groups]
-        return cls(read.name, schedule=read.schedule, milestones=read.milestones, groups=groups, **read.options)
+        made = cls(read.name, schedule=read.schedule, milestones=read.milestones, groups=groups, **read.options)
+        return made.accumulating() if read.accumulates else made
 
     def __setattr__(self, field: str, value: object) -> None:
         raise AttributeError(f"An Optimizer cannot be changed ({field}); make another.")
@@ -189,9 +204,12 @@ class Optimizer:
         if not isinstance(other, Optimizer):
             return NotImplemented
         own_parts, other_parts = (
-            (spec.name, spec.options, spec.schedule, spec.milestones, [group.to_dict() for group in spec.groups])
+            (
+                spec.name, spec.options, spec.schedule, spec.milestones, spec.accumulates,
+                [group.to_dict() for group in spec.groups],
+            )
             for spec in (self, other)
-        )
+        )  # fmt: skip
         return own_parts == other_parts
 
     def __hash__(self) -> int:
@@ -220,6 +238,7 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     schedule: list[tuple[str, dict[str, Any]]] = []
     milestones: list[int] | None = None
     groups: list[GroupDocument] = []
+    accumulates: bool = False
 
 
 def parse(text: str) -> Optimizer:

@@ -34,6 +34,8 @@ class OptimizerGroup:
     """The class."""
     options: Options
     """All that were given, those of the optimizer included where the class is the same."""
+    accumulates: bool = False
+    """Whether several steps may add up their gradients for one update, as those of the whole optimizer do."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"weights": list(self.weights), "name": self.name, "options": plain(self.options)}

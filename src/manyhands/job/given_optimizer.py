@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from manyhands.executor.by_name import error_text
-from manyhands.executor.group_stepper import IN_GROUP
+from manyhands.executor.group_stepper import IN_GROUP, KEPT
 from manyhands.executor.optimizers import SEPARATOR, build
 from manyhands.executor.scheduling import Scheduled, Scheduling, is_scheduler
 from manyhands.executor.torch_optimizers import resolve_optimizer, stand_ins
@@ -125,7 +125,7 @@ class GivenOptimizer:
                         torch_optimizer.state[parameter] = {
                             key: _beside(parameter, value)
                             for key, value in kept.items()
-                            if not key.startswith(IN_GROUP)
+                            if not key.startswith(IN_GROUP) and key != KEPT
                         }
                         group.update({k.removeprefix(IN_GROUP): v for k, v in kept.items() if k.startswith(IN_GROUP)})
 

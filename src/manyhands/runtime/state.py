@@ -72,13 +72,15 @@ def weight_of(name: str) -> str:
 
 
 def constant_weights(network: Network, *, is_training: bool = True) -> frozenset[str]:
-    """Return the weights that no step changes: frozen parameters, in inference all of them, and buffers that are not
-    written. The coordinator has them from the beginning, so no copy of a state needs them."""
+    """Return the weights that no step changes: frozen parameters, in inference all of them, those that no operator
+    reads, and buffers that are not written. The coordinator has them from the beginning, so no copy of a state needs
+    them."""
     written = {name for op in network.ops for name in op.writes}
+    read = {name for op in network.ops for name in op.weights}
     return frozenset(
         name
         for name, weight in network.weights.items()
-        if not (weight.trainable and is_training) and name not in written
+        if not (weight.trainable and is_training and name in read) and name not in written
     )
 
 
@@ -86,7 +88,9 @@ def optimizer_entries(graph: Graph, optimizer: Optimizer | None) -> frozenset[st
     """Return what the optimizer's state has after a step: a state without is of no use."""
     if optimizer is None:
         return frozenset()
-    return state_entries(at_start(optimizer), {w.name: len(w.shape) for w in graph.weights if w.trainable})
+    read = {name for op in graph.network.ops for name in op.weights}
+    trained = {w.name: len(w.shape) for w in graph.weights if w.trainable and w.name in read}
+    return state_entries(at_start(optimizer), trained)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.executor.rates import RateLayout, others
+from manyhands.executor.rates import EACH_UPDATES, Accumulation, RateLayout, others
 from manyhands.facts.errors import BadValue
 from manyhands.job.given_optimizer import GivenOptimizer
 from manyhands.runtime.order import RunState
@@ -16,12 +16,15 @@ from manyhands.runtime.order import RunState
 class LoopOptimizer:
     """Reads the numbers of PyTorch's groups before every step, and sends them along with it."""
 
-    def __init__(self, given: GivenOptimizer) -> None:
+    def __init__(self, given: GivenOptimizer, *, accumulates: bool = False) -> None:
+        """`accumulates`: several steps may add up their gradients for one update."""
         self.given = given
+        if accumulates:
+            given.optimizer = given.optimizer.accumulating()
         self._groups: list[dict[str, Any]] = [
             group for torch_optimizer in given.objects for group in torch_optimizer.param_groups
         ]
-        self._layout = RateLayout.of_groups(self._groups)
+        self._layout = RateLayout.of_groups(self._groups, accumulates)
         self._fixed = others(self._groups)
         self._numbers: dict[int, tuple[float, ...]] = {}
         """Step -> the numbers with which it was asked for, since the last checkpoint."""
@@ -33,8 +36,8 @@ class LoopOptimizer:
         """The numbers of each step; None: they follow from the optimizer's own description."""
         return self if self._groups else None
 
-    def note(self, step: int) -> None:
-        """Note the numbers that the groups have now, for a step."""
+    def note(self, step: int, accumulation: Accumulation = EACH_UPDATES) -> None:
+        """Note the numbers that the groups have now, for a step, and what becomes of its gradients."""
         now = others(self._groups)
         if len(now) != len(self._fixed) or any(
             new.get(name) != value for new, fixed in zip(now, self._fixed) for name, value in fixed.items()
@@ -44,7 +47,18 @@ class LoopOptimizer:
                 hint="Its lr, momentum, betas and weight_decay may change from step to step; for anything else close "
                 "the step and prepare another.",
             )
-        self._numbers[step] = self._layout.read(self._groups)
+        numbers = self._layout.read(self._groups)
+        self._numbers[step] = (*numbers, *map(float, accumulation)) if self._layout.accumulates else numbers
+
+    def check_unchanged(self, step: int) -> None:
+        """Refuse numbers that were changed after a step was begun with others."""
+        begun_with, now = self._numbers.get(step, ()), self._layout.read(self._groups)
+        if begun_with and begun_with[: len(now)] != now:
+            raise BadValue(
+                "The optimizer's lr, momentum, betas or weight_decay changed between a step and its update, which the "
+                "workers have made with those from before.",
+                hint="Change them before training_step, or after the update.",
+            )
 
     def is_known(self, step: int) -> bool:
         return step in self._numbers
@@ -60,6 +74,7 @@ class LoopOptimizer:
     def take_back(self, state: RunState) -> None:
         """Give PyTorch's objects the state after the last step."""
         self.given.take_back(state.optimizer, state.scalars)
+        self._fixed = others(self._groups)
 
 
 class AbsentGradient(torch.Tensor):

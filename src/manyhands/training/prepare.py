@@ -26,6 +26,7 @@ from torch import nn
 from manyhands.data.kept import KeptBatches
 from manyhands.data.pushed import BatchRows, PushedBatches, pair_of, samples_in
 from manyhands.executor.feeder import check_batch
+from manyhands.executor.rates import EACH_UPDATES, Accumulation
 from manyhands.facts.allowed_optimizers import allow_optimizers
 from manyhands.facts.errors import BadData, BadPlan, BadValue
 from manyhands.facts.plan import Plan
@@ -84,12 +85,15 @@ class PreparedStep:
     """A step of training on a cluster, called with each batch of a loop."""
 
     def __init__(
-        self, config: PrepareConfig, model: nn.Module, loss: Loss, optimizer: OptimizerLike | None, example: Any
-    ) -> None:
-        """`example`: a batch to get ready with; None: the first one."""
+        self, config: PrepareConfig, model: nn.Module, loss: Loss, optimizer: OptimizerLike | None, example: Any,
+        *, is_accumulated: bool = False,
+    ) -> None:  # fmt: skip
+        """`example`: a batch to get ready with; None: the first one. `is_accumulated`: several steps may add up their
+        gradients for one update (`push`)."""
         if optimizer is None:
             raise BadValue("optimizer is not given.", hint='Give the loop\'s own, or mh.Optimizer("SGD", lr=0.1).')
         self._config, self._model, self._loss, self._optimizer = config, model, loss, optimizer
+        self._is_accumulated = is_accumulated
         self._training: PushedTraining | None = None
         self._finalizer: Any = None
         self._is_closed = False
@@ -100,14 +104,17 @@ class PreparedStep:
             _prepared[model] = weakref.ref(self)
         expect_session(config.cluster)
         if example is not None:
-            self._begin(*self._pair((example,)))
+            self.begin(*self._pair((example,)))
 
     # Training
 
     def __call__(self, *batch: Any) -> PendingLoss:
         """Train on one batch: a pair (inputs, target), or both as two arguments. Return its loss, a number that is
         waited for when it is read."""
-        inputs, targets = self._pair(batch)
+        return self.push(*self._pair(batch))
+
+    def push(self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES) -> PendingLoss:
+        """Train on a batch that nobody writes to from here on; `accumulation`: what becomes of its gradients."""
         training = self._begun(inputs, targets)
         size, graph = training.job.workload.batch_size, training.job.graph
         if (samples := samples_in(inputs)) > size:
@@ -119,7 +126,7 @@ class PreparedStep:
         if samples < size:
             plan_for(training.plan, graph.network, samples, training.batches.end)
         with training.ending_on_failure():
-            step, future = training.push(inputs, targets)
+            step, future = training.push(inputs, targets, accumulation)
         return PendingLoss(step, future, training)
 
     def evaluate(self, *batch: Any) -> EvaluateResult:
@@ -201,13 +208,13 @@ class PreparedStep:
             self._training.raise_error()
         if self._is_closed or (self._training is not None and self._training.is_closed):
             raise BadValue("The step is closed.", hint="Prepare another: step = mh.prepare(model, loss, optimizer).")
-        return self._training or self._begin(inputs, targets)
+        return self._training or self.begin(inputs, targets)
 
-    def _begin(self, inputs: Any, targets: Any) -> PushedTraining:
+    def begin(self, inputs: Any, targets: Any) -> PushedTraining:
         """Capture the model, start and measure workers, and plan for batches like this one."""
         config = replace(self._config, batch_size=samples_in(inputs), shuffle=False)
         allow_optimizers(config.allow_optimizers)
-        optimizer = LoopOptimizer(read_optimizer(self._model, self._optimizer))
+        optimizer = LoopOptimizer(read_optimizer(self._model, self._optimizer), accumulates=self._is_accumulated)
         with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):  # the loop's shuffling draws on it
             stack.enter_context(optimizer.given.frozen())
             workload = LoopWorkload(

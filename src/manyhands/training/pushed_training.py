@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.data.pushed import BatchRows, PushedBatches
+from manyhands.executor.rates import EACH_UPDATES, Accumulation
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.plan import Plan
@@ -83,6 +84,10 @@ class PushedTraining:
         """The losses of the steps under way."""
         self._reported = job.start.steps_done
         """Steps whose losses were passed on."""
+        self._done = job.start.steps_done
+        """Steps that are done in the stretch under way, or were before it."""
+        self._is_over = True
+        """Whether the stretch has ended."""
         self._thread: threading.Thread | None = None
         self._is_to_end = False
         self._owner = threading.get_ident()
@@ -91,12 +96,12 @@ class PushedTraining:
 
     # The loop's side
 
-    def push(self, inputs: Any, targets: Any) -> tuple[int, Future[float]]:
+    def push(self, inputs: Any, targets: Any, accumulation: Accumulation = EACH_UPDATES) -> tuple[int, Future[float]]:
         """Add a batch, and return its step and its loss, which is yet to come. Waits while many are under way."""
         with self._change:
             self._change.wait_for(lambda: len(self._losses) < MOST_UNDER_WAY or self.error is not None)
             self.raise_error()
-            self.optimizer.note(self.batches.end)
+            self.optimizer.note(self.batches.end, accumulation)
             future: Future[float] = Future()
             self._losses[self.batches.end] = future
             step = self.batches.push(inputs, targets)
@@ -122,7 +127,7 @@ class PushedTraining:
             if self._thread is None:
                 self._begin()  # a worker was lost just when the last stretch ended: some steps are run again
             with self._change:
-                self._change.wait_for(lambda: not self._losses or self.error is not None)
+                self._change.wait_for(lambda: self._done >= self.batches.end or self._is_over or self.error is not None)
                 self._is_to_end = True
             self.job.session.coordinator.wake()
             self._join()
@@ -197,7 +202,7 @@ class PushedTraining:
     # The stretch
 
     def _begin(self) -> None:
-        self._is_to_end = False
+        self._is_to_end, self._is_over, self._done = False, False, self.state.steps_done
         self._thread = threading.Thread(target=self._stretch, name="training", daemon=True)
         self._thread.start()
 
@@ -227,19 +232,27 @@ class PushedTraining:
             self.recoveries += outcome.recoveries
         except BaseException as error:
             self._failed(error)
+        finally:
+            with self._change:
+                self._is_over = True
+                self._change.notify_all()
 
     def _planned(self) -> PlannedRun:
         cluster, profile = self.guide.present(self.plan, self.plan.devices)
         return replace(self.planned, plan=self.plan, cluster=cluster, profile=profile)
 
     def _stepped(self, step: int, loss: float | None, seconds: float) -> None:
-        if step < self._reported:
+        if step < self._reported:  # it is run again
+            with self._change:
+                self._done = max(self._done, step + 1)
+                self._change.notify_all()
             return
         job = self.job
         self._reported = step + 1
         job.record.step(step, 0, loss, seconds, self.batches.samples_at(step) or job.workload.batch_size)
         with self._change:
             future = self._losses.pop(step, None)
+            self._done = max(self._done, step + 1)
             self._change.notify_all()
         if future is not None:  # else it was closed in the meantime
             future.set_result(loss if loss is not None else float("nan"))

@@ -1,7 +1,8 @@
 """`mh.Trainer(devices=4, max_epochs=2).fit(module, loader)`: trains Lightning-style modules on a cluster.
 
-It uses three methods of the module: `forward`, `training_step(batch, batch_idx)`, which calls it once and returns the
-loss, and `configure_optimizers()`. Lightning itself is not needed, and not imported.
+A LightningModule is trained in Lightning's own loop (lightning_loop.py). Of any other module three methods are used:
+`forward`, `training_step(batch, batch_idx)`, which calls it once and returns the loss, and `configure_optimizers()`;
+Lightning itself is then not needed, and not imported.
 
     training_step((x, y), i):             the network is forward(x): captured, planned and shared as any other
         out = self(x)                     out is the network's output
@@ -25,6 +26,14 @@ from manyhands.facts.keywords import check_keywords
 from manyhands.job.config import keywords_of
 from manyhands.job.result import TrainResult
 from manyhands.training.config import TrainConfig
+from manyhands.training.lightning_loop import LightningLoop, LoopOptions, package_of
+from manyhands.training.lightning_names import (
+    OF_THE_LOOP,
+    clipping_options,
+    read_precision,
+    refuse_unfit,
+    validation_options,
+)
 from manyhands.training.train import train
 
 QUIET = ("log", "log_dict", "print")
@@ -44,26 +53,123 @@ NOT_USED = ("validation_step", "on_validation_start", "on_validation_end", "on_v
 if there are classes."""
 
 
-class Trainer:
-    """Trains modules on several devices. Options that Lightning has no name for are passed to `mh.train`.
+MAPPED = ("val_check_interval", "gradient_clip_algorithm")
+"""Lightning's options that have another name or form in `mh.train`, beside the Trainer's own parameters."""
 
-    devices     how many local workers; or a cluster as `mh.train` takes it, with cluster=
-    max_epochs  passes over the data; max_steps: steps instead
+
+class Trainer:
+    """Trains modules on several devices, with the names of Lightning's Trainer.
+
+    A LightningModule is trained in the real package's own loop, with its callbacks, loggers and checkpoints; the steps
+    are done on the cluster. Any other module with the same methods is trained by `mh.train`. Options that Lightning
+    has no name for are those of `mh.train`.
+
+    devices                  how many local workers; or a cluster as `mh.train` takes it, with cluster=
+    max_epochs               passes over the data (None: 1); max_steps: steps instead
+    precision                by Lightning's name ("bf16-mixed", "16-mixed", "32-true", "64-true") or by `mh.train`'s
+    gradient_clip_val        the most that the norm of all gradients may be; with gradient_clip_algorithm="value" each
+                             of their numbers
+    accumulate_grad_batches  batches whose gradients are averaged for one update (a LightningModule's)
+    callbacks, logger        the real package's, for a LightningModule; else those of `mh.train`
+    val_check_interval       as in Lightning; of other modules a number of steps, or 1.0
     """
 
-    def __init__(self, *, devices: int | None = None, max_epochs: int = 1, max_steps: int = -1, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        devices: int | None = None,
+        max_epochs: int | None = None,
+        max_steps: int = -1,
+        precision: Any = None,
+        gradient_clip_val: float | None = None,
+        accumulate_grad_batches: int = 1,
+        callbacks: Any = None,
+        logger: Any = None,
+        **options: Any,
+    ) -> None:
         if devices is not None and "cluster" in options:
             raise BadValue(f"devices is {devices}, and a cluster is given.", hint="Leave one of them out.")
-        check_keywords("Trainer", options, set(keywords_of(TrainConfig)) - {"epochs", "steps"})
+        refuse_unfit(options)
+        ours = set(keywords_of(TrainConfig)) - {"epochs", "steps"}
+        check_keywords("Trainer", options, {*ours, *OF_THE_LOOP, *MAPPED})
+        interval, algorithm = (options.pop(name, None) for name in MAPPED)
+        self._loops = {name: options.pop(name) for name in OF_THE_LOOP if name in options}
         self._options = options
         if devices is not None:
             self._options = {**options, "cluster": Cluster.local(devices)}
+        if max_epochs is None:
+            max_epochs = 1 if max_steps == -1 else None
         self._epochs, self._steps = max_epochs, max_steps if max_steps != -1 else None
+        self._precision = read_precision(precision)
+        self._clipping = clipping_options(gradient_clip_val, algorithm)
+        self._shared: dict[str, Any] = {
+            "accumulate_grad_batches": accumulate_grad_batches, "logger": logger,
+            "gradient_clip_val": gradient_clip_val, "gradient_clip_algorithm": algorithm,
+            "val_check_interval": interval,
+        }  # fmt: skip
+        self._callbacks: tuple[Any, ...] = tuple(callbacks) if isinstance(callbacks, (list, tuple)) else ()
+        if callbacks is not None and not self._callbacks:
+            self._callbacks = (callbacks,) if not isinstance(callbacks, (list, tuple)) else ()
+        self.lightning: Any = None
+        """The real package's Trainer of the last LightningModule that was trained, for its metrics and `test`."""
 
-    def fit(self, module: nn.Module, train_dataloaders: Any = None, val_dataloaders: Any = None) -> TrainResult:
-        """Train, and return the result; the module then holds the trained weights. Data may also be data sets if
-        batch_size is given; if left out, the module's own `train_dataloader()` is called. Held-out data is evaluated at
-        the end."""
+    def fit(
+        self, module: nn.Module, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None,
+        ckpt_path: Any = None,
+    ) -> TrainResult | None:  # fmt: skip
+        """Train; the module then holds the trained weights. Data may also be data sets if batch_size is given; if left
+        out, the module's own `train_dataloader()` is called.
+
+        Return the result of `mh.train`; None for a LightningModule, of which `trainer.lightning` has the metrics.
+        """
+        if package_of(module) is not None:
+            loop = LightningLoop(module, self._loop_options())
+            self.lightning = loop.trainer
+            given = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            loop.fit(**given, datamodule=datamodule, ckpt_path=ckpt_path)
+            return None
+        for name, value in (("datamodule", datamodule), ("ckpt_path", ckpt_path)):
+            if value is not None:
+                raise BadValue(
+                    f"{name} is for a LightningModule; {type(module).__name__} is none.",
+                    hint="Give data loaders; folder= and resume=True go on with a run.",
+                )
+        return self._fit_plain(module, train_dataloaders, val_dataloaders)
+
+    def _loop_options(self) -> LoopOptions:
+        loops = {**self._loops, "max_epochs": self._epochs, "max_steps": self._steps or -1}
+        return LoopOptions(
+            loops, {**self._options, **self._clipping}, self._precision, self._callbacks,
+            self._shared["accumulate_grad_batches"], self._shared,
+        )  # fmt: skip
+
+    def _plain_options(self, module: nn.Module) -> dict[str, Any]:
+        """Return the options of `mh.train`, for a module that Lightning's loop does not train."""
+        kind = type(module).__name__
+        if self._loops:
+            name = next(iter(self._loops))
+            raise BadValue(
+                f"{name} is an option of Lightning's loop, which trains LightningModules; {kind} is none.",
+                hint="Derive it from lightning.LightningModule, or leave the option out.",
+            )
+        count = self._shared["accumulate_grad_batches"]
+        if count != 1:
+            raise BadValue(
+                f"accumulate_grad_batches is {count!r:.40}, which is for a LightningModule; {kind} is none.",
+                hint="Give batches of as many samples in all; micro_batches= divides them.",
+            )
+        if self._shared["logger"] not in (None, True, False):
+            raise BadValue(
+                f"logger is a {type(self._shared['logger']).__name__}, which needs a LightningModule; {kind} is none.",
+                hint='Give a callback: callbacks=[mh.CSV("steps.csv")], mh.TensorBoard() or mh.WandB().',
+            )
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        if self._precision.is_double and dtypes != {torch.float64}:
+            raise BadValue("precision is '64-true'; the module's weights are not.", hint="Call module.double() first.")
+        named = {**self._options, **self._clipping, **validation_options(self._shared["val_check_interval"])}
+        return {**named, "precision": self._precision.ours, "callbacks": self._callbacks}
+
+    def _fit_plain(self, module: nn.Module, train_dataloaders: Any, val_dataloaders: Any) -> TrainResult:
         for name in ("training_step", "configure_optimizers"):
             if not callable(getattr(module, name, None)):
                 raise BadValue(
@@ -71,6 +177,7 @@ class Trainer:
                     hint="Write one as for Lightning, or call mh.train(model, data, loss=..., optimizer=...).",
                 )
         _refuse_hooks(module)
+        options = self._plain_options(module)
         if _overrides(module, "prepare_data"):
             module.prepare_data()  # type: ignore[operator]
         if _overrides(module, "setup"):
@@ -84,13 +191,14 @@ class Trainer:
             warnings.warn(
                 f"{' and '.join(unused)} of {type(module).__name__} will not be called: held-out data is evaluated "
                 "after training, with training_step's loss.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        options = {**self._options, **({"test": held_out} if held_out is not None else {})}
+        if held_out is not None:
+            options["test"] = held_out
         optimizers, schedulers = configured_by(module)
         return train(
             module, data, loss=StepLoss(module), optimizer=optimizers, scheduler=schedulers or None,
-            epochs=self._epochs, steps=self._steps, **options,
+            epochs=self._epochs or 1, steps=self._steps, **options,
         )  # fmt: skip
 
 
