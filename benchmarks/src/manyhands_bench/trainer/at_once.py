@@ -25,7 +25,7 @@ STEPS = 2
 class AtOnceSetting:
     """The networks that are trained at once, each as a training of its own."""
 
-    models: tuple[str, ...] = ("mobilenetv2", "mobilenetv3-large", "efficientnet-b1", "resnet18")
+    models: tuple[str, ...] = ("resnet18", "resnet34", "mobilenetv2", "mobilenetv3-large")
     """Different ones: of equal ones only the first would measure."""
     shape: tuple[int, ...] = (3, 64, 64)
     batch_size: int = 8
