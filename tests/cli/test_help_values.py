@@ -138,7 +138,7 @@ def ways_to_type(command: str, option: str, value: str) -> list[list[str]]:
 
 def takes_long(command: str, option: str) -> bool:
     """Values for which models are captured or data sets are read, in commands whose other options cost a start each."""
-    return option in ("--model", "--data") or command in ("split train", "simulate", "profile", "plan")
+    return option in ("--model", "--data", "model") or command in ("split train", "simulate", "profile", "plan")
 
 
 @pytest.mark.quick(every=2)

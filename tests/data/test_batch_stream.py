@@ -127,8 +127,13 @@ def test_batches_are_those_of_an_ordinary_loop(kind: str) -> None:
     assert [stream.epoch_of(step) for step in range(len(wanted))] == [step // per_epoch for step in range(len(wanted))]
 
 
-@pytest.mark.parametrize("step", [1, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 2])
-@pytest.mark.parametrize("kind", ["shuffled", "workers", "generator", "weighted", "collate_fn"])
+RESUMED = (1, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 2)
+LOADED_HERE = ("shuffled", "generator", "weighted", "collate_fn")
+
+
+@pytest.mark.quick(*(f"{kind}-{step}" for kind in LOADED_HERE for step in RESUMED), f"workers-{PER_EPOCH - 1}")
+@pytest.mark.parametrize("step", RESUMED)
+@pytest.mark.parametrize("kind", [*LOADED_HERE, "workers"])
 def test_a_resumed_run_sees_the_batches_it_would_have_seen(kind: str, step: int) -> None:
     seeded()
     stream = BatchStream(LOADERS[kind]())

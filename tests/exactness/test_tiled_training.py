@@ -232,7 +232,7 @@ def some_of(*rows: tuple[str, str]) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("resnet-2x2", "efficientnet-2x2 interior", "yolov2-3x2 uneven")
+@pytest.mark.quick("resnet-2x2", "yolov2-3x2 uneven")
 @pytest.mark.parametrize(
     ("name", "way"),
     some_of(
@@ -251,7 +251,7 @@ def test_the_zoo_whole(name: str, way: str) -> None:
     case.check(case.plan(case.tiled(WAYS[way])))
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick("resnet-other", "vgg-other")
 @pytest.mark.parametrize(
     ("name", "where"),
     some_of(
@@ -668,7 +668,7 @@ def test_more_micro_batches_than_one_in_flight() -> None:
 # Streams
 
 
-@pytest.mark.parametrize("name", by_name("tiled", ZOO))
+@pytest.mark.parametrize("name", by_name("tiled", ZOO, slow=("unet", "efficientnet", "yolov2")))
 def test_a_stream_through_the_zoo(name: str) -> None:
     case = zoo_case(name)
     assert_streams(case, case.plan(case.tiled(ByTiles((1, 1), (1, 2))), order="stream", micro_batches=2))

@@ -86,7 +86,7 @@ def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
     assert sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in layers) == sum(held)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick("tiny-blocks", "chair-blocks", "din-operators", "unet-blocks", "resnet18-operators")
 @pytest.mark.parametrize("granularity", ["blocks", "operators"])
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> None:

@@ -463,6 +463,7 @@ def test_what_really_travels_for_resnet50_by_tiles(resnet50: Network) -> None:
     assert found["1-D"].bytes == pytest.approx(1.8e6, rel=0.05)
 
 
+@pytest.mark.slow
 def test_baselines_cut_as_they_do_and_exchange_at_every_layer(resnet50: Network) -> None:
     cluster = preset("decnn-240-20")
     for name, rows, columns in (("modnn", 4, 1), ("coates", 2, 2)):
