@@ -161,6 +161,8 @@ class Executor:
         return log
 
     def close(self) -> None:
+        if self.options.collectives is not None:
+            self.options.collectives.close()
         for part in self.parts.values():
             part.reductions.close()
 

@@ -32,7 +32,7 @@ from manyhands.executor.updates import WeightUpdates
 from manyhands.facts.errors import BadPlan
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
-from manyhands.schedule.actions import Action, Loss
+from manyhands.schedule.actions import Action, Loss, Reduce
 from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.feeding import feed_topic, samples_of
 from manyhands.schedule.policy import Schedule
@@ -82,7 +82,10 @@ class GraphPart:
             endpoint, schedule, weights, self.in_flight, Coding(plan, schedule.network, self.actions),
             self.diagnosis, recorder, setup.slowdown,
         )  # fmt: skip
-        self.reductions = Reductions(endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder)
+        self.collectives = options.collectives
+        self.reductions = Reductions(
+            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, self.collectives
+        )
         rates = None
         if options.is_scheduled and setup.stepper is not None:
             rates = ArrivingRates(endpoint, RateLayout.of(setup.stepper.optimizer), plan.steps_per_round)
@@ -103,7 +106,10 @@ class GraphPart:
 
     def expected(self) -> dict[tuple[str, str], int]:
         """Return (source, topic) -> bytes of every message that this device receives in a round."""
-        messages = expected_messages(self.actions, self.device, self.schedule.network)
+        actions = self.actions
+        if self.collectives is not None and not self.collectives.is_measured:  # no reduction is a message
+            actions = tuple(action for action in actions if not isinstance(action, Reduce))
+        messages = expected_messages(actions, self.device, self.schedule.network)
         size = self.in_flight.feed.bytes
         if size:
             messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.schedule.plan.micro_batches)}

@@ -12,11 +12,15 @@ In each stage of the device a micro-batch goes through these phases:
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 
 from manyhands.graph.piece import Context
 from manyhands.schedule.actions import Reduce, ReduceKey
+
+if TYPE_CHECKING:
+    from manyhands.executor.process_groups import Gathering
 
 
 class Phase(Enum):
@@ -58,8 +62,9 @@ class InFlightMicroBatch:
         """Stage -> its phase there; a stage that is not named has not begun: FED."""
         self.contexts: dict[int, Context] = {}
         """Stage -> the context in which its operators run."""
-        self.pending_statistics: dict[ReduceKey, tuple[Reduce, torch.Tensor]] = {}
-        """All-gathers of statistics that are yet to be waited for, with this device's row."""
+        self.pending_statistics: dict[ReduceKey, tuple[Reduce, torch.Tensor, Gathering | None]] = {}
+        """All-gathers of statistics that are yet to be waited for, with this device's row, and their place in a process
+        group; None: messages carry them."""
         self.updates_before: int | None = None
         """Updates of the weights before its forward pass, where this device runs ahead."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manyhands.data.silo import Silo
+from manyhands.executor.collectives import Collectives
 from manyhands.executor.resident_dataset import ResidentDataset
 from manyhands.facts.clipping import Clipping
 from manyhands.facts.profile import Kernel
@@ -40,3 +41,5 @@ class ExecutorOptions:
     """The memory of those that were preloaded here; None: they are in the silo."""
     is_scheduled: bool = False
     """Whether the coordinator sends learning rates, and what else schedules change, with every step."""
+    collectives: Collectives | None = None
+    """What carries out reductions in place of messages; None: all are messages."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from manyhands.executor.collectives import Collectives
 from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
@@ -39,8 +40,11 @@ def row_of(tensor: torch.Tensor) -> memoryview:
 class Reducer:
     """Adds up gradients among the devices of a stage, in the order they are handed over."""
 
-    def __init__(self, endpoint: Endpoint, network: Network, on_span: OnSpan) -> None:
-        self.endpoint, self.network, self.on_span = endpoint, network, on_span
+    def __init__(
+        self, endpoint: Endpoint, network: Network, on_span: OnSpan, collectives: Collectives | None = None
+    ) -> None:
+        """`collectives`: what forms some of the sums, or all, in place of messages; None: it forms none."""
+        self.endpoint, self.network, self.on_span, self.collectives = endpoint, network, on_span, collectives
         self._work: queue.SimpleQueue[tuple[Reduce, int, list[torch.Tensor]] | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._open = 0
@@ -96,6 +100,17 @@ class Reducer:
                 self._change.notify_all()
 
     def _reduce(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> None:
+        collectives = self.collectives
+        takes_it = collectives is not None and collectives.takes(reduce, step)
+        start = time.monotonic()
+        if collectives is not None and takes_it:
+            self._records.append(collectives.sum(reduce, self.network, step, gradients))
+        else:
+            self._records.append(self._sum_by_messages(reduce, step, gradients))
+        if collectives is not None:
+            collectives.took(reduce, step, time.monotonic() - start)
+
+    def _sum_by_messages(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> SumRecord:
         staged = [gradient.cpu() for gradient in gradients]  # the same, unless they lie on another device
         if reduce.weights:  # stages may lay out their copies of a weight differently
             staged = [gradient.contiguous() for gradient in staged]
@@ -129,16 +144,14 @@ class Reducer:
             for chunk in added:
                 after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
                 sums.append(after[chunk])
-        self._records.append(
-            SumRecord(
-                reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
-                tuple(norm for _, norm in before), tuple(received), tuple(sums),
-                tuple(after[chunk] for chunk in range(len(chunks))), tied=reduce.weights[0] if reduce.weights else "",
-            )
-        )  # fmt: skip
         for gradient, copy in zip(gradients, staged):
             if gradient is not copy:
                 gradient.copy_(copy)
+        return SumRecord(
+            reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
+            tuple(norm for _, norm in before), tuple(received), tuple(sums),
+            tuple(after[chunk] for chunk in range(len(chunks))), tied=reduce.weights[0] if reduce.weights else "",
+        )  # fmt: skip
 
 
 def _numbers(memory: memoryview, dtype: torch.dtype) -> Any:

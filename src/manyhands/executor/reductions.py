@@ -2,16 +2,21 @@
 
 Gradients are added up on a thread of their own while backward goes on (reducer.py); what this device saw of each sum is
 recorded, together with the weights that the sum has led to, so that devices can be compared (`runtime.agreement`).
+Where the run uses process groups of torch.distributed, both go through these (collectives.py) in place of messages.
 """
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import torch
 
+from manyhands.executor.collectives import Collectives
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
+from manyhands.executor.process_groups import Gathering
 from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.executor.reducer import Reducer, row_of
 from manyhands.graph.weights import Weights, dense_gradient
@@ -37,10 +42,12 @@ class Reductions:
         in_flight: InFlightMicroBatches,
         diagnosis: NumberDiagnosis,
         recorder: Recorder,
+        collectives: Collectives | None = None,
     ) -> None:
-        self.endpoint, self.weights, self.recorder = endpoint, weights, recorder
+        """`collectives`: what carries out reductions in place of messages; None: all are messages."""
+        self.endpoint, self.weights, self.recorder, self.collectives = endpoint, weights, recorder, collectives
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
-        self.reducer = Reducer(endpoint, schedule.network, self._reduced)
+        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives)
         self._completed = {
             stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last, schedule.lowering.tied)
             for stage, runner in self.runners.items()
@@ -73,28 +80,49 @@ class Reductions:
         row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
         sent = row if row.is_cpu else row.cpu()
         self.diagnosis.watch(device, [sent])
-        for source, target, name in self._hops_of(reduce):
-            if source == device:
-                self.endpoint.send(target, in_flight.step, name, [sent], urgent=True)
+        gathering = self._begin(reduce, row)
         if reduce.later:
-            batch.pending_statistics[reduce.key] = (reduce, row)
+            batch.pending_statistics[reduce.key] = (reduce, row, gathering)
         else:
-            runner.take_gathered(reduce, self._gathered(reduce, row))
+            runner.take_gathered(reduce, self._gathered(reduce, row, gathering))
 
     def gather(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Give this device's row, wait for the others', and return all, in the order of the devices."""
-        for source, target, name in self._hops_of(reduce):
-            if source == self.endpoint.name:
-                self.endpoint.send(target, self.in_flight.step, name, [row], urgent=True)
-        return self._gathered(reduce, row)
+        return self._gathered(reduce, row, self._begin(reduce, row))
 
     def finish_statistics(self, action: Await) -> None:
         """Wait for the others' rows of an all-gather that was begun before."""
-        reduce, row = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
-        self.runners[reduce.stage].take_gathered(reduce, self._gathered(reduce, row))
+        reduce, row, gathering = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
+        self.runners[reduce.stage].take_gathered(reduce, self._gathered(reduce, row, gathering))
 
-    def _gathered(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
+    def _begin(self, reduce: Reduce, row: torch.Tensor) -> Gathering | None:
+        """Give this device's row to the others; None where messages carry it."""
+        step = self.in_flight.step
+        if self.collectives is not None and self.collectives.takes(reduce, step):
+            return self.collectives.begin_gather(reduce, step, row)
+        sent = row if row.is_cpu else row.cpu()
+        for source, target, name in self._hops_of(reduce):
+            if source == self.endpoint.name:
+                self.endpoint.send(target, step, name, [sent], urgent=True)
+        return None
+
+    def _gathered(self, reduce: Reduce, row: torch.Tensor, gathering: Gathering | None) -> list[torch.Tensor]:
         """Return all devices' rows, in the order of the devices."""
+        start = time.monotonic()
+        rows = self._received(reduce, row) if gathering is None else self._of_group(reduce, row, gathering)
+        if self.collectives is not None:
+            self.collectives.took(reduce, self.in_flight.step, time.monotonic() - start)
+        return rows
+
+    def _of_group(self, reduce: Reduce, row: torch.Tensor, gathering: Gathering) -> list[torch.Tensor]:
+        rows = gathering.finish(row.dtype)
+        if reduce.what == "statistics":
+            for source, other in zip(reduce.devices, rows):
+                if source != self.endpoint.name:
+                    self.diagnosis.watch(source, [other.cpu()])
+        return [other.to(row.device) for other in rows]
+
+    def _received(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         device = self.endpoint.name
         rows = {device: row}
         for source, target, name in self._hops_of(reduce):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from manyhands.explaining.planned_run import PlannedRun
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
+from manyhands.job.collectives_config import CollectivesConfig
 from manyhands.runtime.living import rounds_between_looks
 from manyhands.runtime.order import Order, RunState, snapshot_steps
 
@@ -19,6 +20,7 @@ TRACED_STEPS = 3
 
 def order_of(job: Job, planned: PlannedRun, guide: Guide, start: RunState, last: int) -> Order:
     """Return the order of the steps from a state up to step `last`."""
+    sums = job.config if isinstance(job.config, CollectivesConfig) else CollectivesConfig()
     first, plan, seconds = start.steps_done, planned.plan, planned.prediction.seconds
     traced = range(min(first + WARM_UP_STEPS, last - 1), min(first + WARM_UP_STEPS + TRACED_STEPS, last))
     return Order(
@@ -29,6 +31,7 @@ def order_of(job: Job, planned: PlannedRun, guide: Guide, start: RunState, last:
         backup_every=job.backup_every(planned), predicted_seconds=seconds,
         watch_every=rounds_between_looks(seconds, (last - first) // plan.steps_per_round),
         clipping=job.config.clipping, scales_loss=job.workload.scales_loss, ema=job.config.ema,
+        collectives=sums.collectives, trusts_network=sums.trusted_network,
     )  # fmt: skip
 
 

@@ -93,11 +93,11 @@ def evidence_of(
 
     `counts`: how many numbers each chunk has.
     """
-    error, tiny, huge = _PRECISION.get(dtype, _COARSE)
+    if not any(record.received for record in records.values()):
+        return _evidence_of_group(reduce, records, counts, dtype, evidence)
+    huge = _PRECISION.get(dtype, _COARSE)[2]
     norms = [sum(record.norms[chunk] for record in records.values()) for chunk in range(len(counts))]
-    tolerances = [
-        SLACK * error * norm + 16 * len(records) * count * tiny for norm, count in zip(norms, counts)
-    ]  # the second term: numbers so small that a machine may take them for zero
+    tolerances = _tolerances(records, counts, dtype)
     holds = {name: list(record.own) for name, record in records.items()}
     received = {name: iter(record.received) for name, record in records.items()}
     sums = {name: iter(record.sums) for name, record in records.items()}
@@ -126,6 +126,36 @@ def evidence_of(
         for chunk, owner in enumerate(reduce.devices):
             values = {name: record.after[chunk] for name, record in records.items()}
             evidence.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
+
+
+def _tolerances(records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str) -> list[float]:
+    """Return how far two reports of each chunk may lie apart."""
+    error, tiny, _ = _PRECISION.get(dtype, _COARSE)
+    norms = [sum(record.norms[chunk] for record in records.values()) for chunk in range(len(counts))]
+    return [
+        SLACK * error * norm + 16 * len(records) * count * tiny for norm, count in zip(norms, counts)
+    ]  # the second term: numbers so small that a machine may take them for zero
+
+
+def _evidence_of_group(
+    reduce: Reduce, records: Mapping[str, SumRecord], counts: Sequence[int], dtype: str, evidence: Evidence
+) -> None:
+    """Compare the reports of a sum that a process group has formed: nothing is known of what travelled, so a wrong sum
+    on all devices may be anybody's."""
+    owners = ", ".join(reduce.devices)
+    tolerances = _tolerances(records, counts, dtype)
+    huge = _PRECISION.get(dtype, _COARSE)[2]
+    for chunk, tolerance in enumerate(tolerances):
+        held = {name: record.after[chunk] for name, record in records.items()}
+        evidence.add_vote(held, tolerance, f"the sum of the gradients of {owners}, as it has it,")
+        expected: Value = 0.0
+        for record in records.values():
+            expected = _plus(expected, record.own[chunk])
+        is_overflow = None in held.values() and sum(record.norms[chunk] for record in records.values()) > huge
+        if not is_overflow and not any(_agree(expected, value, tolerance) for value in held.values()):
+            first, *others = reduce.devices
+            reason = "the sum of their gradients is not what they reported before it"
+            evidence.disputes += [(first, other, reason) for other in others]
 
 
 def decided(evidence: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
@@ -194,10 +224,12 @@ class Agreement:
     """Compares what the devices of a run report of each round."""
 
     def __init__(
-        self, schedule: Schedule, work: Mapping[str, float], suspicions: Suspicions, *, may_overflow: bool = False
-    ) -> None:
-        """`may_overflow`: gradients that are not finite are nobody's fault, since the loss is scaled."""
-        self.suspicions, self._may_overflow = suspicions, may_overflow
+        self, schedule: Schedule, work: Mapping[str, float], suspicions: Suspicions, may_overflow: bool = False,
+        uses_groups: bool = False,
+    ) -> None:  # fmt: skip
+        """`may_overflow`: gradients that are not finite are nobody's fault, since the loss is scaled. `uses_groups`:
+        process groups may form the sums, of which no device knows what it received."""
+        self.suspicions, self._may_overflow, self._uses_groups = suspicions, may_overflow, uses_groups
         self.divergence: Divergence | None = None
         self._work, self._network = work, schedule.network
         self._replicas = {name for stage in schedule.plan.stages if len(stage.devices) > 1 for name in stage.devices}
@@ -258,7 +290,9 @@ class Agreement:
             lengths = [
                 len(numbers) for numbers in (record.own, record.norms, record.after, record.received, record.sums)
             ]
-            if lengths != [parts, parts, parts, gradient_sum.received[name], gradient_sum.sums[name]]:
+            by_messages = [gradient_sum.received[name], gradient_sum.sums[name]]
+            by_group = [[0, 0]] if self._uses_groups else []
+            if lengths[:3] != [parts, parts, parts] or lengths[3:] not in [by_messages, *by_group]:
                 return "is not of the plan's sizes"
         return ""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from manyhands.facts.clipping import Clipping
+from manyhands.facts.collectives import CollectiveTerms
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -47,6 +48,8 @@ class Facts(msgspec.Struct, frozen=True):
     silo: SiloFacts | None = None
     confinement: Confinement | None = None
     """The confinement of its process; None: not reported."""
+    backends: tuple[str, ...] = ()
+    """The backends of torch.distributed that it has."""
 
 
 class LengthGraph(msgspec.Struct, frozen=True):
@@ -106,6 +109,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
     is_scheduled: bool = False
     """Whether the coordinator sends the optimizer's learning rates, and what else schedules change, with every step."""
+    collectives: CollectiveTerms | None = None
+    """How the devices form process groups for their sums; None: messages carry these."""
 
 
 class Shape(msgspec.Struct, frozen=True):

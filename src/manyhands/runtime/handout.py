@@ -11,6 +11,7 @@ import torch
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.schedules import at_start
+from manyhands.facts.collectives import CollectiveTerms
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
 from manyhands.runtime.control_parts import DeviceJob, LengthGraph, TensorEntry
@@ -33,7 +34,7 @@ class Handout:
     """The devices of a run: those that compute, those that only send state, and the state that each starts with."""
 
     def __init__(self, order: Order, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         self.names = order.plan.devices
         """The devices that compute."""
         self.weights = {name: schedule.lowering.work[name].weights() for name in self.names}
@@ -52,7 +53,7 @@ class Handout:
 
     def job(
         self, name: str, member: Member, order: Order, feed: BatchFeed, document: GraphDocument,
-        wait_limit_seconds: float,
+        wait_limit_seconds: float, collectives: CollectiveTerms | None = None,
     ) -> DeviceJob:  # fmt: skip
         """Return a device's part of the job. The graph is left out where the device already has it."""
         located, lengths = self.located, order.lengths
@@ -81,6 +82,7 @@ class Handout:
             longest=max(lengths.graphs) if lengths is not None else 0,
             shorter=() if is_known else document.shorter,
             step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",
+            collectives=collectives,
         )  # fmt: skip
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -105,11 +107,11 @@ class Handout:
 
     def _part(self, device: str, entry: TensorEntry) -> TensorEntry:
         """Return the entry for the part of a tensor that a device gets: by channels, its own part of a weight."""
-        box = self._schedule.lowering.work[device].weight_box(state.weight_of(entry.name))
+        box = self.schedule.lowering.work[device].weight_box(state.weight_of(entry.name))
         return entry if box is None else msgspec.structs.replace(entry, shape=box.shape)
 
     def _part_of(self, device: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        work = self._schedule.lowering.work
+        work = self.schedule.lowering.work
         box = work[device].weight_box(state.weight_of(name)) if device in self.names else None
         return tensor if box is None else tensor[box.slices()]
 

@@ -10,6 +10,7 @@ import torch
 
 from manyhands.data.preload import Preload
 from manyhands.facts.clipping import Clipping
+from manyhands.facts.collectives import BUILTIN
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -83,8 +84,17 @@ class Order:
     """The decay of an average of the weights, which is kept with the optimizer's state; None: there is none."""
     waits_for_batches: bool = False
     """Whether batches come from somebody's own loop, when they come: no wait for the next one has a limit."""
+    collectives: str = BUILTIN
+    """How devices form sums together: see `facts.collectives`."""
+    trusts_network: bool = False
+    """Whether sums may travel beyond this machine without encryption."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
+
+    @property
+    def uses_groups(self) -> bool:
+        """Whether process groups of PyTorch may form sums, in place of messages."""
+        return self.collectives != BUILTIN
 
     @property
     def first_step(self) -> int:

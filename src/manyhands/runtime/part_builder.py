@@ -9,12 +9,15 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.executor.boxes import dtype_of
+from manyhands.executor.collectives import Collectives
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.process_groups import ProcessGroups, keys_of
 from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset
 from manyhands.facts.boxes import Box
+from manyhands.facts.collectives import AUTO
 from manyhands.facts.errors import BadPlan, WorkerLost
 from manyhands.facts.network import WeightSpec
 from manyhands.facts.optimizer import Optimizer
@@ -75,6 +78,7 @@ class PartBuilder:
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),
             is_scheduled=job.is_scheduled and stepper is not None,
+            collectives=self._collectives(generation, job, schedule),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()
@@ -130,6 +134,17 @@ class PartBuilder:
         weights = Weights({n: t.to(device).requires_grad_(specs[n].trainable) for n, t in held.items()}, device)
         store_weights(graph, weights, job.stored)
         return weights
+
+    def _collectives(self, generation: int, job: DeviceJob, schedule: Schedule) -> Collectives | None:
+        """Return what forms sums through process groups, which are yet to be formed; None where messages carry them."""
+        if job.collectives is None:
+            return None
+        keys = keys_of(schedule.every_action(self.endpoint.name))
+        groups = ProcessGroups(self.endpoint.mailbox, job.collectives, generation, keys, self._joining.compute)
+        return Collectives(
+            groups, is_measured=job.collectives.way == AUTO, first_step=job.steps_done,
+            stride=schedule.plan.steps_per_round,
+        )  # fmt: skip
 
     def _resident_dataset_for(self, graph: Graph, schedule: Schedule, job: DeviceJob) -> ResidentDataset | None:
         """Return the dataset of the samples preloaded here: one that was filled before, or one to be filled."""

@@ -1,4 +1,5 @@
-"""Connects a worker to the other devices of a run, and reports those that it could not reach."""
+"""Connects a worker to the other devices of a run, and reports those that it could not reach; forms its process groups.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+from manyhands.executor.process_groups import ProcessGroups
 from manyhands.facts.errors import ManyhandsError, TimedOut
 from manyhands.runtime.attempt import Attempt
 from manyhands.transport.endpoint import Address
@@ -37,6 +39,14 @@ def connect(
             check()
             time.sleep(0.1)
         raise _unreached(endpoint, peers, limit_seconds) from error
+
+
+def form_groups(groups: ProcessGroups, timeout_factor: float, check: Callable[[], None]) -> None:
+    """Form process groups with the other devices of the run. `check`: as of `connect`."""
+    limit_seconds = CONNECT_SECONDS * timeout_factor
+    attempt = Attempt(lambda: groups.form(limit_seconds), "process groups")
+    while not attempt.is_over(0.1):
+        check()
 
 
 def _unreached(endpoint: ConnectedEndpoint, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:

@@ -11,6 +11,7 @@ import msgspec
 
 from manyhands.graph.document import to_document
 from manyhands.runtime.attempt import Attempt
+from manyhands.runtime.collective_store import store_of
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_messages import Prepare, Ready
 from manyhands.runtime.control_parts import LengthGraph
@@ -37,13 +38,14 @@ def prepare(run: Run) -> None:
     document = to_document(run.order.graph)
     shorter = _shorter_graphs(run.order)
     digest = hashlib.sha256(msgspec.json.encode([document, shorter] if shorter else document)).hexdigest()
+    run.store = store_of(run)
     for name in run.participants:
         peers = run.coordinator.addresses(run.participants, name)
         job = None
         if name in run.names:
             job = run.handout.job(
                 name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
-                run.worker_wait_seconds,
+                run.worker_wait_seconds, run.store.terms(name) if run.store is not None else None,
             )  # fmt: skip
         if job is not None and not (job.resident_dataset and job.is_preloaded) and not keeps_dataset(job):
             # it drops the dataset it has; the new one is complete after its first round

@@ -22,6 +22,7 @@ from manyhands.runtime import stalls
 from manyhands.runtime.agreement import Agreement, Suspicions
 from manyhands.runtime.backing import Backups
 from manyhands.runtime.batch_feed import Batches, BatchFeed
+from manyhands.runtime.collective_store import CollectiveStore
 from manyhands.runtime.control import Message
 from manyhands.runtime.control_messages import (
     EndAt,
@@ -99,10 +100,11 @@ class Run:
         self.gathering = Gathering(self)
         self.backups = Backups(self)
         self.stalls = StallWatch(self)
+        self.store: CollectiveStore | None = None
         self._diagnosis = FailureDiagnosis(self)
         work = stalls.work_of(order.plan, order.graph.network)
         self.reports = self.reports_class(
-            self, Agreement(schedule, work, suspicions or Suspicions(), may_overflow=order.scales_loss)
+            self, Agreement(schedule, work, suspicions or Suspicions(), order.scales_loss, order.uses_groups)
         )
 
     def _feeders_of_lengths(self, order: Order) -> dict[Graph, Feeder]:
@@ -392,3 +394,4 @@ class Run:
             error if isinstance(error, ManyhandsError) else WorkerLost("The run has ended.")
         )
         self.gathering.close()
+        self.store = None

@@ -62,7 +62,7 @@ from manyhands.runtime.link_shaping import LinkShaping
 from manyhands.runtime.member_probes import MemberProbes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.part_builder import PartBuilder
-from manyhands.runtime.peer_connections import connect
+from manyhands.runtime.peer_connections import connect, form_groups
 from manyhands.runtime.processes import keep_memory
 from manyhands.runtime.state_exchange import StateExchange, state_of
 from manyhands.runtime.timing_here import measured
@@ -314,6 +314,10 @@ class Worker:
             self.prepared = Assignment(command, executor)
             self.exchange.make_room_for_start(self.prepared, executor)
         self._connect(command)
+        if self.prepared.executor is not None and (collectives := self.prepared.executor.options.collectives):
+            form_groups(
+                collectives.groups, self.joining.timeout_factor, lambda: self._check_stopped(command.generation)
+            )
         self._send(Ready(command.generation))
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:

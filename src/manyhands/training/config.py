@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.data.sets import NAMES, STAND_INS
 from manyhands.facts.errors import BadValue
+from manyhands.job.collectives_config import CollectivesConfig
 from manyhands.job.config import Config, Option, full_path, option
 from manyhands.job.config_sections import HEARTBEAT_TIMEOUT_SECONDS, DevicesConfig, LearningConfig, WorkloadConfig
 from manyhands.training.precision import PrecisionConfig
@@ -156,6 +157,7 @@ class TrainConfig(
     LengthsConfig,
     PrecisionConfig,
     OptimizerConfig,
+    CollectivesConfig,
     SharingConfig,
 ):
     """Every option of `mh.train` and `manyhands train`."""
@@ -166,6 +168,7 @@ class TrainConfig(
             raise BadValue("--grid, --rows, --columns and --depths are for --share tiles.", hint="Add --share tiles.")
         if self.lengths is not None and self.feed == "start":
             raise BadValue("feed='start' lays out samples of one shape.", hint="Leave out feed, or lengths.")
+        self.check_joining(self.listen)
 
     @property
     def has_plan_file(self) -> bool:

@@ -335,9 +335,10 @@ class Mailbox:
         with self._lock:
             self._tell()
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Announce that this thread waits for another one of this device, which waits for messages."""
-        return self._threads.announced()
+    def waiting(self, sources: Sequence[str] = ()) -> contextlib.AbstractContextManager[None]:
+        """Announce that this thread waits for another one of this device, which waits for messages, or for what these
+        devices do together with it."""
+        return self._threads.announced(sources)
 
     def is_waiting(self, thread: int) -> bool:
         """Return whether the thread of this identifier waits for a message, or for another thread that does."""
@@ -349,6 +350,7 @@ class Mailbox:
         with self._lock:
             keys = self._threads.keys()
             sources = {key[0] for key in keys if key is not None and key is not ANOTHER_THREAD}
+            sources |= self._threads.sources()
             if None in keys:
                 planned = self._expected(self.step)
                 sources |= {source for source, topic in planned if self._is_missing(source, topic)}
@@ -360,10 +362,13 @@ class Mailbox:
         is_here = key in self._received or (message is not None and message.complete)
         return not is_here and (source, topic) not in self._standing
 
-    def check(self) -> None:
-        """Raise if this device was interrupted: called between actions, so that computing stops too."""
+    def check(self, sources: Sequence[str] = ()) -> None:
+        """Raise if this device was interrupted, or one of these is lost: called between actions, so that computing
+        stops too."""
         if self.interruption is not None:
             raise self.interruption
+        for source in sources:
+            self._check(source)
 
     def _check(self, source: str) -> None:
         if self.interruption is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from manyhands.facts.errors import TimedOut
@@ -41,6 +41,8 @@ class WaitingThreads:
         self._sleepers = 0
         self._keys: dict[int, Key | None] = {}
         """Thread -> the message it waits for; None: any news."""
+        self._sources: dict[int, Sequence[str]] = {}
+        """Thread -> the devices that it waits for, without a message."""
         self.helper: Helper | None = None
 
     def wait(
@@ -92,18 +94,24 @@ class WaitingThreads:
             self._change.notify_all()
 
     @contextlib.contextmanager
-    def announced(self) -> Iterator[None]:
-        """Announce that this thread waits for another one of this device, which waits for messages."""
+    def announced(self, sources: Sequence[str] = ()) -> Iterator[None]:
+        """Announce that this thread waits for another one of this device, which waits for messages, or for what these
+        devices do together with it."""
         thread = threading.get_ident()
-        self._keys[thread] = ANOTHER_THREAD
+        self._keys[thread], self._sources[thread] = ANOTHER_THREAD, sources
         try:
             yield
         finally:
             self._keys.pop(thread, None)
+            self._sources.pop(thread, None)
 
     def has(self, thread: int) -> bool:
         """Return whether the thread of this identifier waits."""
         return thread in self._keys
+
+    def sources(self) -> set[str]:
+        """Return the devices that are waited for without a message."""
+        return {name for names in list(self._sources.values()) for name in names}
 
     def keys(self) -> list[Key | None]:
         """Return what is waited for now; None stands for any news."""

@@ -1,0 +1,27 @@
+"""The ways in which devices add up numbers together: manyhands' own messages, or process groups of PyTorch."""
+
+from __future__ import annotations
+
+import msgspec
+
+BUILTIN, TORCH, AUTO = "builtin", "torch", "auto"
+COLLECTIVES = {
+    BUILTIN: "manyhands' own messages, encrypted beyond this machine",
+    TORCH: "torch.distributed: gloo, or NCCL between GPUs, not encrypted",
+    AUTO: "the faster of both, as measured in the first rounds",
+}
+GLOO, NCCL = "gloo", "nccl"
+
+
+class CollectiveTerms(msgspec.Struct, frozen=True):
+    """What a device must know to form process groups with the others of its generation."""
+
+    way: str
+    """TORCH or AUTO."""
+    store_host: str
+    """The address of the coordinator's store, as this device reaches it."""
+    store_port: int
+    host: str
+    """The address of this device at which the others connect to it."""
+    gpu_devices: tuple[str, ...] = ()
+    """Devices that have a GPU of their own: groups of these alone use NCCL, all others gloo."""
