@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grouped_devices import grouped_devices
 from hand_made import cluster
 from manyhands.executor.executor import Executor
 from manyhands.executor.feeder import Feeder
@@ -19,6 +21,7 @@ from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.scheduling import Scheduling
 from manyhands.facts.clipping import Clipping
+from manyhands.facts.collectives import BUILTIN
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
@@ -189,6 +192,7 @@ def run(
     clipping: Clipping | None = None,
     scheduling: Scheduling | None = None,
     scales_loss: bool = False,
+    collectives: str = BUILTIN,
 ) -> Ran:
     """Train `batches` by `plan` (or run them through, if it is a stream), each device a thread. `lengths`: the graphs
     of batches of several lengths, of which `graph` is the longest.
@@ -202,6 +206,8 @@ def run(
     board = Switchboard([*devices, COORDINATOR], limit_seconds=limit_seconds)
     if fail is not None:
         board.fail_after(*fail)
+    endings = contextlib.ExitStack()
+    grouped = endings.enter_context(grouped_devices(board, schedule, collectives)) if collectives != BUILTIN else {}
     executors: dict[str, Executor] = {}
     for device in devices:
         own = schedule.lowering.work[device]
@@ -211,6 +217,7 @@ def run(
         options = ExecutorOptions(
             seed=seed, kernels=(kernels or {}).get(device, {}), trace_steps=trace_steps, memory_step=memory_step,
             with_targets=training, clipping=clipping, is_scheduled=scheduling is not None, scales_loss=scales_loss,
+            collectives=grouped.get(device),
         )  # fmt: skip
         executors[device] = Executor(graph, schedule, board.endpoints[device], weights, stepper, options, lengths)
         executors[device].rest()
@@ -276,6 +283,7 @@ def run(
     seconds = time.monotonic() - trouble[0] if trouble else 0.0
     for executor in executors.values():
         executor.close()
+    endings.close()
     return Ran(
         {d: {n: t.detach().clone() for n, t in e.weights.tensors.items()} for d, e in executors.items()},
         losses, {d: e.log for d, e in executors.items()}, schedule, errors, board, executors, outputs, norms, seconds,

@@ -7,7 +7,7 @@ are made of is gathered, and combined here in the order of the devices, as alway
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -34,6 +34,8 @@ class Collectives:
         self._first_step, self._stride = first_step, stride
         self._choices: defaultdict[GroupKey, MeasuredChoice] = defaultdict(MeasuredChoice)
         self._row = torch.empty(0)
+        self.counts: Counter[str] = Counter()
+        """Group -> reductions that have gone through it."""
 
     def close(self) -> None:
         """End all groups, whatever they wait for."""
@@ -59,10 +61,6 @@ class Collectives:
     def _round(self, step: int) -> int:
         return (step - self._first_step) // self._stride
 
-    def chosen(self) -> dict[str, bool]:
-        """Return, for each group that has chosen by measurement, whether its sums go through it."""
-        return {str(key): choice.is_torch for key, choice in self._choices.items() if choice.is_torch is not None}
-
     def sum(self, reduce: Reduce, network: Network, step: int, gradients: Sequence[torch.Tensor]) -> SumRecord:
         """Add up gradients in place, and return this device's record of the sum."""
         key = GroupKey.of(reduce)
@@ -82,6 +80,7 @@ class Collectives:
             return [[numbers_in(memory[size * first : size * last], dtype)] for first, last in pairwise(points)]
 
         before = [projection_and_norm(chunk) for chunk in chunks()]
+        self.counts[str(key)] += 1
         self.groups.all_reduce(key, numbers, f"{topic(reduce, 0, 0)} of step {step}")
         after = tuple(projection(chunk) for chunk in chunks())
         for row, (first, last) in zip(rows, pairwise(ends)):
@@ -96,7 +95,9 @@ class Collectives:
 
     def begin_gather(self, reduce: Reduce, step: int, row: torch.Tensor) -> Gathering:
         """Begin to give this device's row to all, and to receive theirs."""
-        return self.groups.begin_all_gather(GroupKey.of(reduce), row, f"{topic(reduce, 0, 0)} of step {step}")
+        key = GroupKey.of(reduce)
+        self.counts[str(key)] += 1
+        return self.groups.begin_all_gather(key, row, f"{topic(reduce, 0, 0)} of step {step}")
 
     def _room(self, count: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
         """Return memory for so many numbers, used again and again."""

@@ -157,6 +157,8 @@ class Executor:
         log.elements = sum(runner.elements for part in self.parts.values() for runner in part.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
         log.state_bytes = dict(self.endpoint.unplanned_bytes)
+        if self.options.collectives is not None:
+            log.group_sums = dict(self.options.collectives.counts)
         log.refused_frames = self.endpoint.mailbox.refused
         return log
 

@@ -58,6 +58,8 @@ class DeviceLog(msgspec.Struct):
     state_bytes: dict[str, int] = {}
     """Bytes of weights and optimiser state sent to each device, as a backup or to go on with; in neither of the
     above."""
+    group_sums: dict[str, int] = {}
+    """Process group of PyTorch -> the reductions that went through it: their bytes are in none of the above."""
     busy_seconds: float = 0.0
     stage_seconds: dict[int, list[float]] = {}
     """Stage -> forward and backward seconds of each of the last rounds, without the first ones of a run."""
@@ -96,6 +98,7 @@ def _one_log(earlier: DeviceLog, later: DeviceLog) -> DeviceLog:
         sent_bytes=_sums(earlier.sent_bytes, later.sent_bytes),
         received_bytes=_sums(earlier.received_bytes, later.received_bytes),
         state_bytes=_sums(earlier.state_bytes, later.state_bytes),
+        group_sums=_sums(earlier.group_sums, later.group_sums),
         busy_seconds=earlier.busy_seconds + later.busy_seconds,
         stage_seconds={
             stage: (earlier.stage_seconds.get(stage, []) + later.stage_seconds.get(stage, []))[-MOST_ROUNDS:]

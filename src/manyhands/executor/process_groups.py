@@ -25,10 +25,11 @@ import torch
 from torch import distributed
 
 from manyhands.facts.collectives import GLOO, NCCL, CollectiveTerms
-from manyhands.facts.errors import BadSchedule, NotInstalled, TimedOut, WorkerLost
+from manyhands.facts.errors import BadSchedule, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.schedule.actions import Action, Reduce
 from manyhands.transport.library_sockets import Place, listening, shut
 from manyhands.transport.mailbox import Mailbox
+from manyhands.transport.security import is_loopback
 
 LOOK_SECONDS = 0.05
 """The time for which a thread waits inside the library before it looks at its mailbox."""
@@ -41,6 +42,12 @@ _ROWS = list(range(_STAMP_DIGITS))
 _STAMP_BYTES = 4
 _listening = threading.Lock()
 """Held while gloo begins to listen: its address is the one that was not there before."""
+
+
+class NoGroups(WorkerLost):
+    """Process groups that could not be formed; the message is the network's answer, and for this device alone."""
+
+    is_before_proof = True
 
 
 class GroupKey(NamedTuple):
@@ -56,6 +63,13 @@ class GroupKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.what} of stage {self.stage} among {', '.join(self.devices)}"
+
+
+class Hosts(NamedTuple):
+    """The two ends of a device's connection to the coordinator: no others are taken from anybody's message."""
+
+    here: str
+    coordinator: str
 
 
 def keys_of(actions: Iterable[Action]) -> tuple[GroupKey, ...]:
@@ -75,9 +89,11 @@ class ProcessGroups:
     """The process groups of one device in one generation."""
 
     def __init__(
-        self, mailbox: Mailbox, terms: CollectiveTerms, generation: int, keys: Sequence[GroupKey], torch_device: str
-    ) -> None:
+        self, mailbox: Mailbox, terms: CollectiveTerms, hosts: Hosts, generation: int, keys: Sequence[GroupKey],
+        torch_device: str,
+    ) -> None:  # fmt: skip
         self._mailbox, self._terms, self._generation, self._keys = mailbox, terms, generation, keys
+        self._hosts = hosts
         self._torch_device = torch.device(torch_device)
         self._groups: dict[GroupKey, Any] = {}
         self._here: set[Place] = set()
@@ -86,6 +102,11 @@ class ProcessGroups:
         """Those of the other devices."""
         self._lock = threading.Lock()
         self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self._mailbox.name
 
     def backend_of(self, key: GroupKey) -> str:
         """Return the library's backend that moves a group's numbers."""
@@ -102,6 +123,8 @@ class ProcessGroups:
         cannot end it, though it lasts no longer than the limit, and `close` makes it fail."""
         if not self._keys:
             return
+        if not is_loopback(self._hosts.here) and not self._terms.trusts_network:
+            raise Refused("Process groups are not encrypted: on this network the coordinator must trust it expressly.")
         wanted = {self.backend_of(key) for key in self._keys}
         if missing := sorted(wanted - set(available_backends())):
             raise NotInstalled(
@@ -111,7 +134,7 @@ class ProcessGroups:
         limit = timedelta(seconds=limit_seconds)
         try:
             store = distributed.TCPStore(
-                self._terms.store_host, self._terms.store_port, None, False, limit, wait_for_workers=False
+                self._hosts.coordinator, self._terms.store_port, None, False, limit, wait_for_workers=False
             )
             device = self._gloo_device(store) if GLOO in wanted else None
             for key in self._keys:
@@ -123,18 +146,15 @@ class ProcessGroups:
                     group = _gloo_group(prefix, rank, len(key.devices), limit, device)
                 self._add(key, group)
         except RuntimeError as error:
-            raise WorkerLost(
-                f"{self._mailbox.name} could not form its process groups within {limit_seconds:g} s: {_line(error)}",
-                hint="Can all devices connect to each other's ports? Else leave out --collectives.",
-            ) from error
+            raise NoGroups(_line(error)) from error
 
     def _gloo_device(self, store: Any) -> Any:
         """Return gloo's end of connections, after all devices have told each other where they listen."""
         name = self._mailbox.name
         with _listening:
             before = listening()
-            device = distributed.ProcessGroupGloo.create_device(hostname=self._terms.host)
-            self._here = {place for place in listening() - before if place[0] == self._terms.host}
+            device = distributed.ProcessGroupGloo.create_device(hostname=self._hosts.here)
+            self._here = {place for place in listening() - before if place[0] == self._hosts.here}
         store.set(f"{self._generation}/at {name}", "\n".join(f"{port} {host}" for host, port in sorted(self._here)))
         for other in sorted({other for key in self._keys for other in key.devices} - {name}):
             lines = store.get(f"{self._generation}/at {other}").decode().splitlines()
@@ -160,7 +180,7 @@ class ProcessGroups:
         stamp[_ROWS, places] = 1
         options = distributed.AllreduceOptions()
         options.timeout = self._limit
-        self._finish(key, self._group(key).allreduce([numbers], options), name)
+        self._finish(key, [self._group(key).allreduce([numbers], options)], name)
         stamp = stamp.cpu()
         if stamp[_ROWS, places].tolist() != [len(key.devices)] * _STAMP_DIGITS:
             raise _mixed_up(name)
@@ -186,8 +206,10 @@ class ProcessGroups:
                 raise WorkerLost("The process groups are closed: the run has ended.")
             return self._groups[key]
 
-    def _finish(self, key: GroupKey, work: Any, name: str) -> None:
-        """Wait for a collective; interrupted, or without one of its devices, it ends as a wait for a message does."""
+    def _finish(self, key: GroupKey, works: list[Any], name: str) -> None:
+        """Wait for a collective, the only one of the list, which is emptied; interrupted, or without one of its devices,
+        the wait ends as one for a message does. No error keeps the collective, and with it the group, alive."""
+        work = works.pop()
         others = tuple(device for device in key.devices if device != self._mailbox.name)
         has_ended = _gpu_has_ended if self.backend_of(key) == NCCL else _has_ended
         limit_seconds = self._mailbox.limit_seconds
@@ -204,7 +226,10 @@ class ProcessGroups:
                         )
             except RuntimeError as error:
                 self._mailbox.check(others)
-                raise WorkerLost(f"The process group for {key} broke in '{name}': {_line(error)}") from error
+                reason = error.with_traceback(None)
+                raise WorkerLost(f"The process group for {key} broke in '{name}': {_line(error)}") from reason
+            finally:
+                del work
         self._mailbox.check()
 
     # The end
@@ -231,11 +256,11 @@ class Gathering:
     """An all-gather under way."""
 
     def __init__(self, groups: ProcessGroups, key: GroupKey, work: Any, rows: list[torch.Tensor], name: str) -> None:
-        self._groups, self._key, self._work, self._rows, self._name = groups, key, work, rows, name
+        self._groups, self._key, self._works, self._rows, self._name = groups, key, [work], rows, name
 
     def finish(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Wait for the rows of all devices, and return them in the order of the devices."""
-        self._groups._finish(self._key, self._work, self._name)
+        self._groups._finish(self._key, self._works, self._name)
         stamp = _stamp_bytes(self._name)
         if any(not torch.equal(row[:_STAMP_BYTES].cpu(), stamp) for row in self._rows):
             raise _mixed_up(self._name)

@@ -86,9 +86,9 @@ class Traffic:
             planned, kinds = self.sent.get(device, Counter()), log.sent_kinds
             to_others = sum(size for to, size in log.sent_bytes.items() if to != COORDINATOR)
             pairs = [(f"as '{kind}'", planned[kind], kinds.get(kind, 0)) for kind in KINDS]
-            pairs.append(
-                ("in reductions", planned[SUMS] + planned[REDUCTION] + planned[NORM], to_others - sum(kinds.values()))
-            )
+            if not log.group_sums:  # else PyTorch carried some, and counts nothing
+                reduced = planned[SUMS] + planned[REDUCTION] + planned[NORM]
+                pairs.append(("in reductions", reduced, to_others - sum(kinds.values())))
             differences += [
                 f"{device} sent {measured} bytes {how} in {counted} rounds; planned were {expected} {over}."
                 for how, expected, measured in pairs

@@ -18,10 +18,9 @@ class CollectiveTerms(msgspec.Struct, frozen=True):
 
     way: str
     """TORCH or AUTO."""
-    store_host: str
-    """The address of the coordinator's store, as this device reaches it."""
     store_port: int
-    host: str
-    """The address of this device at which the others connect to it."""
+    """The port of the coordinator's store; its host is where the device has reached the coordinator."""
+    trusts_network: bool
+    """Whether they may connect beyond one machine."""
     gpu_devices: tuple[str, ...] = ()
     """Devices that have a GPU of their own: groups of these alone use NCCL, all others gloo."""

@@ -89,17 +89,16 @@ class CollectiveStore:
     def __init__(self, order: Order, members: Mapping[str, Member], host: str) -> None:
         """Listen at `host`: an address of this machine, or where all are on this machine, its loopback address."""
         self._order, self._members = order, members
-        self._is_local = all(_is_here(member) for member in members.values())
-        self._store, self._port = _store_at("127.0.0.1" if self._is_local else host)
+        is_local = all(_is_here(member) for member in members.values())
+        self._store, self._port = store_at("127.0.0.1" if is_local else host)
 
-    def terms(self, name: str) -> CollectiveTerms:
-        """Return what a device must know to form its groups."""
-        member = self._members[name]
-        host = "127.0.0.1" if self._is_local else member.channel.local_host
+    @property
+    def terms(self) -> CollectiveTerms:
+        """What the devices must know to form their groups."""
+        order = self._order
         return CollectiveTerms(
-            self._order.collectives, host, self._port, member.address[0] if not self._is_local else "127.0.0.1",
-            tuple(_with_a_gpu_each(self._members)),
-        )  # fmt: skip
+            order.collectives, self._port, order.trusts_network, tuple(_with_a_gpu_each(self._members))
+        )
 
     def close(self) -> None:
         self._store = None
@@ -120,7 +119,7 @@ def _with_a_gpu_each(members: Mapping[str, Member]) -> list[str]:
     return [name for name, gpu in gpus.items() if NCCL in members[name].facts.backends and used.count(gpu) == 1]
 
 
-def _store_at(host: str) -> tuple[Any, int]:
+def store_at(host: str) -> tuple[Any, int]:
     """Return a store that listens at this address alone, and its port: PyTorch by itself would listen at every one."""
     from torch import distributed
 

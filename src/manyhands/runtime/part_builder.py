@@ -14,7 +14,7 @@ from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import build
 from manyhands.executor.options import ExecutorOptions
-from manyhands.executor.process_groups import ProcessGroups, keys_of
+from manyhands.executor.process_groups import Hosts, ProcessGroups, keys_of
 from manyhands.executor.resident_dataset import SAMPLES, ResidentDataset
 from manyhands.facts.boxes import Box
 from manyhands.facts.collectives import AUTO
@@ -42,8 +42,8 @@ class PartBuilder:
     It keeps the graph and the resident dataset of the last job: the next one may use them again.
     """
 
-    def __init__(self, endpoint: ConnectedEndpoint, joining: Joining, silo: Silo | None) -> None:
-        self.endpoint, self._joining, self._silo = endpoint, joining, silo
+    def __init__(self, endpoint: ConnectedEndpoint, joining: Joining, silo: Silo | None, hosts: Hosts) -> None:
+        self.endpoint, self._joining, self._silo, self._hosts = endpoint, joining, silo, hosts
         self._graphs: dict[str, dict[int, Graph]] = {}
         """The last job's graphs, by their digest; of each length, or under 0 the only one."""
         self._resident_dataset: ResidentDataset | None = None
@@ -140,7 +140,7 @@ class PartBuilder:
         if job.collectives is None:
             return None
         keys = keys_of(schedule.every_action(self.endpoint.name))
-        groups = ProcessGroups(self.endpoint.mailbox, job.collectives, generation, keys, self._joining.compute)
+        groups = ProcessGroups(self.endpoint.mailbox, job.collectives, self._hosts, generation, keys, self._joining.compute)
         return Collectives(
             groups, is_measured=job.collectives.way == AUTO, first_step=job.steps_done,
             stride=schedule.plan.steps_per_round,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from manyhands.executor.process_groups import ProcessGroups
+from manyhands.executor.process_groups import NoGroups, ProcessGroups
 from manyhands.facts.errors import ManyhandsError, TimedOut
 from manyhands.runtime.attempt import Attempt
 from manyhands.transport.endpoint import Address
@@ -33,20 +33,34 @@ def connect(
     except ManyhandsError as error:
         if not error.is_before_proof:
             raise
-        with contextlib.suppress(OSError):  # its log may be on a full disk
-            print(error, file=sys.stderr)
-        while time.monotonic() < deadline:
-            check()
-            time.sleep(0.1)
+        _keep_to_itself(error, deadline, check)
         raise _unreached(endpoint, peers, limit_seconds) from error
 
 
 def form_groups(groups: ProcessGroups, timeout_factor: float, check: Callable[[], None]) -> None:
     """Form process groups with the other devices of the run. `check`: as of `connect`."""
     limit_seconds = CONNECT_SECONDS * timeout_factor
+    deadline = time.monotonic() + limit_seconds
     attempt = Attempt(lambda: groups.form(limit_seconds), "process groups")
-    while not attempt.is_over(0.1):
+    try:
+        while not attempt.is_over(0.1):
+            check()
+    except NoGroups as error:
+        _keep_to_itself(error, deadline, check)
+        raise TimedOut(
+            f"{groups.name} could not form process groups with the other devices within {limit_seconds:g} s.",
+            hint="Can all devices connect to each other's ports? Else leave out --collectives. The log of "
+            f"{groups.name} says what PyTorch reported.",
+        ) from error
+
+
+def _keep_to_itself(error: ManyhandsError, deadline: float, check: Callable[[], None]) -> None:
+    """Log what the network answered, here alone, and wait until the deadline, so that the time says nothing either."""
+    with contextlib.suppress(OSError):  # the log may be on a full disk
+        print(error, file=sys.stderr)
+    while time.monotonic() < deadline:
         check()
+        time.sleep(0.1)
 
 
 def _unreached(endpoint: ConnectedEndpoint, peers: Mapping[str, Address], limit_seconds: float) -> TimedOut:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.executor.process_groups import Hosts
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime import link_probe
 from manyhands.runtime.assignment import Assignment, Stopped, seen_round
@@ -108,7 +109,9 @@ class Worker:
         self.commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.prepared: Assignment | None = None
         self.keeping = Keeping(self.endpoint)
-        self.builder = PartBuilder(self.endpoint, joining, self.silo)
+        self.builder = PartBuilder(
+            self.endpoint, joining, self.silo, Hosts(self.channel.local_host, self.channel.peer_host)
+        )
         self.exchange = StateExchange(self.endpoint, self.keeping, lambda message: self._send(message))
         self.probing: ProbeLinks | None = None
         self.is_under_way = False
