@@ -34,7 +34,9 @@ from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.executor import Executor
 from manyhands.executor.messages import COORDINATOR, feed_parts
 from manyhands.executor.optimizers import slots
+from manyhands.executor.process_groups import GroupKey, ProcessGroups
 from manyhands.executor.scheduling import Scheduling
+from manyhands.facts.collectives import BUILTIN
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Single, Stage
@@ -87,7 +89,8 @@ class Fault:
 
     device: str
     place: str
-    """forward, backward, loss, receive, send, step: an action of the schedule; feed: a batch comes from the
+    """forward, backward, loss, receive, send, step: an action of the schedule; collective: a sum by a process group,
+    before it is begun; feed: a batch comes from the
     coordinator; statistics, all-reduce; keep, send copy, hold copy: backups; survey, prepare, give, load: recovery."""
     kind: str = "killed"
     """Or "silent" (nothing from or to it arrives any more), "unlinked" (from `to` alone, which still lives), "parted"
@@ -252,6 +255,15 @@ class FaultCluster:
                 self.meet(source, "all-reduce", step, topic)
 
         self.transport.before_send = sending
+        add_up = ProcessGroups.all_reduce
+
+        def adding(groups: ProcessGroups, key: GroupKey, numbers: torch.Tensor, name: str) -> None:
+            worker = self.workers.get(groups.name)
+            if worker is not None and worker.endpoint.mailbox is groups._mailbox:
+                self.meet(groups.name, "collective", int(name.rsplit(" ", 1)[1]), name)
+            add_up(groups, key, numbers, name)
+
+        self._patch.setattr(ProcessGroups, "all_reduce", adding)
 
     def _at(self, one: StateExchange | PartBuilder | Keeping, place: str, step: int | None) -> None:
         self.meet(one.endpoint.name, place, step, f"{place} {step}")
@@ -342,6 +354,7 @@ class FaultCluster:
         loaded: AbstractContextManager[RewindableBatches] | None = None,
         validation: Validation | None = None,
         requests: CheckpointRequests | None = None,
+        collectives: str = BUILTIN,
     ) -> Trip:
         """Train to the end, whatever happens.
 
@@ -385,7 +398,7 @@ class FaultCluster:
             rates=Scheduling.by_name(optimizer), seed=5,
             snapshots=(*snapshots, steps), wait_limit_seconds=60.0,
             backup_every=backup_every if len(chosen.devices) > 1 else 0,
-            preload=Preload.of(Pictures()) if is_preloaded else None, lengths=lengths,
+            preload=Preload.of(Pictures()) if is_preloaded else None, lengths=lengths, collectives=collectives,
         )  # fmt: skip
         given = data if data is not None else Pictures()
         fed: Dataset[Any] = Numbered(given) if is_preloaded else given

@@ -63,6 +63,15 @@ def chain(
     return Network("chain", tuple(ops), layers, tensors, weights, ("x",), (names[-1],), "blocks", text)
 
 
+def summed_network(sizes: Sequence[int], dtype: str) -> Network:
+    """A chain whose weights have these many numbers; a sum of gradients is of all of them."""
+    made = chain(len(sizes))
+    weights = {f"w{i}": WeightSpec(f"w{i}", (size,), dtype, trainable=True) for i, size in enumerate(sizes)}
+    made.weights.clear()
+    made.weights.update(weights)
+    return made
+
+
 def _layer(name: str, first: int, last: int, weight_bytes: int) -> Layer:
     return Layer(
         name=name, first=first, last=last, macs=1000 * (last - first), parameter_bytes=weight_bytes * (last - first),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from grouped_devices import on_all, process_groups
+from hand_made import summed_network
 from harness import SGD, TOLERANCE, Batch, Ran, alone, plan_for, run, shared
 from manyhands.executor.collectives import Collectives
 from manyhands.executor.measured_choice import TRIED_ROUNDS
@@ -24,7 +25,6 @@ from manyhands.schedule.actions import Reduce
 from manyhands.schedule.tiles import TileGeometry
 from manyhands.transport.mailbox import Mailbox
 from real_runs import CLASSES, network
-from test_reducer import network_of
 from tiled_cases import small_case
 from tiled_networks import same
 
@@ -113,7 +113,7 @@ def test_auto_measures_both_ways_and_is_exact(graph: Graph) -> None:
     ran.assert_equals(*alone(graph, data, SGD, seed=7))
     for device in plan.devices:
         each = ran.logs[device].group_sums
-        planned = [reduce for reduce in reductions(ran, device)]
+        planned = reductions(ran, device)
         for key, count in each.items():
             of_key = sum(str(GroupKey.of(reduce)) == key for reduce in planned)
             assert count in (of_key * TRIED_ROUNDS, of_key * (steps - TRIED_ROUNDS)), key
@@ -129,7 +129,7 @@ def test_gradients_of_any_layout_and_type_are_added_up_in_place(dtype: torch.dty
     }
     expected = [sum(gradients[device][place] for device in devices) for place in range(3)]
     sizes = [gradient.numel() for gradient in gradients["a"]]
-    made = network_of(sizes, str(dtype).removeprefix("torch."))
+    made = summed_network(sizes, str(dtype).removeprefix("torch."))
     reduce = Reduce(0, "gradients", 0, 3, devices, sum(sizes) * dtype.itemsize)
     key = GroupKey.of(reduce)
     boxes = {device: Mailbox(device, limit_seconds=10) for device in devices}

@@ -13,12 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hand_made import chain
+from hand_made import summed_network
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.reducer import Reducer, row_of
 from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
-from manyhands.facts.network import Network, WeightSpec
 from manyhands.graph.weights import dense_gradient
 from manyhands.runtime.agreement import Evidence, evidence_of
 from manyhands.schedule.actions import Reduce
@@ -26,15 +25,6 @@ from manyhands.schedule.reduction import MOST_DIRECT, chunk_points
 from manyhands.transport.switchboard import Switchboard
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3)
-
-
-def network_of(sizes: Sequence[int], dtype: str) -> Network:
-    """A chain whose weights have these many numbers; the reduction is of all of them."""
-    made = chain(len(sizes))
-    weights = {f"w{i}": WeightSpec(f"w{i}", (size,), dtype, trainable=True) for i, size in enumerate(sizes)}
-    made.weights.clear()
-    made.weights.update(weights)
-    return made
 
 
 def reduce_all(
@@ -53,7 +43,7 @@ def reduce_all(
     first = next(iter(gradients.values()))
     dtype = str(first[0].dtype).removeprefix("torch.")
     sizes = [gradient.numel() for gradient in first]
-    network = network_of(sizes, dtype)
+    network = summed_network(sizes, dtype)
     bounds = [round(i * len(sizes) / buckets) for i in range(buckets + 1)]
     actions = [
         Reduce(0, "gradients", a, b, devices, sum(sizes[a:b]) * first[0].element_size())
@@ -174,7 +164,7 @@ def test_waiting_has_a_limit() -> None:
     """One device never comes."""
     board = Switchboard(["a", "b"], limit_seconds=0.2)
     reduce = Reduce(0, "gradients", 0, 1, ("a", "b"), 80)
-    network = network_of([10], "float64")
+    network = summed_network([10], "float64")
     board.endpoints["a"].mailbox.open(0, expected_messages([reduce], "a", network))
     reducer = Reducer(board.endpoints["a"], network, lambda *_: None)
     reducer.start(reduce, 0, [torch.zeros(10, dtype=torch.float64)])
@@ -186,7 +176,7 @@ def test_waiting_has_a_limit() -> None:
 def test_a_span_is_told_for_every_bucket() -> None:
     board = Switchboard(["a", "b"])
     reduce = Reduce(0, "gradients", 0, 1, ("a", "b"), 80)
-    network = network_of([10], "float64")
+    network = summed_network([10], "float64")
     spans: list[tuple[Reduce, float, float]] = []
     reducers = []
     for name in ("a", "b"):
@@ -264,7 +254,7 @@ def contradictions(records: dict[str, list[SumRecord]], sizes: Sequence[int], ki
     devices, found = tuple(f"d{place}" for place in range(len(records))), Evidence()
     size = torch.empty(0, dtype=getattr(torch, kind)).element_size()
     reduce = Reduce(0, "gradients", 0, len(sizes), devices, sum(sizes) * size)
-    counts = [b - a for a, b in pairwise(chunk_points(reduce, network_of(sizes, kind)))]
+    counts = [b - a for a, b in pairwise(chunk_points(reduce, summed_network(sizes, kind)))]
     evidence_of(reduce, {name: own[0] for name, own in records.items()}, counts, kind, found)
     return found
 

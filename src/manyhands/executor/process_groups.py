@@ -133,12 +133,12 @@ class ProcessGroups:
             )
         limit = timedelta(seconds=limit_seconds)
         try:
-            store = distributed.TCPStore(
+            store = c10d.TCPStore(
                 self._hosts.coordinator, self._terms.store_port, None, False, limit, wait_for_workers=False
             )
             device = self._gloo_device(store) if GLOO in wanted else None
             for key in self._keys:
-                prefix = distributed.PrefixStore(f"{self._generation}/{key}", store)
+                prefix = c10d.PrefixStore(f"{self._generation}/{key}", store)
                 rank = key.devices.index(self._mailbox.name)
                 if self.backend_of(key) == NCCL:
                     group = _nccl_group(prefix, rank, len(key.devices), limit)
@@ -172,13 +172,13 @@ class ProcessGroups:
     # Collectives
 
     def all_reduce(self, key: GroupKey, numbers: torch.Tensor, name: str) -> None:
-        """Add up `numbers` among a group's devices, in place, in the library's order. The last STAMP_NUMBERS of them are
-        the stamp's: they say afterwards whether all devices have added up `name`."""
+        """Add up `numbers` among a group's devices, in place, in the library's order. The last STAMP_NUMBERS of them
+        are the stamp's: they say afterwards whether all devices have added up `name`."""
         stamp = numbers[-STAMP_NUMBERS:].view(_STAMP_DIGITS, _STAMP_BASE)
         places = _digits(name)
         stamp.zero_()
         stamp[_ROWS, places] = 1
-        options = distributed.AllreduceOptions()
+        options = c10d.AllreduceOptions()
         options.timeout = self._limit
         self._finish(key, [self._group(key).allreduce([numbers], options)], name)
         stamp = stamp.cpu()
@@ -191,7 +191,7 @@ class ProcessGroups:
         data = row.detach().contiguous().reshape(-1).view(torch.uint8).to(place)
         mine = torch.cat([_stamp_bytes(name).to(place), data])
         rows = [torch.empty_like(mine) for _ in key.devices]
-        options = distributed.distributed_c10d.AllgatherOptions()
+        options = c10d.AllgatherOptions()
         options.timeout = self._limit
         return Gathering(self, key, self._group(key).allgather([rows], [mine], options), rows, name)
 
@@ -207,8 +207,8 @@ class ProcessGroups:
             return self._groups[key]
 
     def _finish(self, key: GroupKey, works: list[Any], name: str) -> None:
-        """Wait for a collective, the only one of the list, which is emptied; interrupted, or without one of its devices,
-        the wait ends as one for a message does. No error keeps the collective, and with it the group, alive."""
+        """Wait for a collective, the only one of the list, which is emptied; interrupted, or without one of its
+        devices, the wait ends as one for a message does. No error keeps the collective, and its group, alive."""
         work = works.pop()
         others = tuple(device for device in key.devices if device != self._mailbox.name)
         has_ended = _gpu_has_ended if self.backend_of(key) == NCCL else _has_ended

@@ -140,7 +140,9 @@ class PartBuilder:
         if job.collectives is None:
             return None
         keys = keys_of(schedule.every_action(self.endpoint.name))
-        groups = ProcessGroups(self.endpoint.mailbox, job.collectives, self._hosts, generation, keys, self._joining.compute)
+        groups = ProcessGroups(
+            self.endpoint.mailbox, job.collectives, self._hosts, generation, keys, self._joining.compute
+        )
         return Collectives(
             groups, is_measured=job.collectives.way == AUTO, first_step=job.steps_done,
             stride=schedule.plan.steps_per_round,

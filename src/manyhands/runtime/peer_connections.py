@@ -1,5 +1,4 @@
-"""Connects a worker to the other devices of a run, and reports those that it could not reach; forms its process groups.
-"""
+"""Connects a worker to the other devices of a run, forms its process groups, and reports devices not reached."""
 
 from __future__ import annotations
 
