@@ -31,6 +31,8 @@ from manyhands.transport.library_sockets import Place, listening, shut
 from manyhands.transport.mailbox import Mailbox
 from manyhands.transport.security import is_loopback
 
+_library: Any = distributed
+"""The library, of whose names many are exported at run time alone."""
 LOOK_SECONDS = 0.05
 """The time for which a thread waits inside the library before it looks at its mailbox."""
 _GPU_LOOK_SECONDS = 1e-4
@@ -133,12 +135,12 @@ class ProcessGroups:
             )
         limit = timedelta(seconds=limit_seconds)
         try:
-            store = c10d.TCPStore(
+            store = _library.TCPStore(
                 self._hosts.coordinator, self._terms.store_port, None, False, limit, wait_for_workers=False
             )
             device = self._gloo_device(store) if GLOO in wanted else None
             for key in self._keys:
-                prefix = c10d.PrefixStore(f"{self._generation}/{key}", store)
+                prefix = _library.PrefixStore(f"{self._generation}/{key}", store)
                 rank = key.devices.index(self._mailbox.name)
                 if self.backend_of(key) == NCCL:
                     group = _nccl_group(prefix, rank, len(key.devices), limit)
@@ -153,7 +155,7 @@ class ProcessGroups:
         name = self._mailbox.name
         with _listening:
             before = listening()
-            device = distributed.ProcessGroupGloo.create_device(hostname=self._hosts.here)
+            device = _library.ProcessGroupGloo.create_device(hostname=self._hosts.here)
             self._here = {place for place in listening() - before if place[0] == self._hosts.here}
         store.set(f"{self._generation}/at {name}", "\n".join(f"{port} {host}" for host, port in sorted(self._here)))
         for other in sorted({other for key in self._keys for other in key.devices} - {name}):
@@ -178,7 +180,7 @@ class ProcessGroups:
         places = _digits(name)
         stamp.zero_()
         stamp[_ROWS, places] = 1
-        options = c10d.AllreduceOptions()
+        options = _library.AllreduceOptions()
         options.timeout = self._limit
         self._finish(key, [self._group(key).allreduce([numbers], options)], name)
         stamp = stamp.cpu()
@@ -191,7 +193,7 @@ class ProcessGroups:
         data = row.detach().contiguous().reshape(-1).view(torch.uint8).to(place)
         mine = torch.cat([_stamp_bytes(name).to(place), data])
         rows = [torch.empty_like(mine) for _ in key.devices]
-        options = c10d.AllgatherOptions()
+        options = _library.distributed_c10d.AllgatherOptions()
         options.timeout = self._limit
         return Gathering(self, key, self._group(key).allgather([rows], [mine], options), rows, name)
 
@@ -268,18 +270,18 @@ class Gathering:
 
 
 def _gloo_group(store: Any, rank: int, size: int, limit: timedelta, device: Any) -> Any:
-    options: Any = distributed.ProcessGroupGloo._Options()
+    options: Any = _library.ProcessGroupGloo._Options()
     options._devices, options._threads, options._timeout = [device], 1, limit
-    return distributed.ProcessGroupGloo(store, rank, size, options)
+    return _library.ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
     # its watchdog would end this process, where an error or a limit is to end one generation
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options: Any = distributed.ProcessGroupNCCL.Options()
+    options: Any = _library.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return distributed.ProcessGroupNCCL(store, rank, size, options)
+    return _library.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _has_ended(work: Any) -> bool:
