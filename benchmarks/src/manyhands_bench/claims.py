@@ -315,6 +315,12 @@ CLAIMS: tuple[Claim, ...] = (
           form="number", aim=most(1e-5)),
     Claim("larger", "refused_alone", "whether the planner refuses one such device", form="number", aim=least(1)),
     Claim("larger", "killed_alone", "whether the kernel kills it there, when forced", form="number", aim=least(1)),
+    Claim("collectives", "min torch_over_builtin_*",
+          "seconds of sums by PyTorch's process groups (gloo) over those by messages, least of nine settings"),
+    Claim("collectives", "max torch_over_builtin_*", "the same, most of nine settings"),
+    Claim("collectives", "auto_over_faster", "the way that auto takes over the faster one, worst of nine settings",
+          aim=most(1.1)),
+    Claim("collectives", "sums_right", "whether all these sums are right", form="yes", aim=least(1)),
     # A trainer that people can move to
     Claim("trainer", "clip_exact",
           "clipped training by samples, tiles, a pipeline, mixed, split: worst relative difference from one device, "

@@ -42,7 +42,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate, larger, trainer. Repeatable.",
+            "infer, infer-accuracy, networks, generate, larger, trainer, collectives. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -415,6 +415,17 @@ def trainer(
         return bench_trainer(quick=quick, only=only or (), out=out, on_progress=_lines(say))
 
     _measure("trainer", measured, quick, json)
+
+
+@app.command("collectives")
+def collectives(quick: Quick = False, json: Json = False) -> None:
+    """Compare sums of gradients by manyhands' messages with PyTorch's process groups: 2, 4, 8 workers, 1 to 100 MB.
+
+    Figures go to standard output, the machine and the settings to standard error. About five minutes on two cores.
+    """
+    from manyhands_bench.collectives.bench import bench_collectives
+
+    _measure("collectives", lambda say: bench_collectives(quick, _lines(say)), quick, json)
 
 
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:

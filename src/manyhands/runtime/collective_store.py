@@ -134,7 +134,8 @@ def store_at(host: str) -> tuple[Any, int]:
             f"The store of the process groups cannot listen at {host}: {error}.", hint="Leave out --collectives."
         ) from error
     port: int = listener.getsockname()[1]
-    store = distributed.TCPStore(
+    library: Any = distributed
+    store = library.TCPStore(
         host, port, None, True, timedelta(seconds=STORE_SECONDS), wait_for_workers=False,
         master_listen_fd=listener.detach(), use_libuv=False,
     )  # fmt: skip

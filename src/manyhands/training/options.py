@@ -39,6 +39,8 @@ class TrainOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    collectives: str
+    trusted_network: bool
     allow_optimizers: Sequence[str]
     precision: str
     lengths: Sequence[int] | None

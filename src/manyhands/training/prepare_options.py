@@ -28,6 +28,8 @@ class PrepareOptions(TypedDict, total=False):
     backup_every: int | None
     silence_seconds: float
     tensorboard: bool
+    collectives: str
+    trusted_network: bool
     allow_optimizers: Sequence[str]
     precision: str
     profile_seconds: float
