@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import distributed
 
 from grouped_devices import HERE, on_all, process_groups
 from manyhands.executor.process_groups import (
@@ -18,7 +19,7 @@ from manyhands.executor.process_groups import (
     ProcessGroups,
     available_backends,
 )
-from manyhands.facts.collectives import CollectiveTerms
+from manyhands.facts.collectives import NCCL_VARIABLES, CollectiveTerms
 from manyhands.facts.errors import BadSchedule, ManyhandsError, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.runtime.collective_store import store_at
 from manyhands.transport.library_sockets import listening
@@ -168,8 +169,11 @@ def test_what_is_missing_or_not_trusted_is_refused_before_anything_is_opened(mon
         ProcessGroups(box, terms, HERE, 0, (KEY,), "cpu").form(1.0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or "nccl" not in available_backends(), reason="needs a GPU and NCCL")
-def test_nccl_forms_sums_of_one_device_on_a_gpu() -> None:
+@pytest.mark.skipif(not torch.cuda.is_available() or not distributed.is_nccl_available(), reason="needs a GPU and NCCL")
+def test_nccl_forms_sums_of_one_device_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nccl" not in available_backends(), "a worker sets its variables"
+    for name, value in NCCL_VARIABLES.items():
+        monkeypatch.setenv(name, value)
     box, key = Mailbox("a", limit_seconds=60.0), GroupKey("gradients", 0, ("a",))
     store, port = store_at("127.0.0.1")
     terms = CollectiveTerms("torch", port, trusts_network=False, gpu_devices=("a",))

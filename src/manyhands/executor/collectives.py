@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from manyhands.executor.measured_choice import MeasuredChoice
-from manyhands.executor.process_groups import STAMP_NUMBERS, Gathering, GroupKey, ProcessGroups
+from manyhands.executor.process_groups import STAMP_NUMBERS, AllGather, GroupKey, ProcessGroups
 from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.network import Network
 from manyhands.graph.weights import memory_order
@@ -93,7 +93,7 @@ class Collectives:
             tuple(norm for _, norm in before), (), (), after, tied=reduce.weights[0] if reduce.weights else "",
         )  # fmt: skip
 
-    def begin_gather(self, reduce: Reduce, step: int, row: torch.Tensor) -> Gathering:
+    def begin_gather(self, reduce: Reduce, step: int, row: torch.Tensor) -> AllGather:
         """Begin to give this device's row to all, and to receive theirs."""
         key = GroupKey.of(reduce)
         self.counts[str(key)] += 1

@@ -20,7 +20,7 @@ from manyhands.graph.piece import Context
 from manyhands.schedule.actions import Reduce, ReduceKey
 
 if TYPE_CHECKING:
-    from manyhands.executor.process_groups import Gathering
+    from manyhands.executor.process_groups import AllGather
 
 
 class Phase(Enum):
@@ -62,7 +62,7 @@ class InFlightMicroBatch:
         """Stage -> its phase there; a stage that is not named has not begun: FED."""
         self.contexts: dict[int, Context] = {}
         """Stage -> the context in which its operators run."""
-        self.pending_statistics: dict[ReduceKey, tuple[Reduce, torch.Tensor, Gathering | None]] = {}
+        self.pending_statistics: dict[ReduceKey, tuple[Reduce, torch.Tensor, AllGather | None]] = {}
         """All-gathers of statistics that are yet to be waited for, with this device's row, and their place in a process
         group; None: messages carry them."""
         self.updates_before: int | None = None

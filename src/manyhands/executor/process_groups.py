@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from manyhands.facts.collectives import GLOO, NCCL, CollectiveTerms
+from manyhands.facts.collectives import GLOO, NCCL, NCCL_VARIABLES, CollectiveTerms
 from manyhands.facts.errors import BadSchedule, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.schedule.actions import Action, Reduce
 from manyhands.transport.library_sockets import Place, listening, shut
@@ -80,10 +80,11 @@ def keys_of(actions: Iterable[Action]) -> tuple[GroupKey, ...]:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the backends that this process' PyTorch has."""
+    """Return the backends that this process' PyTorch has; NCCL only where it cannot end the process (confinement.py)."""
     if not distributed.is_available():
         return ()
-    has = {GLOO: distributed.is_gloo_available(), NCCL: distributed.is_nccl_available()}
+    is_calm = all(os.environ.get(name) == value for name, value in NCCL_VARIABLES.items())
+    has = {GLOO: distributed.is_gloo_available(), NCCL: distributed.is_nccl_available() and is_calm}
     return tuple(name for name, is_there in has.items() if is_there)
 
 
@@ -187,7 +188,7 @@ class ProcessGroups:
         if stamp[_ROWS, places].tolist() != [len(key.devices)] * _STAMP_DIGITS:
             raise _mixed_up(name)
 
-    def begin_all_gather(self, key: GroupKey, row: torch.Tensor, name: str) -> Gathering:
+    def begin_all_gather(self, key: GroupKey, row: torch.Tensor, name: str) -> AllGather:
         """Begin to give a row of numbers to all devices of a group, and to receive theirs."""
         place = self.device_of(key)
         data = row.detach().contiguous().reshape(-1).view(torch.uint8).to(place)
@@ -195,7 +196,7 @@ class ProcessGroups:
         rows = [torch.empty_like(mine) for _ in key.devices]
         options = _library.distributed_c10d.AllgatherOptions()
         options.timeout = self._limit
-        return Gathering(self, key, self._group(key).allgather([rows], [mine], options), rows, name)
+        return AllGather(self, key, self._group(key).allgather([rows], [mine], options), rows, name)
 
     @property
     def _limit(self) -> timedelta:
@@ -254,7 +255,7 @@ class ProcessGroups:
         threading.Thread(target=groups.clear, name="closing process groups", daemon=True).start()
 
 
-class Gathering:
+class AllGather:
     """An all-gather under way."""
 
     def __init__(self, groups: ProcessGroups, key: GroupKey, work: Any, rows: list[torch.Tensor], name: str) -> None:
@@ -276,9 +277,6 @@ def _gloo_group(store: Any, rank: int, size: int, limit: timedelta, device: Any)
 
 
 def _nccl_group(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    # its watchdog would end this process, where an error or a limit is to end one generation
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     options: Any = _library.ProcessGroupNCCL.Options()
     options._timeout = limit
     return _library.ProcessGroupNCCL(store, rank, size, options)

@@ -16,7 +16,7 @@ from manyhands.executor.collectives import Collectives
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
-from manyhands.executor.process_groups import Gathering
+from manyhands.executor.process_groups import AllGather
 from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.executor.reducer import Reducer, row_of
 from manyhands.graph.weights import Weights, dense_gradient
@@ -95,7 +95,7 @@ class Reductions:
         reduce, row, gathering = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
         self.runners[reduce.stage].take_gathered(reduce, self._gathered(reduce, row, gathering))
 
-    def _begin(self, reduce: Reduce, row: torch.Tensor) -> Gathering | None:
+    def _begin(self, reduce: Reduce, row: torch.Tensor) -> AllGather | None:
         """Give this device's row to the others; None where messages carry it."""
         step = self.in_flight.step
         if self.collectives is not None and self.collectives.takes(reduce, step):
@@ -106,7 +106,7 @@ class Reductions:
                 self.endpoint.send(target, step, name, [sent], urgent=True)
         return None
 
-    def _gathered(self, reduce: Reduce, row: torch.Tensor, gathering: Gathering | None) -> list[torch.Tensor]:
+    def _gathered(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather | None) -> list[torch.Tensor]:
         """Return all devices' rows, in the order of the devices."""
         start = time.monotonic()
         rows = self._received(reduce, row) if gathering is None else self._of_group(reduce, row, gathering)
@@ -114,7 +114,7 @@ class Reductions:
             self.collectives.took(reduce, self.in_flight.step, time.monotonic() - start)
         return rows
 
-    def _of_group(self, reduce: Reduce, row: torch.Tensor, gathering: Gathering) -> list[torch.Tensor]:
+    def _of_group(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather) -> list[torch.Tensor]:
         rows = gathering.finish(row.dtype)
         if reduce.what == "statistics":
             for source, other in zip(reduce.devices, rows):

@@ -11,10 +11,12 @@ COLLECTIVES = {
     AUTO: "the faster of both, as measured in the first rounds",
 }
 GLOO, NCCL = "gloo", "nccl"
+NCCL_VARIABLES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""The environment in which NCCL is used: else its watchdog ends a process whose peer is lost."""
 
 
 class CollectiveTerms(msgspec.Struct, frozen=True):
-    """What a device must know to form process groups with the others of its generation."""
+    """The terms by which a device forms process groups with the others of its generation."""
 
     way: str
     """TORCH or AUTO."""

@@ -94,7 +94,7 @@ class CollectiveStore:
 
     @property
     def terms(self) -> CollectiveTerms:
-        """What the devices must know to form their groups."""
+        """The terms by which the devices form their groups."""
         order = self._order
         return CollectiveTerms(
             order.collectives, self._port, order.trusts_network, tuple(_with_a_gpu_each(self._members))

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from manyhands.facts.collectives import NCCL_VARIABLES
 from manyhands.facts.errors import BadValue
 from manyhands.runtime import landlock, seccomp
 from manyhands.runtime.landlock import READ, REMOVE_DIR, USE_DEVICE, WRITE, Rule
@@ -88,8 +89,11 @@ def confined(
     """Confine this process and what it forks, for good; only the folder for temporary files ends with the block.
 
     `reads` and `writes`: files and folders it needs besides its own. Enter it before there are threads. Parts that the
-    kernel does not support are left out and reported in `missing`.
+    kernel does not support are left out and reported in `missing`. A process with a GPU also gets the environment in
+    which NCCL is used, confined or not.
     """
+    if compute != "cpu":
+        os.environ.update(NCCL_VARIABLES)
     if not is_asked_for(is_wanted):
         yield Confinement(missing=("switched off",))
         return

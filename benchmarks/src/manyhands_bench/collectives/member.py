@@ -96,9 +96,7 @@ def buckets(devices: tuple[str, ...], total_bytes: int) -> tuple[Network, list[R
         name: WeightSpec(name, (size // NUMBER_BYTES,), "float32", trainable=True) for name, size in zip(names, sizes)
     }
     network = Network("sums", (), (), {}, weights, (), (), "blocks", "sums")
-    return network, [
-        Reduce(0, "gradients", 0, 1, devices, size, weights=(name,)) for name, size in zip(names, sizes)
-    ]
+    return network, [Reduce(0, "gradients", 0, 1, devices, size, weights=(name,)) for name, size in zip(names, sizes)]
 
 
 def main() -> None:
