@@ -80,7 +80,7 @@ def keys_of(actions: Iterable[Action]) -> tuple[GroupKey, ...]:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the backends that this PyTorch here has: NCCL only where it cannot end the process (confinement.py)."""
+    """Return the backends that PyTorch has here: NCCL only where it cannot end the process (confinement.py)."""
     if not distributed.is_available():
         return ()
     is_calm = all(os.environ.get(name) == value for name, value in NCCL_VARIABLES.items())
