@@ -22,6 +22,7 @@ from manyhands.executor import checkpoint
 from manyhands.facts.errors import WorkerLost
 from manyhands.facts.plan import Plan, Single, Stage
 from manyhands.job import base as job
+from manyhands.runtime import collective_store
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.runtime.shared_token import shared_token
@@ -111,6 +112,25 @@ def test_a_killed_worker_is_done_without(
     assert len(events(tmp_path / "run", "recovered")) == 1
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]
     assert [int(line.split(",")[0]) for line in lines] == list(range(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_one_is_lost_of_a_process_group(
+    cluster: Coordinator, undisturbed: dict[int, Ran], tmp_path: Path, kind: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A process that is killed closes its connections; one that is stopped keeps them, and the others wait in gloo."""
+    devices, stores = names(cluster), []
+    store_at = collective_store.store_at
+    monkeypatch.setattr(collective_store, "store_at", lambda host: stores.append(host) or store_at(host))
+    plan = shared(devices, 5, 4, 3)
+    at = {FAULT_STEP: lambda: kill(cluster, devices[1], kind)}
+    ran = disturbed(cluster, plan, tmp_path / "run", at, collectives="torch")
+    check(ran, undisturbed[1])
+    (lost,) = events(tmp_path / "run", "lost")
+    assert lost["devices"] == [devices[1]]
+    assert stores, "no groups were formed"
 
 
 @pytest.mark.slow
