@@ -9,7 +9,8 @@ from typing import Any
 
 from manyhands.executor.collectives import Collectives
 from manyhands.executor.process_groups import GroupKey, Hosts, ProcessGroups, keys_of
-from manyhands.facts.collectives import AUTO, CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
+from manyhands.facts.collectives import AUTO
 from manyhands.runtime.collective_store import store_at
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.mailbox import Mailbox

@@ -19,7 +19,8 @@ from manyhands.executor.process_groups import (
     ProcessGroups,
     available_backends,
 )
-from manyhands.facts.collectives import NCCL_VARIABLES, CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
+from manyhands.facts.collectives import NCCL_VARIABLES
 from manyhands.facts.errors import BadSchedule, ManyhandsError, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.runtime.collective_store import store_at
 from manyhands.transport.library_sockets import listening

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from manyhands.facts.collectives import GLOO, NCCL, NCCL_VARIABLES, CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
+from manyhands.facts.collectives import GLOO, NCCL, NCCL_VARIABLES
 from manyhands.facts.errors import BadSchedule, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.schedule.actions import Action, Reduce
 from manyhands.transport.library_sockets import Place, listening, shut

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from manyhands.facts.collectives import GLOO, NCCL, TORCH, CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
+from manyhands.facts.collectives import GLOO, NCCL, TORCH
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, NotInstalled, Refused
 from manyhands.runtime.member import Member
 from manyhands.runtime.order import Order

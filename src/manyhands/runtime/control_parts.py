@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from manyhands.facts.clipping import Clipping
-from manyhands.facts.collectives import CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel

@@ -11,7 +11,7 @@ import torch
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.schedules import at_start
-from manyhands.facts.collectives import CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
 from manyhands.runtime.control_parts import DeviceJob, LengthGraph, TensorEntry

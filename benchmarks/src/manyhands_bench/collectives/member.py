@@ -21,7 +21,8 @@ from manyhands.executor.collectives import Collectives
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.process_groups import GroupKey, Hosts, ProcessGroups
 from manyhands.executor.reducer import Reducer
-from manyhands.facts.collectives import AUTO, BUILTIN, CollectiveTerms
+from manyhands.facts.collective_terms import CollectiveTerms
+from manyhands.facts.collectives import AUTO, BUILTIN
 from manyhands.facts.network import Network, WeightSpec
 from manyhands.facts.plan import BUCKET_BYTES
 from manyhands.schedule.actions import Reduce
