@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from manyhands.executor.projections import SumRecord
 from manyhands.facts.network import Network
@@ -153,9 +153,8 @@ def _evidence_of_group(
             expected = _plus(expected, record.own[chunk])
         is_overflow = None in held.values() and sum(record.norms[chunk] for record in records.values()) > huge
         if not is_overflow and not any(_agree(expected, value, tolerance) for value in held.values()):
-            first, *others = reduce.devices
-            reason = "the sum of their gradients is not what they reported before it"
-            evidence.disputes += [(first, other, reason) for other in others]
+            reason = "the sum of the gradients is not that of what each reported before it"
+            evidence.disputes += [(device, other, reason) for device, other in combinations(reduce.devices, 2)]
 
 
 def decided(evidence: Evidence, work: Mapping[str, float], before: Mapping[str, int]) -> tuple[Verdict, bool] | None:
