@@ -121,6 +121,11 @@ def _all(members: Sequence[_Member], **command: object) -> list[Any]:
     return [member.answer() for member in members]
 
 
+def _rounds(members: Sequence[_Member], way: str, megabytes: int, rounds: int) -> list[Any]:
+    _all(members, way=way, bytes=megabytes * MB)
+    return _all(members, rounds=rounds)
+
+
 def _slowest(answers: Sequence[dict[str, Any]]) -> list[float]:
     """Return the seconds of each counted round on the slowest process of that round."""
     return [max(each) for each in zip(*(answer["seconds"][1:] for answer in answers))]
@@ -142,10 +147,10 @@ def bench_collectives(quick: bool = False, say: Progress = lambda text: None) ->
                 seconds: dict[str, list[float]] = {BUILTIN: [], TORCH: []}
                 for _ in range(scope.blocks):
                     for way, taken in seconds.items():
-                        answers = _all(members, way=way, bytes=megabytes * MB, rounds=scope.rounds)
+                        answers = _rounds(members, way, megabytes, scope.rounds)
                         all_right = all_right and all(answer["right"] for answer in answers)
                         taken += _slowest(answers)
-                chosen = _all(members, way=AUTO, bytes=megabytes * MB, rounds=4 * TRIED_ROUNDS + 2)
+                chosen = _rounds(members, AUTO, megabytes, 4 * TRIED_ROUNDS + 2)
                 all_right = all_right and all(answer["right"] for answer in chosen)
                 builtin, torch = (statistics.median(seconds[way]) for way in (BUILTIN, TORCH))
                 place = f"{count}_workers_{megabytes}_mb"

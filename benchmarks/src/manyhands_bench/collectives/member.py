@@ -3,8 +3,10 @@
 It reads commands as lines of JSON from its standard input, and answers with lines that begin with '@':
 
     {"name", "secret"}                       →  its address
-    {"addresses", "store_port"}              →  null, once it is connected and its groups are formed
-    {"way", "bytes", "rounds", "first"}      →  the seconds of each round, and whether auto chose torch
+    {"addresses", "store_port"}              →  null, once it is connected
+    {"way", "bytes"}                         →  null, once it expects the others' messages, and groups are formed
+    {"rounds"}                               →  the seconds of each round, whether most went through groups, and whether
+                                                all sums were right
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Member:
         self._devices: tuple[str, ...] = ()
         self._terms = CollectiveTerms(AUTO, 0, trusts_network=False)
         self._generation = 0
+        self._sums: tuple[Network, list[Reduce], Collectives | None] | None = None
 
     def connect(self, addresses: Mapping[str, Any], store_port: int) -> None:
         """Connect to the others. Their groups are formed by the first sums of each kind."""
@@ -51,9 +54,8 @@ class Member:
         self._terms = CollectiveTerms(AUTO, store_port, trusts_network=False)
         self.endpoint.connect({name: (host, port) for name, (host, port) in addresses.items()}, CONNECT_SECONDS)
 
-    def rounds(self, way: str, total_bytes: int, rounds: int) -> dict[str, Any]:
-        """Add up as many bytes in each round, in buckets as training does; return the seconds of each round, whether
-        auto chose process groups, and how far the first sum is from the true one."""
+    def open(self, way: str, total_bytes: int) -> None:
+        """Get ready for rounds that add up so many bytes each: no other may begin before all are."""
         self._generation += 1
         name, box = self.endpoint.name, self.endpoint.mailbox
         network, sums = buckets(self._devices, total_bytes)
@@ -65,6 +67,14 @@ class Member:
         box.open(self._generation, expected_messages(sums, name, network))
         if collectives is not None:
             collectives.groups.form(CONNECT_SECONDS)
+        self._sums = network, sums, collectives
+
+    def rounds(self, rounds: int) -> dict[str, Any]:
+        """Add up gradients in each round, in buckets as training does; return the seconds of each round, whether most
+        sums went through groups, and whether all were right."""
+        assert self._sums is not None
+        name, box = self.endpoint.name, self.endpoint.mailbox
+        network, sums, collectives = self._sums
         reducer = Reducer(self.endpoint, network, lambda *_: None, collectives)
         gradients = [torch.full((each.bytes // NUMBER_BYTES,), 1.0 + self._devices.index(name)) for each in sums]
         wanted = sum(range(1, len(self._devices) + 1))
@@ -111,7 +121,11 @@ def main() -> None:
     _answer(None)
     for line in sys.stdin:
         command = json.loads(line)
-        _answer(member.rounds(command["way"], command["bytes"], command["rounds"]))
+        if "way" in command:
+            member.open(command["way"], command["bytes"])
+            _answer(None)
+        else:
+            _answer(member.rounds(command["rounds"]))
     member.endpoint.close()
 
 
