@@ -26,7 +26,7 @@ from torch import distributed
 
 from manyhands.facts.collective_terms import CollectiveTerms
 from manyhands.facts.collectives import GLOO, NCCL, NCCL_VARIABLES
-from manyhands.facts.errors import BadSchedule, NotInstalled, Refused, TimedOut, WorkerLost
+from manyhands.facts.errors import BadSchedule, ManyhandsError, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.schedule.actions import Action, Reduce
 from manyhands.transport.library_sockets import Place, listening, shut
 from manyhands.transport.mailbox import Mailbox
@@ -187,7 +187,16 @@ class ProcessGroups:
         self._finish(key, [self._group(key).allreduce([numbers], options)], name)
         stamp = stamp.cpu()
         if stamp[_ROWS, places].tolist() != [len(key.devices)] * _STAMP_DIGITS:
-            raise _mixed_up(name)
+            raise self.wrong_stamp(key, name)
+
+    def wrong_stamp(self, key: GroupKey, name: str) -> ManyhandsError:
+        """Return the error of a collective whose numbers are not those of `name` on all devices."""
+        if self.backend_of(key) == NCCL:  # it completes collectives that broke, too
+            return WorkerLost(f"The process group for {key} broke in '{name}'.")
+        return BadSchedule(
+            f"The devices of a process group formed different sums together; here it was '{name}'.",
+            hint="Leave out --collectives: built-in messages say what they belong to.",
+        )
 
     def begin_all_gather(self, key: GroupKey, row: torch.Tensor, name: str) -> AllGather:
         """Begin to give a row of numbers to all devices of a group, and to receive theirs."""
@@ -267,7 +276,7 @@ class AllGather:
         self._groups._finish(self._key, self._works, self._name)
         stamp = _stamp_bytes(self._name)
         if any(not torch.equal(row[:_STAMP_BYTES].cpu(), stamp) for row in self._rows):
-            raise _mixed_up(self._name)
+            raise self._groups.wrong_stamp(self._key, self._name)
         return [row[_STAMP_BYTES:].clone().view(dtype) for row in self._rows]
 
 
@@ -296,12 +305,12 @@ def _has_ended(work: Any) -> bool:
 
 
 def _gpu_has_ended(work: Any) -> bool:
-    if not work.is_completed():
-        time.sleep(_GPU_LOOK_SECONDS)
-        return False
-    if not work.is_success():
-        raise RuntimeError(str(work.exception()))
-    return True
+    """Return whether a collective of NCCL has ended, well or not. Its own `wait` is not called: it makes the GPU wait,
+    which a collective that broke would keep from ending."""
+    if work.is_completed():
+        return True
+    time.sleep(_GPU_LOOK_SECONDS)
+    return False
 
 
 def _digits(name: str) -> list[int]:
@@ -311,13 +320,6 @@ def _digits(name: str) -> list[int]:
 
 def _stamp_bytes(name: str) -> torch.Tensor:
     return torch.tensor(list(zlib.crc32(name.encode()).to_bytes(_STAMP_BYTES, "big")), dtype=torch.uint8)
-
-
-def _mixed_up(name: str) -> BadSchedule:
-    return BadSchedule(
-        f"The devices of a process group formed different sums together; here it was '{name}'.",
-        hint="Leave out --collectives: built-in messages say what they belong to.",
-    )
 
 
 def _line(error: BaseException) -> str:
