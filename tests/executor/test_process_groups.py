@@ -11,6 +11,8 @@ import torch
 from torch import distributed
 
 from grouped_devices import HERE, on_all, process_groups
+from hand_made import summed_network
+from manyhands.executor.collectives import Collectives
 from manyhands.executor.process_groups import (
     STAMP_NUMBERS,
     GroupKey,
@@ -23,6 +25,7 @@ from manyhands.facts.collective_terms import CollectiveTerms
 from manyhands.facts.collectives import NCCL_VARIABLES
 from manyhands.facts.errors import BadSchedule, ManyhandsError, NotInstalled, Refused, TimedOut, WorkerLost
 from manyhands.runtime.collective_store import store_at
+from manyhands.schedule.actions import Reduce
 from manyhands.transport.library_sockets import listening
 from manyhands.transport.mailbox import Mailbox
 
@@ -187,6 +190,17 @@ def test_nccl_forms_sums_of_one_device_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     (row,) = groups.begin_all_gather(key, numbers[:5], "y").finish(torch.float32)
     assert row.is_cuda
     assert torch.equal(row, numbers[:5])
+    gradients = [
+        torch.randn(6, device="cuda"),
+        torch.randn(1, 2, 2, 1, device="cuda").to(memory_format=torch.channels_last),
+    ]
+    before = [gradient.clone() for gradient in gradients]
+    reduce = Reduce(0, "gradients", 0, 2, ("a",), 40)
+    collectives = Collectives(groups, is_measured=False, first_step=0, stride=1)
+    record = collectives.sum(reduce, summed_network([6, 4], "float32"), 0, gradients)
+    assert all(map(torch.equal, gradients, before))
+    assert record.own == record.after
+    assert collectives.counts == {str(key): 1}
     groups.close()
     with pytest.raises(WorkerLost, match="closed"):
         groups.all_reduce(key, numbers, "x")
