@@ -76,8 +76,10 @@ def store_of(run: Run) -> CollectiveStore | None:
         return None
     error = obstacle(members, trusts_network=order.trusts_network)
     if error is None:
-        host = run.coordinator.address[0]
-        return CollectiveStore(order, members, host)
+        try:
+            return CollectiveStore(order, members, run.coordinator.address[0])
+        except AddressTaken as taken:
+            error = taken
     if order.collectives == TORCH and run.usual.prepare_seconds is None:
         raise error
     run.hooks.log_event("note", text=f"Built-in messages carry all sums from step {run.first} on: {error.message}")
