@@ -103,9 +103,6 @@ class CollectiveStore:
             order.collectives, self._port, order.trusts_network, tuple(_with_a_gpu_each(self._members))
         )
 
-    def close(self) -> None:
-        self._store = None
-
 
 def _is_here(member: Member) -> bool:
     return is_loopback(member.address[0])
