@@ -43,7 +43,7 @@ def prepare(run: Run) -> None:
         if name in run.names:
             job = run.handout.job(
                 name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
-                run.worker_wait_seconds,
+                run.worker_wait_seconds, run.coordinator.gpu_math,
             )  # fmt: skip
         if job is not None and not (job.resident_dataset and job.is_preloaded) and not keeps_dataset(job):
             # it drops the dataset it has; the new one is complete after its first round
