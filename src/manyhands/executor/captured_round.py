@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from manyhands.executor.pending_loss import sum_of
+from manyhands.executor.late_loss import sum_of
 from manyhands.graph.random import KeyTable
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Action, Backward, Forward, Loss, Step

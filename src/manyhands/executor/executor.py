@@ -29,12 +29,12 @@ from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
 from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.graph_part import DeviceSetup, GraphPart
 from manyhands.executor.in_flight_micro_batch import Phase
+from manyhands.executor.late_loss import LateLoss
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss_scale import loss_scale_of
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.options import ExecutorOptions
-from manyhands.executor.pending_loss import PendingLoss
 from manyhands.executor.round_result import RoundResult
 from manyhands.executor.runner import Runner
 from manyhands.executor.slowdown import Slowdown
@@ -215,7 +215,7 @@ class Executor:
                 self.recorder.took(action, began, time.monotonic())
                 self.actions_done += 1
             if self._losses:
-                self.result.pending = PendingLoss(self._losses)
+                self.result.pending = LateLoss(self._losses)
                 self._losses = []
         self.in_flight.clear()
         self.messenger.forget()

@@ -1,4 +1,4 @@
-"""How GPUs compute: PyTorch's settings of one process, that all GPUs of a job follow."""
+"""The settings of kernels on GPUs: PyTorch's of one process, that all GPUs of a job follow."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-class PendingLoss:
+class LateLoss:
     """A number on its way from a GPU to memory."""
 
     def __init__(self, losses: Sequence[torch.Tensor]) -> None:
