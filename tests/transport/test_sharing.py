@@ -511,7 +511,7 @@ def test_noise_is_an_offer_that_does_not_hold_or_none(noise: bytes) -> None:
     try:
         assert found.answer(noise, is_welcome=True) == b""
     except BadFrame:
-        a.make_room("b", 2 * size)
+        pass
     finally:
         found.close()
         here.close()
