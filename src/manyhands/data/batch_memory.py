@@ -55,7 +55,7 @@ class _Buffer:
     @property
     def _uses(self) -> int:
         """The tensors, and arrays over tensors, that have the memory: PyTorch counts them."""
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count
 
     @property

@@ -42,7 +42,7 @@ def plain_seconds(network: GpuNetwork, precision: str, steps: int, *, exact: boo
                     module(inputs[rows].to(device, non_blocking=True)), targets[rows].to(device, non_blocking=True)
                 )
             optimizer.zero_grad()
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         torch.cuda.synchronize()
         return (time.monotonic() - begin) / steps
