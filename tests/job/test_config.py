@@ -164,7 +164,8 @@ def test_a_training_of_0_2_0_is_resumed_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     config = train_config({"resume": str(tmp_path)})
     new = {
-        "depths": "", "precision": "float32", "validate_every": "", "collectives": "builtin", "trusted_network": False,
+        "depths": "", "precision": "float32", "exact": False, "validate_every": "",
+         "collectives": "builtin", "trusted_network": False,
         **NEW,
     }  # fmt: skip
     assert config.document() == yaml.safe_load(text)["wish"] | new

@@ -32,6 +32,7 @@ class PrepareOptions(TypedDict, total=False):
     trusted_network: bool
     allow_optimizers: Sequence[str]
     precision: str
+    exact: bool
     profile_seconds: float
     min_devices: int
     max_devices: int | None
