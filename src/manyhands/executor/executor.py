@@ -163,15 +163,11 @@ class Executor:
         log = self.recorder.log
         log.elements = sum(runner.elements for part in self.parts.values() for runner in part.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
-        log.state_bytes = dict(self.endpoint.unplanned_bytes)
-        if self.options.collectives is not None:
-            log.group_sums = dict(self.options.collectives.counts)
+        log.state_bytes, log.group_sums = dict(self.endpoint.unplanned_bytes), self.reductions.group_sums
         log.refused_frames = self.endpoint.mailbox.refused
         return log
 
     def close(self) -> None:
-        if self.options.collectives is not None:
-            self.options.collectives.close()
         for part in self.parts.values():
             part.reductions.close()
 

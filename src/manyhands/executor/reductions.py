@@ -67,7 +67,15 @@ class Reductions:
         else:
             self._sum_gradients(action)
 
+    @property
+    def group_sums(self) -> dict[str, int]:
+        """Process group -> the reductions that have gone through it."""
+        return dict(self.collectives.counts) if self.collectives is not None else {}
+
     def close(self) -> None:
+        """End what is under way; it may belong to process groups that wait for other devices."""
+        if self.collectives is not None:
+            self.collectives.close()
         self.reducer.close()
 
     # Statistics
