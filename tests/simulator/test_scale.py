@@ -22,7 +22,7 @@ from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import hop_bytes, pair_bytes, rounds_in, rounds_of
+from manyhands.schedule.reduction import byte_points, pair_bytes, phases, rounds_of
 from manyhands.simulator import links
 from manyhands.simulator import simulate as module
 from manyhands.simulator.result import Simulation
@@ -124,19 +124,26 @@ def test_rings_and_wide_sums_are_shared_as_plainly(seed: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("count", [2, 3, 16, 17, 40])
 @pytest.mark.parametrize("what", ["gradients", "statistics"])
-def test_what_flows_carry_is_what_the_rounds_carry(count: int, what: str) -> None:
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_what_flows_carry_is_what_the_rounds_carry(count: int, what: str, hosts: int) -> None:
     network = chain(3, weight_elements=101)
-    reduce = Reduce(0, what, 0, 3, tuple(f"d{i}" for i in range(count)), 3 * 404)  # type: ignore[arg-type]
-    sizes = hop_bytes(reduce, network)
+    places = tuple(f"h{i % hosts}" for i in range(count))
+    reduce = Reduce(0, what, 0, 3, tuple(f"d{i}" for i in range(count)), 3 * 404, places=places)  # type: ignore[arg-type]
+    points = byte_points(reduce, network)
     expected: dict[tuple[str, str], int] = {}
     for hops in rounds_of(reduce):
         for hop in hops:
-            expected[hop.source, hop.target] = expected.get((hop.source, hop.target), 0) + sizes[hop.chunk]
+            size = points[hop.last] - points[hop.first]
+            expected[hop.source, hop.target] = expected.get((hop.source, hop.target), 0) + size
     assert pair_bytes(reduce, network) == expected
-    assert rounds_in(reduce) == len(rounds_of(reduce))
-    special = cluster(list(reduce.devices), Link(1e6, 0.001)).with_link(Link(1e6, 0.004), ("d0", "d1"))
+    assert sum(flows.rounds for flows in phases(reduce)) == len(rounds_of(reduce))
+    pair = next(iter(expected))
+    special = cluster(list(reduce.devices), Link(1e6, 0.001)).with_link(Link(1e6, 0.004), pair)
     costs = CostModel(network, special, even_profile(network, special.names))
-    assert costs.reduction_delay_seconds(reduce) == pytest.approx(rounds_in(reduce) * 0.004)
+    delays = [costs.phase_delay_seconds(reduce, number) for number in range(len(phases(reduce)))]
+    slow = [pair in {(f"d{a}", f"d{b}") for a, b in zip(flows.sources, flows.targets)} for flows in phases(reduce)]
+    assert delays == pytest.approx([f.rounds * (0.004 if s else 0.001) for f, s in zip(phases(reduce), slow)])
+    assert any(slow)
 
 
 # Energy, and time

@@ -12,7 +12,12 @@ import numpy
 from numpy.typing import NDArray
 
 from manyhands.facts.cluster import Cluster
+from manyhands.schedule.reduction import Counts
 from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_rates
+
+
+MOST_SIZES = 16
+"""The most sizes that the flows of one phase of a sum have: each is an event of its own."""
 
 
 class Route(NamedTuple):
@@ -187,6 +192,16 @@ class Transfer:
         self.since, self.rate = now, rate
         self.version += 1
         return True
+
+
+def few_sizes(sizes: Counts) -> Numbers:
+    """Return the bytes of the flows of a sum, rounded up where they are of very many sizes, so that many end together:
+    by no more than one part in `MOST_SIZES` of the largest."""
+    if len(numpy.unique(sizes)) <= MOST_SIZES:
+        return sizes.astype(float)
+    part = sizes.max() / MOST_SIZES
+    rounded: Numbers = numpy.ceil(sizes / part) * part
+    return rounded
 
 
 class Ended(NamedTuple):
