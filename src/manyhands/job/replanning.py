@@ -123,11 +123,13 @@ class Replanner:
         links = tuple(
             link for link in self.cluster.links if link.sender in devices_by_name and link.receiver in devices_by_name
         )
-        self.cluster = Cluster(self.cluster.name, tuple(devices_by_name.values()), self.cluster.link, links)
+        self.cluster = Cluster(
+            self.cluster.name, tuple(devices_by_name.values()), self.cluster.link, links, self.cluster.sites
+        )
         present_names = set(names)
         devices = tuple(device for device in self.cluster.devices if device.name in present_names)
         present_links = tuple(link for link in links if link.sender in present_names and link.receiver in present_names)
-        cluster = Cluster(self.cluster.name, devices, self.cluster.link, present_links)
+        cluster = Cluster(self.cluster.name, devices, self.cluster.link, present_links, self.cluster.sites)
         return cluster, Profile({name: self.profiles[name] for name in cluster.names})
 
     def _like(self, name: str) -> Device:

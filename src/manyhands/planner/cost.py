@@ -201,5 +201,9 @@ class CostModel:
             if self.cluster.links:
                 devices, pairs = reduce.devices, zip(flows.sources.tolist(), flows.targets.tolist())
                 slowest = max(self.link(devices[a], devices[b]).delay_seconds for a, b in pairs)
+            elif self.cluster.sites:
+                sites = [self.cluster.device(name).site for name in reduce.devices]
+                ways = {(sites[a], sites[b]) for a, b in zip(flows.sources.tolist(), flows.targets.tolist())}
+                slowest = max(self.cluster.tree.way(a, b).link.delay_seconds for a, b in ways)
             seconds = self._delays[key] = flows.rounds * slowest
         return seconds

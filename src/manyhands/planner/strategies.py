@@ -365,7 +365,7 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
                 msgspec.structs.replace(device, memory_bytes=min(budget, device.memory_bytes))
                 for device in task.cluster.devices
             )
-            yield replace(task, cluster=Cluster(task.cluster.name, devices, task.cluster.link, task.cluster.links))
+            yield replace(task, cluster=msgspec.structs.replace(task.cluster, devices=devices))
     elif task.best == "energy":
         watts = {device.name: device.watts_active for device in task.cluster.devices}
         names = sorted(watts, key=lambda name: watts[name] * task.step_seconds(name, task.batch_size))
