@@ -19,6 +19,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
+from manyhands.facts.site import Site
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Reduce
@@ -49,9 +50,12 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
     )
     pairs = [draw.sample(names, 2) for _ in range(draw.randint(0, 9))]
     special = {(a, b): Link(draw.choice((1e4, 1e5, 5e5)), draw.choice((0.0, 0.01))) for a, b in pairs}
-    made = Cluster("drawn", devices, base.link, tuple(DirectedLink(*pair, link) for pair, link in special.items()))
+    links = tuple(DirectedLink(*pair, link) for pair, link in special.items())
+    made = Cluster("drawn", devices, base.link, links)
     if not slots:
-        return made
+        sites = tuple(Site(f"s{i}", draw.choice((2e4, 1e5)), math.inf, 0.001, within="s0" * (i > 1)) for i in range(3))
+        placed = (msgspec.structs.replace(one, site=draw.choice(("", "s0", "s1", "s2"))) for one in devices)
+        return Cluster("drawn", tuple(placed), base.link, links, sites) if draw.random() < 0.5 else made
     halved = with_slots(made, 2)  # two workers each, under the names of as many devices
     renamed = dict(zip(halved.names, names))
     kept = tuple(
@@ -93,7 +97,9 @@ def test_drawn_plans_are_shared_as_plainly(monkeypatch: pytest.MonkeyPatch) -> N
     @settings(max_examples=25, deadline=None)
     @given(plans(MIXED, orders=FIXED_ORDERS, repeats=True), st.integers(0, 999), st.booleans())
     def check(plan: Plan, seed: int, slots: bool) -> None:
-        both_ways(plan, MIXED, unequal(NAMES, seed, slots=slots), monkeypatch)
+        made = unequal(NAMES, seed, slots=slots)
+        places = {name: made.place(name) for name in plan.devices if seed % 2}
+        both_ways(msgspec.structs.replace(plan, places=places), MIXED, made, monkeypatch)
 
     check()
 
