@@ -33,7 +33,9 @@ def placed(plan: Plan, places: dict[str, str]) -> Plan:
 def test_one_stage_by_samples(places: dict[str, str], norm: bool) -> None:
     graph = captured("small")
     stage = shared(0, len(graph.network.layers), 3, 2, 1, 2)
-    plan = placed(plan_for(graph, [stage], batch_size=16, micro_batches=2, gradient_norm=norm, bucket_bytes=400), places)
+    plan = placed(
+        plan_for(graph, [stage], batch_size=16, micro_batches=2, gradient_norm=norm, bucket_bytes=400), places
+    )
     ran = assert_exact(graph, plan, batches_of("small", STEPS, 16))
     sums = [action for action in ran.schedule.every_action("s0-0") if isinstance(action, Reduce)]
     assert {action.what for action in sums} == {"gradients", "statistics", *(["norm"] if norm else [])}

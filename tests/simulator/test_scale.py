@@ -19,8 +19,8 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
-from manyhands.facts.site import Site
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
+from manyhands.facts.site import Site
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import byte_points, pair_bytes, phases, rounds_of

@@ -33,7 +33,7 @@ WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
-    "generate": "generate", "larger": "larger", "trainer": "trainer",
+    "generate": "generate", "larger": "larger", "trainer": "trainer", "scale": "scale",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}

@@ -131,9 +131,7 @@ class Reductions:
         if rounds is None:
             device = self.endpoint.name
             rounds = tuple(
-                tuple(
-                    (hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target)
-                )
+                tuple((hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target))
                 for number, hops in enumerate(statistics_rounds(reduce.devices, reduce.places))
             )
             if self._keeps_messages:

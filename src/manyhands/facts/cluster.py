@@ -172,7 +172,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         if a.host_name == b.host_name:
             return rate
         way = self.tree.way(a.site, b.site)
-        uplinks = [site.up_bytes_per_second for site in way.leaves] + [site.down_bytes_per_second for site in way.enters]
+        uplinks = [site.up_bytes_per_second for site in way.leaves] + [
+            site.down_bytes_per_second for site in way.enters
+        ]
         return min(rate, a.up_bytes_per_second, b.down_bytes_per_second, *uplinks)
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:

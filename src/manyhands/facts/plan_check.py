@@ -13,6 +13,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
 from manyhands.facts.extensions import INSTALL_HINT
 from manyhands.facts.network import Network
+from manyhands.facts.places_check import check_places
 from manyhands.facts.plan import (
     EVERYWHERE,
     ByChannels,
@@ -25,7 +26,6 @@ from manyhands.facts.plan import (
     Single,
     Stage,
 )
-from manyhands.facts.places_check import check_places
 from manyhands.facts.recompute_check import check_recompute
 from manyhands.facts.tied_weights import check_tied_weights
 

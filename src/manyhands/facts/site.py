@@ -1,10 +1,10 @@
 """Sites: devices behind an uplink that they share, and the tree of links that sites within sites make.
 
-            backbone (the cluster's link)
-            │ 100 Mbit/s, 10 ms          │ 1 Gbit/s, 2 ms        a site's uplink: all that leaves or enters it
-          paris                        campus
-        pi-1 ── pi-2  (its link)       │         │
-                                      lab-a     lab-b            sites within a site
+    backbone (the cluster's link)
+    │ 100 Mbit/s, 10 ms          │ 1 Gbit/s, 2 ms        a site's uplink: all that leaves or enters it
+  paris                        campus
+pi-1 ── pi-2  (its link)       │         │
+                              lab-a     lab-b            sites within a site
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Kernel, Profile
 from manyhands.graph.graph import Graph
+from manyhands.planner.placing import placed
 from manyhands.planner.replanning import replanned
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change
@@ -95,7 +96,7 @@ class Replanner:
         )  # fmt: skip
         if replan.how == "heavy":
             self._base = (replan.plan, replan.seconds)
-        chosen = resolve(replan.plan, network, cluster)
+        chosen = resolve(placed(replan.plan, cluster), network, cluster)
         every = chosen_backups(chosen, network, cluster, replan.seconds, self.backup_every)
         return Change(chosen, self.kernels(chosen), replan.how, replan.reason, every)
 

@@ -319,7 +319,9 @@ class DevicePairs:
         site = numpy.array([sites.index(device.site) for device in devices])
         at = numpy.ix_(site, site)
         rates = numpy.minimum(ports, numpy.array([[link.bytes_per_second for link in row] for row in links])[at])
-        return DevicePairs(rates, numpy.array([[link.delay_seconds for link in row] for row in links])[at], has_own_hosts)
+        return DevicePairs(
+            rates, numpy.array([[link.delay_seconds for link in row] for row in links])[at], has_own_hosts
+        )
 
 
 def every_group(count: int, most: int) -> list[DeviceGroup]:

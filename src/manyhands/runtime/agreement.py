@@ -106,7 +106,7 @@ def evidence_of(
     for hops in rounds:
         sent = {name: tuple(values) for name, values in holds.items()}
         formed: dict[tuple[str, int], Value] = {}
-        for hop, chunk in ((hop, chunk) for hop in hops for chunk in range(hop.first, hop.last)):
+        for hop, chunk in ((each, chunk) for each in hops for chunk in range(each.first, each.last)):
             target, sent_value = hop.target, sent[hop.source][chunk]
             if not hop.adds:
                 holds[target][chunk] = received_value = records[target].after[chunk]

@@ -108,9 +108,7 @@ def element_bytes(reduce: Reduce, network: Network) -> int:
 
 def chunk_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
     """Return where the chunks of a reduction of gradients begin and end, counted in numbers."""
-    return _even_points(
-        reduce.bytes // element_bytes(reduce, network), gradient_chunks(reduce.devices, reduce.places)
-    )
+    return _even_points(reduce.bytes // element_bytes(reduce, network), gradient_chunks(reduce.devices, reduce.places))
 
 
 @lru_cache(maxsize=4096)

@@ -17,9 +17,7 @@ SAME = 1e-12
 NO_LINK = -1
 
 
-def fair_rates(
-    room: Numbers, ports: Places, link: Places, limit: Numbers, times: Numbers | None = None
-) -> Numbers:
+def fair_rates(room: Numbers, ports: Places, link: Places, limit: Numbers, times: Numbers | None = None) -> Numbers:
     """Return the rate of each flow. `ports`, a column for each flow, has the entries of `room` that it crosses, `link`
     is its link, of `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
     flows = ports.shape[1]

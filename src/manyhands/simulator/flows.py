@@ -15,7 +15,6 @@ from manyhands.facts.cluster import Cluster
 from manyhands.schedule.reduction import Counts
 from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_rates
 
-
 MOST_SIZES = 16
 """The most sizes that the flows of one phase of a sum have: each is an event of its own."""
 
@@ -106,7 +105,9 @@ class Wiring:
         ports, links, limits = self._columns
         return ports[:, routes], links[routes], limits[routes]
 
-    def between(self, devices: Sequence[str], places: Places, sources: Places, targets: Places) -> tuple[Places, Numbers]:
+    def between(
+        self, devices: Sequence[str], places: Places, sources: Places, targets: Places
+    ) -> tuple[Places, Numbers]:
         """Return the uplinks between some pairs, a column for each, and the bytes per second that their links carry."""
         uplinks = numpy.full((self.most_uplinks, len(sources)), self.nowhere)
         limits = numpy.full(len(sources), self.cluster.link.bytes_per_second)
