@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands_bench.scale.bench import Scale, bench_scale, sites
 from manyhands_bench.scale import bench as module
+from manyhands_bench.scale.bench import Scale, bench_scale, sites
 
 
 def test_sites_of_two_kinds() -> None:

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
-from manyhands.planner.refining import refined
+from manyhands.planner.refining import quick_price, refined
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
 from manyhands.planner.task import PlanCandidate, Price, Task, fitting
 
@@ -25,6 +25,9 @@ STAGES = (1, 2, 3, 4, 6, 8)
 """The numbers of stages that are tried."""
 MICRO_BATCHES = (4, 2)
 """Micro-batches for each stage that are tried."""
+STAGES_OF_MANY, MICRO_BATCHES_OF_MANY = (1, 2, 4), (4,)
+MOST_FEW = 128
+"""The most devices with which all of them are tried; with more a simulation takes many seconds."""
 MOST_REFINED = 64
 """The most devices with which the best plan's cuts are moved by single layers, since each place is simulated."""
 
@@ -39,13 +42,14 @@ def ranked_sites(task: Task, price: Price) -> list[PlanCandidate]:
         )
     refusal: ManyhandsError | None = None
     ranked: list[PlanCandidate] = []
+    quick = quick_price(price) if len(task.cluster.devices) > MOST_FEW else price
     for stages, micro_batches in _shapes(task, groups):
 
         def make(subtask: Task, stages: int = stages, usual: int = micro_batches) -> Plan:
             return replicas(subtask, groups, stages, subtask.micro_batches or usual)
 
         try:
-            ranked.append(fitting("sites", make, task, price))
+            ranked.append(fitting("sites", make, task, quick))
         except ManyhandsError as error:
             refusal = refusal or error
     if not ranked:
@@ -69,10 +73,12 @@ def site_groups(task: Task) -> list[list[str]]:
 def _shapes(task: Task, groups: list[list[str]]) -> Iterator[tuple[int, int]]:
     """Yield numbers of stages and of micro-batches: no more stages than the smallest site has devices."""
     most = min(len(task.network.layers), min(map(len, groups)))
-    for stages in STAGES:
+    is_few = len(task.cluster.devices) <= MOST_FEW
+    each_stage = MICRO_BATCHES if is_few else MICRO_BATCHES_OF_MANY
+    for stages in STAGES if is_few else STAGES_OF_MANY:
         if stages > most:
             return
-        counts = [each * stages for each in MICRO_BATCHES] if stages > 1 else [1]
+        counts = [each * stages for each in each_stage] if stages > 1 else [1]
         targets = [min(count, max(1, task.batch_size // len(groups))) for count in counts]
         yield from dict.fromkeys(
             (stages, task.micro_batches or divisor_near(task.batch_size, target)) for target in targets

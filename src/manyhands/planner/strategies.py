@@ -365,7 +365,7 @@ def _all(task: Task, price: Price, corners_only: bool, is_over: Callable[[], boo
         return candidates
     searches = [*CORNERS[1:], *([] if corners_only else ["mixed"])]
     if task.cluster.sites:  # with very many devices the others would take hours
-        searches = ["sites", *(searches if len(task.cluster.devices) <= MOST_SEARCHED else ["samples"])]
+        searches = ["sites", *(searches if len(task.cluster.devices) <= MOST_SEARCHED else [])]
     for strategy in [*searches, *([] if corners_only else _registered)]:
         if strategy not in QUICK and any(candidate.plan is not None for candidate in candidates) and is_over():
             break

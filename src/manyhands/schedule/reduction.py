@@ -124,9 +124,9 @@ def byte_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
     return tuple(point * size for point in chunk_points(reduce, network))
 
 
-class Flows(NamedTuple):
-    """What travels in one phase of a sum, along each pair of devices. The next phase begins when it has ended: a level
-    of groups, up or down; the highest, which goes both ways, is one."""
+class SumFlows(NamedTuple):
+    """The bytes that travel in one phase of a sum, along each pair of devices. The next phase begins when it has ended:
+    a level of groups, up or down; the highest, which goes both ways, is one."""
 
     sources: Places
     targets: Places
@@ -139,7 +139,7 @@ class Flows(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _phases(count: int, places: tuple[str, ...], is_gradients: bool) -> tuple[Flows, ...]:
+def _phases(count: int, places: tuple[str, ...], is_gradients: bool) -> tuple[SumFlows, ...]:
     if count == 1:
         return ()
     if not is_gradients:
@@ -152,18 +152,18 @@ def _phases(count: int, places: tuple[str, ...], is_gradients: bool) -> tuple[Fl
     return (*ups, _flows(count, both, 2), *downs)
 
 
-def _flows(count: int, level: Level, rounds: int) -> Flows:
+def _flows(count: int, level: Level, rounds: int) -> SumFlows:
     pairs, hop_flows = numpy.unique(level.sources * count + level.targets, return_inverse=True)
     sources, targets = numpy.divmod(pairs, count)
-    return Flows(sources, targets, rounds, hop_flows.reshape(-1), level.firsts, level.lasts)
+    return SumFlows(sources, targets, rounds, hop_flows.reshape(-1), level.firsts, level.lasts)
 
 
-def phases(reduce: Reduce) -> tuple[Flows, ...]:
+def phases(reduce: Reduce) -> tuple[SumFlows, ...]:
     """Return what travels for a sum, phase by phase: places among its devices, one pair for each flow."""
     return _phases(len(reduce.devices), reduce.places, reduce.what == "gradients")
 
 
-def flow_bytes(reduce: Reduce, network: Network, flows: Flows) -> Counts:
+def flow_bytes(reduce: Reduce, network: Network, flows: SumFlows) -> Counts:
     """Return the bytes that travel along each flow of a phase."""
     if reduce.what == "gradients":
         points = numpy.array(byte_points(reduce, network))

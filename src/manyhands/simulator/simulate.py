@@ -42,7 +42,7 @@ from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.reduction import Counts, Flows, flow_bytes, phases
+from manyhands.schedule.reduction import Counts, SumFlows, flow_bytes, phases
 from manyhands.simulator.flows import FlowBundle, FlowShape, Transfer, few_sizes
 from manyhands.simulator.links import LinkNetwork
 from manyhands.simulator.result import DeviceResult, Simulation, Span
@@ -81,7 +81,7 @@ class SumPhase(NamedTuple):
     number: int
 
     @property
-    def flows(self) -> Flows:
+    def flows(self) -> SumFlows:
         return phases(self.reduce)[self.number]
 
 
