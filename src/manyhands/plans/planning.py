@@ -134,8 +134,8 @@ class Prices:
         return outcome
 
     def whole(self, plan: Plan) -> Plan:
-        """Return a strategy's plan with what strategies do not decide: whether the gradients' norm is exchanged, and the
-        groups that sums go through."""
+        """Return a strategy's plan with what strategies do not decide: whether the gradients' norm is exchanged, and
+        the groups that sums go through."""
         return placed(msgspec.structs.replace(plan, gradient_norm=self.task.gradient_norm), self.task.cluster)
 
     def best_whole(self, plan: Plan) -> Plan:

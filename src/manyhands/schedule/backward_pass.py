@@ -115,12 +115,11 @@ def gradient_buckets(geometry: StageGeometry, tied: Collection[str]) -> dict[int
     buckets: dict[int, Reduce] = {}
     pending, high, to_come = 0, geometry.last, sum(sizes.values())
     most_last = geometry.last_bucket_bytes(to_come)
-    places = geometry.plan.places_of(geometry.devices)
     for op in range(geometry.last - 1, geometry.backward_first - 1, -1):
         size = sizes.get(op, 0)
         pending, to_come = pending + size, to_come - size
         is_last_but_one = 0 < to_come <= most_last <= pending and size > 0
         if pending >= bucket_bytes or is_last_but_one or (op == geometry.backward_first and pending):
-            buckets[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending, places=places)
+            buckets[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending, places=geometry.places)
             pending, high = 0, op
     return buckets

@@ -89,8 +89,8 @@ def _planned(scale: Scale) -> Figures:
     figures[f"limit_{count}"] = limits[0].text
     rows = (f"{candidate.name} {candidate.seconds:.3g} s" for candidate in planned.candidates)
     figures["plan_setting"] = (
-        f"{NETWORK}, {SAMPLES} samples a device, {scale.planned[0]} sites of {scale.planned[1]} devices ({', '.join(KINDS)}) "
-        f"behind {UPLINK['rate']} each; simulated seconds of a step with the catalogue's numbers: {', '.join(rows)}"
+        f"{NETWORK}, {SAMPLES} samples a device, {scale.planned[0]} sites of {scale.planned[1]} devices "
+        f"({', '.join(KINDS)}) behind {UPLINK['rate']} each; simulated seconds of a step with the catalogue's numbers: {', '.join(rows)}"
     )
     return figures
 
