@@ -26,7 +26,7 @@ STARTS = (
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
     "manyhands.doctor.report._checks", "manyhands_bench.results_page.write_page",
     "manyhands_bench.infer.bench.measure_parts",
-    "manyhands_bench.infer.bench.prepare_gpu", "manyhands_bench.auto.bench.measure_parts",
+    "manyhands_bench.infer.bench.check_gpu", "manyhands_bench.auto.bench.measure_parts",
     "manyhands.inference.export.export_run", "manyhands_bench.chaos.bench._run_all",
 )  # fmt: skip
 """Where something would start."""
@@ -141,7 +141,7 @@ def takes_long(command: str, option: str) -> bool:
     return option in ("--model", "--data", "model") or command in ("split train", "simulate", "profile", "plan")
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=28)
 @pytest.mark.parametrize(
     "where", [pytest.param(where, id=" ".join(where), marks=slow_if(takes_long(*where))) for where in TO_TRY]
 )
@@ -153,6 +153,7 @@ def test_every_value_shown_is_accepted(where: tuple[str, str], place: Path, caps
         assert refusal(words), f"{' '.join(where)} accepts anything: nothing was looked at"
 
 
+@pytest.mark.slow
 def test_what_counts_as_a_value() -> None:
     assert values_in("How: auto (fastest), single or mixed. Default: samples.") == [
         "auto",

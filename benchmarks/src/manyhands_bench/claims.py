@@ -345,6 +345,11 @@ CLAIMS: tuple[Claim, ...] = (
           form="seconds"),
     Claim("trainer", "trainings_at_once_profile_ratio",
           "what each of them measured over what it measures alone, the furthest from 1"),
+    # GPUs
+    Claim("gpu", "gpu_ratio_min", "a step of plain PyTorch over ours on one GPU, float32, worst of five networks",
+          aim=least(0.97)),
+    Claim("gpu", "gpu_ratio_bf16_min", "the same under bfloat16 autocast", aim=least(0.97)),
+    Claim("gpu", "exact_price", "a step with exact=True over one without, ResNet-50 at 224x224"),
     # Very many devices
     Claim("scale", "plan_seconds_1000", "seconds to plan for 1,000 devices in 20 sites", form="seconds", aim=most(60)),
     Claim("scale", "simulate_seconds_1000", "seconds to simulate a step of that plan", form="seconds"),
