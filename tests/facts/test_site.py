@@ -76,7 +76,9 @@ def test_a_cluster_with_sites_is_written_and_read() -> None:
 
 def test_places_are_sites_and_shared_hosts() -> None:
     raw = world()
-    raw["devices"].append({"name": "worker", "host": "server", "site": "paris", "gflops": 1, "memory": 1, "port": "1 GB/s"})
+    raw["devices"].append(
+        {"name": "worker", "host": "server", "site": "paris", "gflops": 1, "memory": 1, "port": "1 GB/s"}
+    )
     cluster = Cluster.from_dict(raw)
     assert cluster.place("lab-1.pi-1") == "paris/lab-1"
     assert cluster.place("server") == cluster.place("worker") == "paris/server"

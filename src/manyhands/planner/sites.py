@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
-from manyhands.planner.refining import quick_price, refined
+from manyhands.planner.refining import refined
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
 from manyhands.planner.task import PlanCandidate, Price, Task, fitting
 
@@ -25,7 +25,7 @@ STAGES = (1, 2, 3, 4, 6, 8)
 """The numbers of stages that are tried."""
 MICRO_BATCHES = (4, 2)
 """Micro-batches for each stage that are tried."""
-STAGES_OF_MANY, MICRO_BATCHES_OF_MANY = (1, 2, 4), (4,)
+STAGES_OF_MANY, MICRO_BATCHES_OF_MANY = (1, 2, 4), (2,)
 MOST_FEW = 128
 """The most devices with which all of them are tried; with more a simulation takes many seconds."""
 MOST_REFINED = 64
@@ -42,14 +42,13 @@ def ranked_sites(task: Task, price: Price) -> list[PlanCandidate]:
         )
     refusal: ManyhandsError | None = None
     ranked: list[PlanCandidate] = []
-    quick = quick_price(price) if len(task.cluster.devices) > MOST_FEW else price
     for stages, micro_batches in _shapes(task, groups):
 
         def make(subtask: Task, stages: int = stages, usual: int = micro_batches) -> Plan:
             return replicas(subtask, groups, stages, subtask.micro_batches or usual)
 
         try:
-            ranked.append(fitting("sites", make, task, quick))
+            ranked.append(fitting("sites", make, task, price))
         except ManyhandsError as error:
             refusal = refusal or error
     if not ranked:
