@@ -88,9 +88,10 @@ def _planned(scale: Scale) -> Figures:
     limits = limits_of(spans, planned.plan, scale.network, cluster)
     figures[f"limit_{count}"] = limits[0].text
     rows = (f"{candidate.name} {candidate.seconds:.3g} s" for candidate in planned.candidates)
+    count_of_sites, each = scale.planned
     figures["plan_setting"] = (
-        f"{NETWORK}, {SAMPLES} samples a device, {scale.planned[0]} sites of {scale.planned[1]} devices "
-        f"({', '.join(KINDS)}) behind {UPLINK['rate']} each; simulated seconds of a step with the catalogue's numbers: {', '.join(rows)}"
+        f"{NETWORK}, {SAMPLES} samples a device, {count_of_sites} sites of {each} devices ({', '.join(KINDS)}) behind "
+        f"{UPLINK['rate']} each; simulated seconds of a step with the catalogue's numbers: {', '.join(rows)}"
     )
     return figures
 
