@@ -21,7 +21,8 @@ from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.graph.weights import dense_gradient
 from manyhands.runtime.agreement import Evidence, evidence_of
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import MOST_DIRECT, chunk_points
+from manyhands.schedule.device_tree import MOST_DIRECT
+from manyhands.schedule.reduction import chunk_points
 from manyhands.transport.switchboard import Switchboard
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3)
@@ -35,6 +36,7 @@ def reduce_all(
     limit_seconds: float = 20.0,
     late: str = "",
     records: dict[str, list[SumRecord]] | None = None,
+    places: tuple[str, ...] = (),
 ) -> dict[str, ManyhandsError]:
     """Every device hands over its gradients, bucket after bucket, and waits; returns who failed.
 
@@ -46,7 +48,7 @@ def reduce_all(
     network = summed_network(sizes, dtype)
     bounds = [round(i * len(sizes) / buckets) for i in range(buckets + 1)]
     actions = [
-        Reduce(0, "gradients", a, b, devices, sum(sizes[a:b]) * first[0].element_size())
+        Reduce(0, "gradients", a, b, devices, sum(sizes[a:b]) * first[0].element_size(), places=places)
         for a, b in reversed(list(zip(bounds, bounds[1:])))
         if a < b
     ]
@@ -90,10 +92,13 @@ def drawn(count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: torch.d
     }
 
 
-def check_sums(count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: torch.dtype, buckets: int) -> None:
+def check_sums(
+    count: int, shapes: Sequence[Sequence[int]], seed: int, dtype: torch.dtype, buckets: int,
+    places: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     gradients = drawn(count, shapes, seed, dtype)
     exact = [torch.stack([own[i].double() for own in gradients.values()]).sum(0) for i in range(len(shapes))]
-    assert not reduce_all(gradients, buckets=buckets)
+    assert not reduce_all(gradients, buckets=buckets, places=places)
     for own in gradients.values():
         for found, sure in zip(own, exact):
             assert torch.allclose(found.double(), sure, rtol=0, atol=count * 10 * torch.finfo(dtype).eps)
@@ -116,6 +121,34 @@ def test_every_device_has_the_sum(
 @pytest.mark.parametrize("count", [MOST_DIRECT, MOST_DIRECT + 1, MOST_DIRECT + 3])
 def test_many_devices(count: int) -> None:
     check_sums(count, [(7, 5), (3,)], 1, torch.float64, 2)
+
+
+HOSTS = {
+    "2 x 2": ("a", "a", "b", "b"),
+    "uneven": ("a", "b", "a", "", "a"),
+    "sites": ("p/a", "p/a", "p/b", "r/c", "r/c", "r/d", "s/e"),
+}
+
+
+@pytest.mark.parametrize("places", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("shapes", [[(7, 5), (3,)], [(1,)]])
+def test_sums_through_hosts_and_sites(places: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
+    check_sums(len(places), shapes, 3, torch.float64, len(shapes), places)
+
+
+@pytest.mark.parametrize("message", range(1, 5))
+def test_a_device_lost_between_hosts_fails_everybody(message: int) -> None:
+    """At each of its messages: inside its host, then to the other one, and back."""
+    boards: list[Switchboard] = []
+
+    def arm(board: Switchboard) -> None:
+        board.fail_after("d1", message)
+        boards.append(board)
+
+    errors = reduce_all(drawn(4, [(50,)], 0, torch.float64), before=arm, places=HOSTS["2 x 2"])
+    assert boards[0].failed == {"d1"}
+    assert "d1" in errors
+    assert all(isinstance(error, WorkerLost) for error in errors.values())
 
 
 def test_terms_are_added_in_an_order_of_their_own() -> None:
@@ -252,26 +285,29 @@ def test_honest_devices_never_contradict_each_other(
     assert found == Evidence()
 
 
-def contradictions(records: dict[str, list[SumRecord]], sizes: Sequence[int], kind: str) -> Evidence:
+def contradictions(
+    records: dict[str, list[SumRecord]], sizes: Sequence[int], kind: str, places: tuple[str, ...] = ()
+) -> Evidence:
     devices, found = tuple(f"d{place}" for place in range(len(records))), Evidence()
     size = torch.empty(0, dtype=getattr(torch, kind)).element_size()
-    reduce = Reduce(0, "gradients", 0, len(sizes), devices, sum(sizes) * size)
+    reduce = Reduce(0, "gradients", 0, len(sizes), devices, sum(sizes) * size, places=places)
     counts = [b - a for a, b in pairwise(chunk_points(reduce, summed_network(sizes, kind)))]
     evidence_of(reduce, {name: own[0] for name, own in records.items()}, counts, kind, found)
     return found
 
 
-@pytest.mark.parametrize("count", [2, 3, MOST_DIRECT + 1])
-def test_a_sum_that_is_not_the_sum_is_found(count: int) -> None:
+@pytest.mark.parametrize("places", [("",) * 2, ("",) * 3, ("",) * (MOST_DIRECT + 1), *HOSTS.values()])
+def test_a_sum_that_is_not_the_sum_is_found(places: tuple[str, ...]) -> None:
     """In every place where the numbers pass through a device."""
-    gradients = drawn(count, [(700,), (80,)], 1, torch.float32)
+    gradients = drawn(len(places), [(700,), (80,)], 1, torch.float32)
     records: dict[str, list[SumRecord]] = {}
-    assert not reduce_all(gradients, records=records)
-    assert contradictions(records, [700, 80], "float32") == Evidence()
+    assert not reduce_all(gradients, records=records, places=places)
+    assert contradictions(records, [700, 80], "float32", places) == Evidence()
     own = records["d1"][0]
     for field in ("own", "received", "sums", "after"):
         values = list(getattr(own, field))
         for place, value in enumerate(values):
             for wrong in (value + 1e-2, None):
                 changed = msgspec.structs.replace(own, **{field: (*values[:place], wrong, *values[place + 1 :])})
-                assert contradictions(records | {"d1": [changed]}, [700, 80], "float32") != Evidence(), (field, place)
+                others = records | {"d1": [changed]}
+                assert contradictions(others, [700, 80], "float32", places) != Evidence(), (field, place)

@@ -163,7 +163,7 @@ def test_a_reduction() -> None:
     reduce = Reduce(0, "gradients", 0, 12, tuple(names), 3 * WEIGHT_BYTES)
     found = pair_bytes(reduce, NETWORK)
     assert found == {(a, b): 2 * WEIGHT_BYTES for a in names for b in names if a != b}
-    assert costs.reduction_delay_seconds(reduce) == pytest.approx(2 * 0.003)
+    assert costs.phase_delay_seconds(reduce, 0) == pytest.approx(2 * 0.003)
 
 
 def test_a_profile_of_another_network_is_refused() -> None:

@@ -71,6 +71,9 @@ class PlainNetwork:
         limits: dict[tuple[str, ...], float] = {
             ("link", a, b): rate, ("up", a): sender.up_bytes_per_second, ("down", b): receiver.down_bytes_per_second,
         }  # fmt: skip
+        way = self.cluster.tree.way(sender.site, receiver.site)
+        limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
+        limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
         if a == b:
             limits = {("inside", source, target): rate}
         return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}

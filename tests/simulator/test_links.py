@@ -15,6 +15,7 @@ from hand_made import cluster
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.lab import with_slots
 from manyhands.facts.link import DirectedLink, Link
+from manyhands.facts.site import Site
 from manyhands.simulator.flows import Transfer
 from manyhands.simulator.links import LinkNetwork
 
@@ -195,6 +196,19 @@ def test_a_host_may_bear_the_name_of_a_device_elsewhere() -> None:
     assert [end for _, end in run.finished] == [0.5, 0.5]
 
 
+def test_an_uplink_is_shared_by_all_devices_of_its_site() -> None:
+    """a and b, in a site, send to c and d outside, and to each other past the uplink."""
+    base = cluster(list("abcd"), HUNDRED)
+    devices = tuple(msgspec.structs.replace(one, site="s" if one.name in "ab" else "") for one in base.devices)
+    run = Clock(LinkNetwork(Cluster("made", devices, HUNDRED, (), (Site("s", 60.0, 120.0),))))
+    run.start("a", "c", 30)
+    run.start("b", "d", 30)
+    run.start("a", "b", 50)
+    run.start("c", "a", 50, "in")
+    run.until()
+    assert dict(run.finished) == {"ab": 0.5, "in": 0.5, "ac": 1.0, "bd": 1.0}
+
+
 def test_an_unlimited_link_takes_no_time() -> None:
     run = clock(Link(math.inf, 0.0))
     run.start("a", "b", 1e12)
@@ -216,6 +230,20 @@ Rates = st.sampled_from((1, 2, 3, 5, 10, 40))
 
 
 @st.composite
+def in_sites(draw: st.DrawFn, made: Cluster) -> Cluster:
+    """The cluster with its devices in sites, some within others, or in none."""
+    sites: list[Site] = []
+    for number in range(draw(st.integers(0, 4))):
+        up, down = (float(draw(Rates)) if draw(st.booleans()) else math.inf for _ in range(2))
+        link = Link(float(draw(Rates)), 0.0) if draw(st.booleans()) else None
+        within = draw(st.sampled_from(["", *(site.name for site in sites)]))
+        sites.append(Site(f"s{number}", up, down, 0.0, link, within))
+    at = st.sampled_from(["", *(site.name for site in sites)])
+    devices = tuple(msgspec.structs.replace(device, site=draw(at)) for device in made.devices)
+    return Cluster("drawn", devices, made.link, made.links, tuple(sites))
+
+
+@st.composite
 def crowds(draw: st.DrawFn) -> tuple[Cluster, list[tuple[str, str]]]:
     names = "abcd"[: draw(st.integers(2, 4))]
     pairs = [(one, two) for one in names for two in names if one != two]
@@ -233,7 +261,7 @@ def crowds(draw: st.DrawFn) -> tuple[Cluster, list[tuple[str, str]]]:
     flows = draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
     made = Cluster("drawn", devices, base.link, links)
     if draw(st.booleans()):
-        return made, flows
+        return draw(in_sites(made)), flows
     slots = with_slots(made, 2)
     pairs = [(one, two) for one in slots.names for two in slots.names if one != two]
     return slots, draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
@@ -246,6 +274,9 @@ def crossed(made: Cluster, source: str, target: str) -> dict[tuple[str, ...], Fr
         ("up", a): made.device(source).up_bytes_per_second,
         ("down", b): made.device(target).down_bytes_per_second,
     }
+    way = made.tree.way(made.device(source).site, made.device(target).site)
+    limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
+    limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
     if a == b:
         limits = {("memory", source, target): rate}
     return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}
@@ -277,6 +308,12 @@ def test_rates_are_max_min_fair(drawn: tuple[Cluster, list[tuple[str, str]]]) ->
     got = {str(transfer.label): transfer.rate for transfer in run.ends}
     expected = max_min(made, flows)
     assert [got[str(number)] for number in range(len(flows))] == pytest.approx([float(rate) for rate in expected])
+    used: dict[tuple[str, ...], float] = {}
+    for number, flow in enumerate(flows):
+        for name in crossed(made, *flow):
+            used[name] = used.get(name, 0.0) + got[str(number)]
+    limits = {name: float(limit) for flow in flows for name, limit in crossed(made, *flow).items()}
+    assert all(rate <= limits[name] * (1 + 1e-9) for name, rate in used.items()), "more than a link carries"
 
 
 @pytest.mark.slow

@@ -20,9 +20,10 @@ from manyhands.facts.lab import with_slots
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Share, Single, Stage
+from manyhands.facts.site import Site
 from manyhands.planner.cost import CostModel
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import hop_bytes, pair_bytes, rounds_in, rounds_of
+from manyhands.schedule.reduction import byte_points, pair_bytes, phases, rounds_of
 from manyhands.simulator import links
 from manyhands.simulator import simulate as module
 from manyhands.simulator.result import Simulation
@@ -49,9 +50,12 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
     )
     pairs = [draw.sample(names, 2) for _ in range(draw.randint(0, 9))]
     special = {(a, b): Link(draw.choice((1e4, 1e5, 5e5)), draw.choice((0.0, 0.01))) for a, b in pairs}
-    made = Cluster("drawn", devices, base.link, tuple(DirectedLink(*pair, link) for pair, link in special.items()))
+    links = tuple(DirectedLink(*pair, link) for pair, link in special.items())
+    made = Cluster("drawn", devices, base.link, links)
     if not slots:
-        return made
+        sites = tuple(Site(f"s{i}", draw.choice((2e4, 1e5)), math.inf, 0.001, within="s0" * (i > 1)) for i in range(3))
+        placed = (msgspec.structs.replace(one, site=draw.choice(("", "s0", "s1", "s2"))) for one in devices)
+        return Cluster("drawn", tuple(placed), base.link, links, sites) if draw.random() < 0.5 else made
     halved = with_slots(made, 2)  # two workers each, under the names of as many devices
     renamed = dict(zip(halved.names, names))
     kept = tuple(
@@ -94,7 +98,9 @@ def test_drawn_plans_are_shared_as_plainly(monkeypatch: pytest.MonkeyPatch) -> N
     @settings(max_examples=25, deadline=None)
     @given(plans(MIXED, orders=FIXED_ORDERS, repeats=True), st.integers(0, 999), st.booleans())
     def check(plan: Plan, seed: int, slots: bool) -> None:
-        both_ways(plan, MIXED, unequal(NAMES, seed, slots=slots), monkeypatch)
+        made = unequal(NAMES, seed, slots=slots)
+        places = {name: made.place(name) for name in plan.devices if seed % 2}
+        both_ways(msgspec.structs.replace(plan, places=places), MIXED, made, monkeypatch)
 
     check()
 
@@ -126,19 +132,26 @@ def test_rings_and_wide_sums_are_shared_as_plainly(seed: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("count", [2, 3, 16, 17, 40])
 @pytest.mark.parametrize("what", ["gradients", "statistics"])
-def test_what_flows_carry_is_what_the_rounds_carry(count: int, what: str) -> None:
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_what_flows_carry_is_what_the_rounds_carry(count: int, what: str, hosts: int) -> None:
     network = chain(3, weight_elements=101)
-    reduce = Reduce(0, what, 0, 3, tuple(f"d{i}" for i in range(count)), 3 * 404)  # type: ignore[arg-type]
-    sizes = hop_bytes(reduce, network)
+    places = tuple(f"h{i % hosts}" for i in range(count))
+    reduce = Reduce(0, what, 0, 3, tuple(f"d{i}" for i in range(count)), 3 * 404, places=places)  # type: ignore[arg-type]
+    points = byte_points(reduce, network)
     expected: dict[tuple[str, str], int] = {}
     for hops in rounds_of(reduce):
         for hop in hops:
-            expected[hop.source, hop.target] = expected.get((hop.source, hop.target), 0) + sizes[hop.chunk]
+            size = points[hop.last] - points[hop.first]
+            expected[hop.source, hop.target] = expected.get((hop.source, hop.target), 0) + size
     assert pair_bytes(reduce, network) == expected
-    assert rounds_in(reduce) == len(rounds_of(reduce))
-    special = cluster(list(reduce.devices), Link(1e6, 0.001)).with_link(Link(1e6, 0.004), ("d0", "d1"))
+    assert sum(flows.rounds for flows in phases(reduce)) == len(rounds_of(reduce))
+    pair = next(iter(expected))
+    special = cluster(list(reduce.devices), Link(1e6, 0.001)).with_link(Link(1e6, 0.004), pair)
     costs = CostModel(network, special, even_profile(network, special.names))
-    assert costs.reduction_delay_seconds(reduce) == pytest.approx(rounds_in(reduce) * 0.004)
+    delays = [costs.phase_delay_seconds(reduce, number) for number in range(len(phases(reduce)))]
+    slow = [pair in {(f"d{a}", f"d{b}") for a, b in zip(flows.sources, flows.targets)} for flows in phases(reduce)]
+    assert delays == pytest.approx([f.rounds * (0.004 if s else 0.001) for f, s in zip(phases(reduce), slow)])
+    assert any(slow)
 
 
 # Energy, and time

@@ -42,7 +42,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate, larger, trainer, gpu, collectives. Repeatable.",
+            "infer, infer-accuracy, networks, generate, larger, trainer, gpu, collectives, scale. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -449,6 +449,34 @@ def gpu(
         return bench_gpu(quick=quick, only=only or (), out=out, on_progress=_lines(say))
 
     _measure("gpu", measured, quick, json)
+
+
+@app.command("scale")
+def scale(
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="Run only this part: planned, largest, hosts. Repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where figures are stored as they are measured.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Plan for 1,000 devices in sites, simulate 1,000 and 10,000, and tiles on hosts with several workers.
+
+    Steps are simulated, with the catalogue's numbers. Figures go to standard output, settings to standard error.
+    """
+    from manyhands_bench.parts import check_asked
+    from manyhands_bench.scale.bench import PARTS, bench_scale
+
+    check_asked(PARTS, only or (), quick, full=False)
+
+    def measured(say: Progress) -> Figures:
+        return bench_scale(quick=quick, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("scale", measured, quick, json)
 
 
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:

@@ -34,6 +34,7 @@ WORDS = {
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer", "gpu": "gpu", "collectives": "collectives",
+    "scale": "scale",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}

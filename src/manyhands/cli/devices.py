@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -115,7 +116,17 @@ def _show_cluster(cluster: Cluster, json: bool) -> None:
     how = "estimated" if any(d.estimated for d in cluster.devices) else "measured"
     print_table(f"Cluster {cluster.name} ({how})", headings, rows, numbers=["GFLOP/s", "memory", "cores"])
     link = cluster.link
-    typer.echo(f"Any pair: {format_rate(link.bytes_per_second)}, {format_seconds(link.delay_seconds)} one way.")
+    pair = "Any pair" if not cluster.sites else "Any pair between sites, beside their uplinks"
+    typer.echo(f"{pair}: {format_rate(link.bytes_per_second)}, {format_seconds(link.delay_seconds)} one way.")
+    for site in cluster.sites:
+        rates = (site.up_bytes_per_second, site.down_bytes_per_second)
+        up, down = ("unlimited" if rate == math.inf else format_rate(rate) for rate in rates)
+        within = f", in {site.within}" if site.within else ""
+        count = sum(site in cluster.tree.paths[device.site] for device in cluster.devices)
+        typer.echo(
+            f"Site {site.name}{within}: {count} device(s), uplink {up} out, {down} in, "
+            f"{format_seconds(site.delay_seconds)} one way."
+        )
     for directed in cluster.links:
         rate, delay = format_rate(directed.link.bytes_per_second), format_seconds(directed.link.delay_seconds)
         typer.echo(f"{directed.sender} to {directed.receiver}: {rate}, {delay} one way.")

@@ -42,8 +42,8 @@ def plan(
         typer.Option(
             "--strategy",
             "--share",
-            help="auto, single, samples, pipeline, tiles or mixed (some layers by tiles, others not); with --for also "
-            "channels, split, modnn, coates or deepthings (the last three as others do it).",
+            help="auto, single, samples, pipeline, tiles, sites or mixed (some layers by tiles, others not); with "
+            "--for also channels, split, modnn, coates or deepthings (the last three as others do it).",
         ),
     ] = "auto",
     best: Annotated[

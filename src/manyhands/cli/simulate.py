@@ -27,7 +27,7 @@ def simulate(
     model: Model = "",
     cluster: ClusterName = CLUSTER,
     plan: Annotated[
-        str, typer.Option("--plan", "-p", help="A plan file, or auto, single, samples, pipeline, tiles, mixed.")
+        str, typer.Option("--plan", "-p", help="A plan file, or auto, single, samples, pipeline, tiles, sites, mixed.")
     ] = "auto",
     batch_size: BatchSize = None,
     micro_batches: MicroBatches = None,

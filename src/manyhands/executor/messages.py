@@ -19,7 +19,7 @@ from manyhands.graph.loss_totals import LOSS_TOTALS
 from manyhands.schedule.actions import Action, Receive, Reduce
 from manyhands.schedule.feeding import AT_HOME, fed_inputs
 from manyhands.schedule.lowering import Lowering
-from manyhands.schedule.reduction import hop_bytes, rounds_of, topic
+from manyhands.schedule.reduction import byte_points, rounds_of, topic
 
 COORDINATOR = "coordinator"
 """The name under which the process that started the run feeds inputs and gathers results."""
@@ -120,11 +120,12 @@ def expected_messages(actions: Iterable[Action], device: str, network: Network) 
         if isinstance(action, Receive):
             expected[(action.source, action.message.topic)] = action.message.bytes
         elif isinstance(action, Reduce):
-            sizes = hop_bytes(action, network)
+            points = byte_points(action, network)
             for number, hops in enumerate(rounds_of(action)):
                 for hop in hops:
                     if hop.target == device:
-                        expected[(hop.source, topic(action, number, hop.chunk))] = sizes[hop.chunk]
+                        size = points[hop.last] - points[hop.first]
+                        expected[(hop.source, topic(action, number, hop.first))] = size
     return expected
 
 

@@ -23,7 +23,7 @@ from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
 from manyhands.graph.weights import memory_order
 from manyhands.schedule.actions import Reduce
-from manyhands.schedule.reduction import chunk_points, element_bytes, gradient_rounds, topic
+from manyhands.schedule.reduction import Hop, chunk_points, element_bytes, gradient_rounds, topic
 from manyhands.transport.endpoint import Endpoint
 from manyhands.transport.memory import KNOWN_TO_NUMPY, as_bytes, window
 
@@ -117,30 +117,38 @@ class Reducer:
         rows = [row_of(tensor) for tensor in staged]
         points, size = chunk_points(reduce, self.network), element_bytes(reduce, self.network)
         chunks = [window(rows, size * first, size * (last - first)) for first, last in pairwise(points)]
-        rounds = [
-            [(hop, topic(reduce, number, hop.chunk)) for hop in hops]
-            for number, hops in enumerate(gradient_rounds(reduce.devices))
-        ]
         box, device, dtype = self.endpoint.mailbox, self.endpoint.name, staged[0].dtype
+        rounds = [
+            [(hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target)]
+            for number, hops in enumerate(gradient_rounds(reduce.devices, reduce.places))
+        ]
+
+        def memory(hop: Hop) -> list[memoryview]:
+            return [part for chunk in chunks[hop.first : hop.last] for part in chunk]
+
         before = [projection_and_norm(_as_numbers(chunk, dtype)) for chunk in chunks]
         received, sums, after = [], [], dict[int, float | None]()
         for hop, name in (pair for pairs in rounds for pair in pairs):
             if hop.target == device and not hop.adds:  # no sum comes before this device's part of it has arrived there
-                box.post(hop.source, step, name, chunks[hop.chunk])
+                box.post(hop.source, step, name, memory(hop))
         for pairs in rounds:
             added: dict[int, None] = {}
             for hop, name in pairs:
                 if hop.source == device:
-                    self.endpoint.send(hop.target, step, name, chunks[hop.chunk])
+                    self.endpoint.send(hop.target, step, name, memory(hop))
             for hop, name in pairs:  # added in the order of the hops, not of arrival: the same bits in every run
                 if hop.target == device and hop.adds:
-                    came = _split(box.take(hop.source, step, name), chunks[hop.chunk])
-                    received.append(projection(_as_numbers(came, dtype)))
-                    _add(chunks[hop.chunk], came, dtype)
-                    added[hop.chunk] = None
+                    came = box.take(hop.source, step, name)
+                    for chunk in range(hop.first, hop.last):
+                        part = _split(came, chunks[chunk])
+                        came = came[sum(map(len, part)) :]
+                        received.append(projection(_as_numbers(part, dtype)))
+                        _add(chunks[chunk], part, dtype)
+                        added[chunk] = None
                 elif hop.target == device:
-                    box.receive(hop.source, step, name, chunks[hop.chunk])
-                    after[hop.chunk] = projection(_as_numbers(chunks[hop.chunk], dtype))
+                    box.receive(hop.source, step, name, memory(hop))
+                    for chunk in range(hop.first, hop.last):
+                        after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
             for chunk in added:
                 after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
                 sums.append(after[chunk])

@@ -8,6 +8,7 @@ Where the run uses process groups of torch.distributed, both go through these (c
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -22,13 +23,13 @@ from manyhands.executor.reducer import Reducer, row_of
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Await, Reduce
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.reduction import completed_at, statistics_rounds, topic
+from manyhands.schedule.reduction import Hop, completed_at, row_order, statistics_rounds, topic
 from manyhands.transport.endpoint import Endpoint
 
 WEIGHT_NORM_ROUNDS = 64
 """Rounds after which the norm of weights is formed anew."""
 _SumKey = tuple[int, int, int, int, str]
-_Hops = list[tuple[str, str, str]]
+_Rounds = tuple[tuple[tuple[Hop, str], ...], ...]
 
 
 class Reductions:
@@ -53,8 +54,8 @@ class Reductions:
             for stage, runner in self.runners.items()
         }
         self._keeps_messages = schedule.keeps_messages
-        self._hops: dict[int, _Hops] = {}
-        """Hops of all-gathers, by the action's identity: the schedule keeps it."""
+        self._rounds: dict[int, _Rounds] = {}
+        """This device's hops of all-gathers with their topics, by the action's identity: the schedule keeps it."""
         self._summed: dict[_SumKey, list[str]] = {}
         """The weights of each sum of gradients, by its record's key."""
         self._weight_norms: dict[_SumKey, tuple[float | None, float, int]] = {}
@@ -98,6 +99,12 @@ class Reductions:
         """Give this device's row, wait for the others', and return all, in the order of the devices."""
         return self._gathered(reduce, row, self._begin(reduce, row))
 
+    def _give(self, reduce: Reduce, row: torch.Tensor) -> None:
+        """Send this device's row, as far as it does not travel with those of others."""
+        for hop, name in self._rounds_of(reduce)[0]:
+            if hop.source == self.endpoint.name:
+                self.endpoint.send(hop.target, self.in_flight.step, name, [row], urgent=True)
+
     def finish_statistics(self, action: Await) -> None:
         """Wait for the others' rows of an all-gather that was begun before."""
         reduce, row, gathering = self.in_flight[action.micro_batch].pending_statistics.pop(action.key)
@@ -108,10 +115,7 @@ class Reductions:
         step = self.in_flight.step
         if self.collectives is not None and self.collectives.takes(reduce, step):
             return self.collectives.begin_gather(reduce, step, row)
-        sent = row if row.is_cpu else row.cpu()
-        for source, target, name in self._hops_of(reduce):
-            if source == self.endpoint.name:
-                self.endpoint.send(target, step, name, [sent], urgent=True)
+        self._give(reduce, row if row.is_cpu else row.cpu())
         return None
 
     def _gathered(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather | None) -> list[torch.Tensor]:
@@ -131,29 +135,45 @@ class Reductions:
         return [other.to(row.device) for other in rows]
 
     def _received(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
-        device = self.endpoint.name
+        """Return all devices' rows, in the order of the devices, and hand on those that others get from here."""
+        device, order = self.endpoint.name, row_order(reduce.devices, reduce.places)
         rows = {device: row}
-        for source, target, name in self._hops_of(reduce):
-            if target == device:
-                came = self.endpoint.mailbox.take(source, self.in_flight.step, name)
-                other = torch.frombuffer(came, dtype=row.dtype) if came else torch.empty_like(row, device="cpu")
-                if (
-                    reduce.what == "statistics"
-                ):  # of gradients, the norm is the sum of all: it says nothing of its source
-                    self.diagnosis.watch(source, [other])
-                rows[source] = other if row.is_cpu else other.to(row.device)
+        for number, hops in enumerate(self._rounds_of(reduce)):
+            for hop, name in hops if number else ():
+                if hop.source == device:
+                    handed_on = [rows[each].cpu() for each in order[hop.first : hop.last]]
+                    self.endpoint.send(hop.target, self.in_flight.step, name, handed_on, urgent=True)
+            for hop, name in hops:
+                if hop.target == device:
+                    came = self.endpoint.mailbox.take(hop.source, self.in_flight.step, name)
+                    rows |= self._rows_of(reduce, order[hop.first : hop.last], came, row)
         return [rows[name] for name in reduce.devices]
 
-    def _hops_of(self, reduce: Reduce) -> _Hops:
-        """Return source, target and topic of every row."""
-        hops = self._hops.get(id(reduce))
-        if hops is None:
-            hops = [
-                (hop.source, hop.target, topic(reduce, 0, hop.chunk)) for hop in statistics_rounds(reduce.devices)[0]
-            ]
+    def _rows_of(
+        self, reduce: Reduce, names: Sequence[str], came: memoryview, like: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the rows of these devices that one message has brought."""
+        empty = torch.empty(0, dtype=like.dtype)
+        others = (torch.frombuffer(came, dtype=like.dtype) if came else empty).view(len(names), -1)
+        rows = {}
+        for name, other in zip(names, others):
+            if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
+                self.diagnosis.watch(name, [other])
+            rows[name] = other.view_as(like) if like.is_cpu else other.view_as(like).to(like.device)
+        return rows
+
+    def _rounds_of(self, reduce: Reduce) -> _Rounds:
+        """Return this device's hops, with the topic of each, round by round."""
+        rounds = self._rounds.get(id(reduce))
+        if rounds is None:
+            device = self.endpoint.name
+            rounds = tuple(
+                tuple((hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target))
+                for number, hops in enumerate(statistics_rounds(reduce.devices, reduce.places))
+            )
             if self._keeps_messages:
-                self._hops[id(reduce)] = hops
-        return hops
+                self._rounds[id(reduce)] = rounds
+        return rounds
 
     # Gradients
 

@@ -28,6 +28,10 @@ ABOUT_AS_BUSY = 0.9
 """Devices of a stage that compute at least this fraction of what the busiest does are limits too."""
 WORTH_SAYING = 0.02
 MOST_CHECKED = 3
+_RESOURCES = {
+    "up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}", "out of": "the uplink out of {}",
+    "into": "the uplink into {}",
+}  # fmt: skip
 HELPS = 1.01
 """A limit is binding if a step is that much faster without it."""
 
@@ -181,7 +185,7 @@ class _Describer:
         enough = max(waited.values()) / 2
         often = [key for key in waited if waited[key] >= enough]
         key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
-        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}"}[key[0]].format(*key[1:])
+        name = _RESOURCES[key[0]].format(*key[1:])
         return name, rates[key], carried[key], key[1:]
 
     def _resources(self, a: str, b: str) -> list[tuple[tuple[str, ...], float]]:
@@ -189,7 +193,10 @@ class _Describer:
         link = self.cluster.link_between(a, b).bytes_per_second
         if sender.host_name == receiver.host_name:
             return [(("link", a, b), link)]
+        way = self.cluster.tree.way(sender.site, receiver.site)
         return [
+            *((("out of", site.name), site.up_bytes_per_second) for site in way.leaves),
+            *((("into", site.name), site.down_bytes_per_second) for site in way.enters),
             (("up", sender.host_name), sender.up_bytes_per_second),
             (("down", receiver.host_name), receiver.down_bytes_per_second),
             (("link", sender.host_name, receiver.host_name), link),

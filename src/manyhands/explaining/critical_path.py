@@ -17,7 +17,7 @@ from typing import Literal
 
 from manyhands.facts.cluster import Cluster
 from manyhands.schedule.actions import Message, Reduce
-from manyhands.schedule.reduction import rounds_in
+from manyhands.schedule.reduction import phases
 from manyhands.simulator.result import Simulation, Span
 
 USES = {
@@ -48,7 +48,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A message, or all flows of a sum, from when it could start to when the others have it."""
+    """A message, or all flows of one phase of a sum, from when it could start to when the others have it."""
 
     start: float
     sent: float
@@ -57,6 +57,8 @@ class _Transfer:
     source: str
     target: str
     what: object
+    after: _Transfer | None = None
+    """The phase of the sum before this one."""
 
 
 def use_of(cause: object) -> str:
@@ -101,17 +103,23 @@ class _Chain:
             arrivals.sort(key=itemgetter(0))
 
     def _add_sum(self, flows: list[Span]) -> None:
-        """Add a sum: it is complete when its last flow has ended and its rounds' delays have passed, for all devices in
-        it."""
-        last = max(flows, key=lambda span: span.end)
-        reduce = last.what
+        """Add a sum, phase after phase: each is over when its last flow has ended and the delays of its rounds have
+        passed, and after the last of them every device has the sum."""
+        reduce = flows[0].what
         assert isinstance(reduce, Reduce)
-        slowest = max(self.cluster.link_between(span.device, span.peer).delay_seconds for span in flows)
-        delay = rounds_in(reduce) * slowest
-        start = min(span.start for span in flows)
-        transfer = _Transfer(start, last.end, last.end + delay, last.device, last.peer, reduce)
+        by_start: dict[float, list[Span]] = defaultdict(list)
+        for span in flows:
+            by_start[span.start].append(span)
+        transfer: _Transfer | None = None
+        for number, start in enumerate(sorted(by_start)):
+            last = max(by_start[start], key=lambda span: span.end)
+            slowest = max(self.cluster.link_between(span.device, span.peer).delay_seconds for span in by_start[start])
+            of_sum = phases(reduce)
+            delay = slowest * (of_sum[number].rounds if len(of_sum) == len(by_start) else 1)
+            transfer = _Transfer(start, last.end, last.end + delay, last.device, last.peer, reduce, transfer)
         for device in reduce.devices:
-            self.reaches[device].append((transfer.arrives, transfer))
+            if transfer is not None:
+                self.reaches[device].append((transfer.arrives, transfer))
 
     def walk(self) -> Iterator[Leg]:
         names = list(self.result.devices)
@@ -133,9 +141,13 @@ class _Chain:
                     if transfer.sent > transfer.start:
                         seconds, stage = transfer.sent - transfer.start, getattr(transfer.what, "stage", -1)
                         yield Leg("transfer", seconds, transfer.source, transfer.target, use_of(transfer.what), stage)
-                    ahead = self.before.get((transfer.source, transfer.target, transfer.start))
-                    if ahead is None or id(ahead) in self.seen or isinstance(transfer.what, Reduce):
+                    ahead = transfer.after or self.before.get((transfer.source, transfer.target, transfer.start))
+                    is_sum = isinstance(transfer.what, Reduce)
+                    if ahead is None or id(ahead) in self.seen or (is_sum and ahead is not transfer.after):
                         break
+                    if transfer.start > ahead.sent:
+                        seconds = transfer.start - ahead.sent
+                        yield Leg("delay", seconds, ahead.source, ahead.target, use_of(ahead.what))
                     transfer = ahead
                 device, now = self._waited_for(transfer), transfer.start
             else:

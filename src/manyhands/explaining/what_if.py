@@ -34,7 +34,7 @@ def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster,
             links.append(DirectedLink(name, link.receiver, link.link))
         if link.receiver == like.name:
             links.append(DirectedLink(link.sender, name, link.link))
-    grown = Cluster(f"{cluster.name} and {name}", (*cluster.devices, twin), cluster.link, tuple(links))
+    grown = Cluster(f"{cluster.name} and {name}", (*cluster.devices, twin), cluster.link, tuple(links), cluster.sites)
     twin_profile = msgspec.structs.replace(profile.of(like.name), device=name)
     return grown, Profile({**profile.devices, name: twin_profile})
 
@@ -53,7 +53,15 @@ def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> 
         for device in cluster.devices
     )  # fmt: skip
     links = tuple(DirectedLink(link.sender, link.receiver, changed(link.link)) for link in cluster.links)
-    return Cluster(cluster.name, devices, changed(cluster.link), links)
+    sites = tuple(
+        msgspec.structs.replace(
+            site, up_bytes_per_second=site.up_bytes_per_second * rate,
+            down_bytes_per_second=site.down_bytes_per_second * rate, delay_seconds=site.delay_seconds * delay,
+            link=None if site.link is None else changed(site.link),
+        )
+        for site in cluster.sites
+    )  # fmt: skip
+    return Cluster(cluster.name, devices, changed(cluster.link), links, sites)
 
 
 def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Cluster:
@@ -64,7 +72,7 @@ def with_memory(cluster: Cluster, names: Collection[str], times: float) -> Clust
         else device
         for device in cluster.devices
     )
-    return Cluster(cluster.name, devices, cluster.link, cluster.links)
+    return msgspec.structs.replace(cluster, devices=devices)
 
 
 def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times: float) -> tuple[Cluster, Profile]:
@@ -84,7 +92,7 @@ def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times
         name: _faster(device_profile, times) if name in names else device_profile
         for name, device_profile in profiles.items()
     }
-    return Cluster(cluster.name, devices, cluster.link, cluster.links), Profile(faster)
+    return msgspec.structs.replace(cluster, devices=devices), Profile(faster)
 
 
 def _faster(profile: DeviceProfile, times: float) -> DeviceProfile:

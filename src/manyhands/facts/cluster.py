@@ -10,6 +10,14 @@
       - {from: laptop, to: pi4-1, rate: 1 Gbit/s}              # one direction
       - {between: [laptop, nano], delay: 2 ms}             # both; rate as above
 
+With sites (`site`), each behind an uplink that its devices share; `link` is then the link between sites:
+
+    sites:
+      - {name: paris, rate: 100 Mbit/s, delay: 10 ms, link: {rate: 1 Gbit/s, delay: 0.3 ms}}
+      - {name: lab, count: 3, up: 20 Mbit/s, down: 100 Mbit/s, delay: 5 ms, within: paris}    # lab-1 to lab-3
+    devices:
+      - {kind: pi4, count: 8, site: lab}                         # in each of them: lab-1.pi4-1 to lab-3.pi4-8
+
 Device fields and their units are the table `_DEVICE` in `cluster_document`; what is left out comes from the catalogue.
 """
 
@@ -25,19 +33,23 @@ import msgspec
 
 from manyhands.facts.cluster_document import (
     MOST_DEVICES,
+    in_each_site,
     read_devices,
     read_link,
     read_list,
     read_mapping,
     read_override,
+    read_sites,
     read_text,
     write_device,
     write_link,
+    write_site,
 )
 from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.link import HERE, DirectedLink, Link
 from manyhands.facts.presets import PRESETS
+from manyhands.facts.site import Site, SiteTree
 
 MOST_SLOTS = 16
 
@@ -49,6 +61,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     devices: tuple[Device, ...]
     link: Link = HERE
     links: tuple[DirectedLink, ...] = ()
+    sites: tuple[Site, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.devices) <= MOST_DEVICES:
@@ -69,6 +82,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 problem = "is written twice" if pair in pairs else "leads back to itself"
                 raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {problem}.")
             pairs.add(pair)
+        for device in self.devices:
+            if device.site not in self.tree.paths:
+                raise unknown("site", device.site, self.tree.sites)
         if any(device.host for device in self.devices):
             self._check_hosts()
 
@@ -78,6 +94,10 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         for device in self.devices:
             first = ports.setdefault(device.host_name, device)
             for field in ("up_bytes_per_second", "down_bytes_per_second"):
+                if device.site != first.site:
+                    raise BadValue(
+                        f"devices: '{first.name}' and '{device.name}' are on one host, but in different sites."
+                    )
                 if getattr(device, field) != getattr(first, field):
                     hint = f"Write the whole port's rate for each device of {device.host_name}."
                     raise BadValue(
@@ -90,7 +110,8 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
             if hosts[0] != hosts[1]:
                 written[hosts].append(directed.link.bytes_per_second)
         for (a, b), rates in written.items():
-            left_out = [self.link.bytes_per_second] if len(rates) < sizes[a] * sizes[b] else []
+            usual = self.tree.way(ports[a].site, ports[b].site).link.bytes_per_second
+            left_out = [usual] if len(rates) < sizes[a] * sizes[b] else []
             if len({*rates, *left_out}) > 1:
                 hint = "Write it with the same rate for every pair of their devices."
                 raise BadValue(f"links: from {a} to {b} there is one link, but its rate differs.", hint=hint)
@@ -109,6 +130,24 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def _by_pair(self) -> dict[tuple[str, str], Link]:
         return {(directed.sender, directed.receiver): directed.link for directed in self.links}
 
+    @cached_property
+    def tree(self) -> SiteTree:
+        return SiteTree(self.sites, self.link)
+
+    @cached_property
+    def _shared_hosts(self) -> frozenset[str]:
+        """The hosts that several devices are workers of."""
+        counts = Counter(device.host_name for device in self.devices)
+        return frozenset(host for host, count in counts.items() if count > 1)
+
+    def place(self, name: str, *, hosts: bool = True, sites: bool = True) -> str:
+        """Return where a device is, as plans have it (`Plan.places`): its sites, then the host it shares."""
+        device = self.device(name)
+        path = [site.name for site in self.tree.paths[device.site]] if sites else []
+        if hosts and device.host_name in self._shared_hosts:
+            path.append(device.host_name)
+        return "/".join(path)
+
     def device(self, name: str) -> Device:
         device = self._by_name.get(name)
         if device is None:
@@ -120,34 +159,42 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         link = self._by_pair.get((sender, receiver))
         if link is not None:
             return link
-        same = self.device(sender) is self.device(receiver)
-        return HERE if same else self.link
+        a, b = self.device(sender), self.device(receiver)
+        return HERE if a is b else self.link if not self.sites else self.tree.way(a.site, b.site).link
 
     def bytes_per_second_between(self, sender: str, receiver: str) -> float:
-        """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down.
+        """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down,
+        and the uplinks of the sites between them.
 
         Inside a host it passes no port.
         """
         rate, a, b = self.link_between(sender, receiver).bytes_per_second, self.device(sender), self.device(receiver)
-        return rate if a.host_name == b.host_name else min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
+        if a.host_name == b.host_name:
+            return rate
+        way = self.tree.way(a.site, b.site)
+        uplinks = [site.up_bytes_per_second for site in way.leaves] + [
+            site.down_bytes_per_second for site in way.enters
+        ]
+        return min(rate, a.up_bytes_per_second, b.down_bytes_per_second, *uplinks)
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
         """Return the same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
-            return Cluster(self.name, self.devices, link, self.links)
+            return Cluster(self.name, self.devices, link, self.links, self.sites)
         other_links = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
-        return Cluster(self.name, self.devices, self.link, (*other_links, DirectedLink(*pair, link)))
+        links = (*other_links, DirectedLink(*pair, link))
+        return Cluster(self.name, self.devices, self.link, links, self.sites)
 
     def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
         """Return other devices, joined by the same default link."""
-        return Cluster(name, devices, self.link)
+        return Cluster(name, devices, self.link, sites=self.sites)
 
     def without(self, name: str) -> Cluster:
         """Return the cluster after `name` has left."""
         leaving = self.device(name)
         devices = tuple(device for device in self.devices if device is not leaving)
         links = tuple(directed for directed in self.links if name not in (directed.sender, directed.receiver))
-        return Cluster(self.name, devices, self.link, links)
+        return Cluster(self.name, devices, self.link, links, self.sites)
 
     @classmethod
     def local(
@@ -198,11 +245,24 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def from_dict(cls, raw: object) -> Cluster:
         """Return the cluster that a document describes; see the top of this file. An error names the field's path."""
-        document = read_mapping(raw, "", ("name", "devices", "link", "links"))
+        document = read_mapping(raw, "", ("name", "sites", "devices", "link", "links"))
+        groups: dict[str, list[str]] = {}
+        sites: list[Site] = []
+        for index, entry in enumerate(read_list(document.get("sites", []), "sites", "{name: paris, rate: 1 Gbit/s}")):
+            entered = list(read_sites(entry, f"sites[{index}]"))
+            sites += entered
+            if isinstance(entry, dict) and "count" in entry:
+                groups[str(entry["name"])] = [site.name for site in entered]
         entries = read_list(document.get("devices"), "devices", "{kind: pi4, count: 2}")
-        read = (device for index, entry in enumerate(entries) for device in read_devices(entry, f"devices[{index}]"))
+        read = (
+            device
+            for index, entry in enumerate(entries)
+            for placed in in_each_site(entry, groups)
+            for device in read_devices(placed, f"devices[{index}]")
+        )
         devices = tuple(islice(read, MOST_DEVICES + 1))
-        unlinked = cls(read_text(document.get("name", "cluster"), "name"), devices)  # duplicates are found here
+        name = read_text(document.get("name", "cluster"), "name")
+        unlinked = cls(name, devices, sites=tuple(sites))  # duplicates are found here
         lone = len(devices) == 1 and "link" not in document
         default = write_link(HERE) if lone else read_mapping(document.get("link"), "link", ("rate", "delay"))
         link = read_link(default, "link")
@@ -210,7 +270,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         overrides = read_list(document.get("links", []), "links", "{from: a, to: b, rate: 1 Gbit/s}")
         for index, entry in enumerate(overrides):
             links.extend(read_override(entry, f"links[{index}]", default, unlinked._by_name))
-        return cls(unlinked.name, devices, link, tuple(links))
+        return cls(unlinked.name, devices, link, tuple(links), unlinked.sites)
 
     def to_dict(self) -> dict[str, object]:
         """Return a plain document that `from_dict` reads back to an equal cluster."""
@@ -219,6 +279,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         ]
         devices = [write_device(device) for device in self.devices]
         document: dict[str, object] = {"name": self.name, "devices": devices, "link": write_link(self.link)}
+        document |= {"sites": [write_site(site) for site in self.sites]} if self.sites else {}
         return {**document, "links": links} if links else document
 
 
@@ -252,6 +313,10 @@ class LabCluster(msgspec.Struct, frozen=True):
         if hosted:
             raise BadValue(
                 f"{hosted[0]} shares a host: in a lab every device has its own.", hint="Leave out host; use slots."
+            )
+        if self.cluster.sites:
+            raise BadValue(
+                f"{self.cluster.name} has sites: a lab plays no uplinks.", hint="Simulate it: manyhands simulate."
             )
         for device, _ in self.traces:
             if device not in self.cluster.names:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from manyhands.facts.catalogue import CATALOGUE, catalogue_key
 from manyhands.facts.device import DEVICE_NAME, MOST_OF_ANYTHING, NAME_HINT, Device
 from manyhands.facts.errors import BadFile, BadValue, UnknownName, did_you_mean
 from manyhands.facts.link import DirectedLink, Link
+from manyhands.facts.site import Site
 from manyhands.facts.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_rate, parse_seconds
 
 MOST_DEVICES = 10_000
@@ -136,6 +137,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "up": ("up_bytes_per_second", _rate, _write_rate),
     "down": ("down_bytes_per_second", _rate, _write_rate),
     "host": ("host", _host, str),
+    "site": ("site", _host, str),
     "copy_time": ("copy_seconds_per_gigabyte", _seconds, _write_seconds),
     "message_time": ("message_seconds", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
@@ -172,8 +174,7 @@ def read_devices(raw: object, path: str) -> Iterator[Device]:
     name = entry.get("name", written_kind)
     if not isinstance(name, str) or not DEVICE_NAME.fullmatch(name):
         raise BadValue(f"{path}.name: {_show(name)} cannot name a device.", hint=NAME_HINT)
-    count = _count(entry["count"], f"{path}.count") if "count" in entry else None
-    for numbered in [name] if count is None else [f"{name}-{number}" for number in range(1, count + 1)]:
+    for numbered in numbered_names(entry, name, path):
         yield Device(name=numbered, kind=kind, **facts)
 
 
@@ -191,6 +192,53 @@ def read_link(entry: Mapping[str, object], path: str) -> Link:
         if field not in entry:
             raise BadFile(f"{path}.{field}: is missing.", hint="Write it like link: {rate: 100 Mbit/s, delay: 1 ms}")
     return Link(_rate(entry["rate"], f"{path}.rate"), _seconds(entry["delay"], f"{path}.delay"))
+
+
+_SITE = ("name", "count", "rate", "up", "down", "delay", "link", "within")
+
+
+def read_sites(raw: object, path: str) -> Iterator[Site]:
+    """Yield the sites of one entry: one, or `count` of them numbered from 1."""
+    entry = read_mapping(raw, path, _SITE)
+    name = _host(entry.get("name"), f"{path}.name")
+    if not name:
+        raise BadFile(f"{path}.name: is missing.", hint="Write it like sites: [{name: paris, rate: 100 Mbit/s}]")
+    rates = {way: _rate(entry.get(way, entry.get("rate", UNLIMITED)), f"{path}.{way}") for way in ("up", "down")}
+    link = None
+    if entry.get("link") is not None:
+        link = read_link(read_mapping(entry["link"], f"{path}.link", ("rate", "delay")), f"{path}.link")
+    delay = _seconds(entry.get("delay", 0), f"{path}.delay")
+    within = _host(entry.get("within", ""), f"{path}.within")
+    for numbered in numbered_names(entry, name, path):
+        yield Site(numbered, rates["up"], rates["down"], delay, link, within)
+
+
+def numbered_names(entry: Mapping[str, object], name: str, path: str) -> list[str]:
+    """Return the names that an entry stands for: its own, or that many numbered from 1."""
+    if "count" not in entry:
+        return [name]
+    return [f"{name}-{number}" for number in range(1, _count(entry["count"], f"{path}.count") + 1)]
+
+
+def write_site(site: Site) -> dict[str, object]:
+    document: dict[str, object] = {
+        "name": site.name,
+        "up": _write_rate(site.up_bytes_per_second),
+        "down": _write_rate(site.down_bytes_per_second),
+        "delay": _write_seconds(site.delay_seconds),
+    }
+    if site.link is not None:
+        document["link"] = write_link(site.link)
+    return {**document, "within": site.within} if site.within else document
+
+
+def in_each_site(raw: object, groups: Mapping[str, Sequence[str]]) -> list[object]:
+    """Return an entry of devices as one for each site, where it names sites that were written with a count."""
+    names = groups.get(str(raw.get("site"))) if isinstance(raw, dict) else None
+    if names is None or not isinstance(raw, dict):
+        return [raw]
+    name = raw.get("name", raw.get("kind", "custom"))
+    return [{**raw, "site": site, "name": f"{site}.{name}"} for site in names]
 
 
 def read_override(

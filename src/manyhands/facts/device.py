@@ -30,6 +30,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     up_bytes_per_second: float = math.inf
     down_bytes_per_second: float = math.inf
     host: str = ""  # the device whose port it shares, as one of several workers there; empty: its own
+    site: str = ""  # the site whose uplink all that leaves it shares; empty: it is in none
     copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
     message_seconds: float = 0.0  # of computing lost to each message sent or received, however small
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1

@@ -179,4 +179,4 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         for a in slot_names(directed.sender, slots)
         for b in slot_names(directed.receiver, slots)
     ]
-    return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside))
+    return Cluster(cluster.name, tuple(devices), cluster.link, (*between, *inside), cluster.sites)

@@ -262,6 +262,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay: Replay = Replay()
     gradient_norm: bool = False
     """Whether the devices learn the norm of all gradients before each update, as to clip by it."""
+    places: dict[str, str] = {}
+    """Device -> where it is: its host, its site, or both (`paris/pi-1`), for sums that go through these groups: inside
+    a host first, then inside a site, then among sites, and back. A device that is not named is in none."""
 
     def _repr_html_(self) -> str:
         stages = {
@@ -302,6 +305,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Every device that takes part, in the plan's order."""
         homes = [home for home in self.homes.values() if home != EVERYWHERE]
         return tuple(dict.fromkeys([name for stage in self.stages for name in stage.devices] + homes))
+
+    def places_of(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the places of devices that add something up; empty: none is in a group."""
+        places = tuple(self.places.get(device, "") for device in devices) if self.places else ()
+        return places if any(places) else ()
 
     def warm_up_of(self, stage: int) -> int:
         """Return K_p: how many forward passes stage p may be ahead of its backward passes."""

@@ -13,6 +13,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, UnknownName, did_you_mean
 from manyhands.facts.extensions import INSTALL_HINT
 from manyhands.facts.network import Network
+from manyhands.facts.places_check import check_places
 from manyhands.facts.plan import (
     EVERYWHERE,
     ByChannels,
@@ -42,9 +43,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
                 f"stages[{index}] is shared by '{stage.share.name}', which is not registered on this device.",
                 hint=INSTALL_HINT,
             )
-    plan = Plan.from_dict(
-        msgspec.to_builtins(plan)
-    )  # a plan made in Python is held to the same types as one from a file
+    plan = Plan.from_dict(msgspec.to_builtins(plan))  # one made in Python is held to the same types as one from a file
     if plan.network != network.name:
         raise BadPlan(f"network is '{plan.network}'; the network at hand is '{network.name}'.")
     if not 1 <= plan.batch_size <= MOST_SAMPLES:
@@ -61,6 +60,7 @@ def resolve(plan: Plan, network: Network, cluster: Cluster | None = None) -> Pla
         raise BadPlan(f"optimizer_slots is {plan.optimizer_slots}; it must be between 0 and 8.")
     if plan.bucket_bytes < 1:
         raise BadPlan(f"bucket_bytes is {plan.bucket_bytes}; it must be at least 1.")
+    check_places(plan.places)
     if not plan.stages:
         raise BadPlan("stages is empty; a plan has at least one stage.")
     stages = tuple(_resolve_stage(plan, index, network) for index in range(len(plan.stages)))

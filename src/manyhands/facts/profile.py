@@ -223,7 +223,7 @@ def estimate_cluster(network: Network, cluster: Cluster) -> Profile:
     profiles: dict[Device, DeviceProfile] = {}
     by_name: dict[str, DeviceProfile] = {}
     for device in cluster.devices:
-        key = msgspec.structs.replace(device, name="any", host="")
+        key = msgspec.structs.replace(device, name="any", host="", site="")
         if key not in profiles:
             profiles[key] = estimate(network, device)
         by_name[device.name] = profiles[key]

@@ -16,6 +16,7 @@ from manyhands.facts.plan import Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Kernel, Profile
 from manyhands.graph.graph import Graph
+from manyhands.planner.placing import placed
 from manyhands.planner.replanning import replanned
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change
@@ -95,7 +96,7 @@ class Replanner:
         )  # fmt: skip
         if replan.how == "heavy":
             self._base = (replan.plan, replan.seconds)
-        chosen = resolve(replan.plan, network, cluster)
+        chosen = resolve(placed(replan.plan, cluster), network, cluster)
         every = chosen_backups(chosen, network, cluster, replan.seconds, self.backup_every)
         return Change(chosen, self.kernels(chosen), replan.how, replan.reason, every)
 
@@ -123,11 +124,13 @@ class Replanner:
         links = tuple(
             link for link in self.cluster.links if link.sender in devices_by_name and link.receiver in devices_by_name
         )
-        self.cluster = Cluster(self.cluster.name, tuple(devices_by_name.values()), self.cluster.link, links)
+        self.cluster = Cluster(
+            self.cluster.name, tuple(devices_by_name.values()), self.cluster.link, links, self.cluster.sites
+        )
         present_names = set(names)
         devices = tuple(device for device in self.cluster.devices if device.name in present_names)
         present_links = tuple(link for link in links if link.sender in present_names and link.receiver in present_names)
-        cluster = Cluster(self.cluster.name, devices, self.cluster.link, present_links)
+        cluster = Cluster(self.cluster.name, devices, self.cluster.link, present_links, self.cluster.sites)
         return cluster, Profile({name: self.profiles[name] for name in cluster.names})
 
     def _like(self, name: str) -> Device:

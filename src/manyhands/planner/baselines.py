@@ -167,7 +167,7 @@ def _alike(cluster: Cluster) -> Cluster:
     up = min(device.up_bytes_per_second for device in cluster.devices)
     down = min(device.down_bytes_per_second for device in cluster.devices)
     average_device = msgspec.structs.replace(
-        cluster.devices[0], host="", memory_bytes=10**18, up_bytes_per_second=up, down_bytes_per_second=down
+        cluster.devices[0], host="", site="", memory_bytes=10**18, up_bytes_per_second=up, down_bytes_per_second=down
     )
     devices = tuple(
         msgspec.structs.replace(average_device, name=f"any{number}") for number in range(len(cluster.devices))

@@ -310,8 +310,18 @@ class DevicePairs:
             numpy.array([getattr(device, port) for device in devices])
             for port in ("up_bytes_per_second", "down_bytes_per_second")
         )
-        rates = numpy.minimum(numpy.minimum(ups[:, None], downs[None, :]), cluster.link.bytes_per_second)
-        return DevicePairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
+        ports = numpy.minimum(ups[:, None], downs[None, :])
+        if not cluster.sites:
+            rates = numpy.minimum(ports, cluster.link.bytes_per_second)
+            return DevicePairs(rates, numpy.full((count, count), cluster.link.delay_seconds), has_own_hosts)
+        sites = list(dict.fromkeys(device.site for device in devices))
+        links = [[cluster.tree.way(a, b).link for b in sites] for a in sites]
+        site = numpy.array([sites.index(device.site) for device in devices])
+        at = numpy.ix_(site, site)
+        rates = numpy.minimum(ports, numpy.array([[link.bytes_per_second for link in row] for row in links])[at])
+        return DevicePairs(
+            rates, numpy.array([[link.delay_seconds for link in row] for row in links])[at], has_own_hosts
+        )
 
 
 def every_group(count: int, most: int) -> list[DeviceGroup]:

@@ -15,7 +15,7 @@ from manyhands.facts.profile import DeviceProfile, Profile, op_seconds
 from manyhands.schedule.actions import Backward, Forward, Receive, Reduce, Send
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.memory import weight_part
-from manyhands.schedule.reduction import flow_bytes, flow_ends, messages_each, rounds_in
+from manyhands.schedule.reduction import flow_bytes, message_counts, phases
 
 _BACKWARD_PART = {"": 1.0, "inputs": 0.5, "weights": 0.5, "rim": 0.0}
 """The fraction of an operator's backward pass that each part of it takes."""
@@ -33,6 +33,7 @@ class CostModel:
         self._fractions: dict[tuple[StageGeometry, str, bool], tuple[float, ...]] = {}
         self._computed: dict[tuple[object, ...], float] = {}
         self._moved: dict[tuple[object, ...], list[float]] = {}
+        self._messages: dict[tuple[object, ...], list[int]] = {}
         self._delays: dict[tuple[object, ...], float] = {}
 
     def compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
@@ -162,8 +163,9 @@ class CostModel:
         if not each and not message:
             return 0.0
         if isinstance(action, Reduce):
-            moved = self._moved_bytes(action)[action.devices.index(device)] if each else 0.0
-            return each * moved + message * messages_each(action)
+            place = action.devices.index(device)
+            moved = self._moved_bytes(action)[place] if each else 0.0
+            return each * moved + message * self._message_counts(action)[place]
         return each * action.message.bytes + message
 
     def link(self, source: str, target: str) -> Link:
@@ -171,23 +173,37 @@ class CostModel:
 
     def _moved_bytes(self, reduce: Reduce) -> list[float]:
         """Return the bytes that each device sends and receives for a sum."""
-        key = (reduce.devices, reduce.what, reduce.first, reduce.last, reduce.bytes)
+        key = (reduce.devices, reduce.places, reduce.what, reduce.first, reduce.last, reduce.bytes)
         moved = self._moved.get(key)
         if moved is None:
-            sizes, count = flow_bytes(reduce, self.network), len(reduce.devices)
-            ends = [numpy.bincount(ends_of, weights=sizes, minlength=count) for ends_of in flow_ends(reduce)]
-            moved = self._moved[key] = (ends[0] + ends[1]).tolist()
+            total = numpy.zeros(len(reduce.devices))
+            for flows in phases(reduce):
+                sizes = flow_bytes(reduce, self.network, flows)
+                for ends in (flows.sources, flows.targets):
+                    total += numpy.bincount(ends, weights=sizes, minlength=len(total))
+            moved = self._moved[key] = total.tolist()
         return moved
 
-    def reduction_delay_seconds(self, reduce: Reduce) -> float:
-        """Return the delay of a sum: every round waits for the slowest link."""
-        key = (reduce.devices, reduce.what)
+    def _message_counts(self, reduce: Reduce) -> list[int]:
+        """Return the number of messages that each device sends and receives for a sum."""
+        key = (reduce.devices, reduce.places, reduce.what == "gradients")
+        counts = self._messages.get(key)
+        if counts is None:
+            counts = self._messages[key] = message_counts(reduce).tolist()
+        return counts
+
+    def phase_delay_seconds(self, reduce: Reduce, number: int) -> float:
+        """Return the delay of one phase of a sum: each of its rounds waits for the slowest link that it crosses."""
+        key = (reduce.devices, reduce.places, reduce.what == "gradients", number)
         seconds = self._delays.get(key)
         if seconds is None:
-            slowest = self.cluster.link.delay_seconds
+            flows, slowest = phases(reduce)[number], self.cluster.link.delay_seconds
             if self.cluster.links:
-                devices, (sources, targets) = reduce.devices, flow_ends(reduce)
-                pairs = zip(sources.tolist(), targets.tolist())
+                devices, pairs = reduce.devices, zip(flows.sources.tolist(), flows.targets.tolist())
                 slowest = max(self.link(devices[a], devices[b]).delay_seconds for a, b in pairs)
-            seconds = self._delays[key] = rounds_in(reduce) * slowest
+            elif self.cluster.sites:
+                sites = [self.cluster.device(name).site for name in reduce.devices]
+                ways = {(sites[a], sites[b]) for a, b in zip(flows.sources.tolist(), flows.targets.tolist())}
+                slowest = max(self.cluster.tree.way(a, b).link.delay_seconds for a, b in ways)
+            seconds = self._delays[key] = flows.rounds * slowest
         return seconds

@@ -138,7 +138,7 @@ def subcluster(cluster: Cluster, names: Iterable[str]) -> Cluster:
     chosen = set(names)
     devices = tuple(device for device in cluster.devices if device.name in chosen)
     links = tuple(link for link in cluster.links if link.sender in chosen and link.receiver in chosen)
-    return Cluster(cluster.name, devices, cluster.link, links)
+    return Cluster(cluster.name, devices, cluster.link, links, cluster.sites)
 
 
 def alike(task: Task) -> dict[str, int]:

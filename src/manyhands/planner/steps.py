@@ -213,8 +213,8 @@ class Steps:
 
     @cached_property
     def _is_uniform(self) -> bool:
-        """Whether all pairs have the same link, and no host has several of the devices."""
-        return not self.cluster.links and self.pairs.has_own_hosts
+        """Whether all pairs have the same link, and no host or site has several of the devices."""
+        return not self.cluster.links and not self.cluster.sites and self.pairs.has_own_hosts
 
     @cached_property
     def _reduce_seconds(self) -> Numbers:

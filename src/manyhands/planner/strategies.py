@@ -5,6 +5,7 @@ samples    one stage, each device takes samples in proportion to its speed
 pipeline   stages of one or more devices each, as ASTEROID plans them; devices that would only slow it down are left out
 tiles      the maps cut into a grid in proportion to speed, up to global pooling; the tail on the fastest device;
            without a grid, on the fastest few devices where more would only slow it down
+sites      the whole network in every site, as a pipeline or by samples; only where the cluster has sites
 mixed      plans in none of these corners: tiles, then samples, then one device, on the same devices or on others
 
 Another package may add a strategy (`register_strategy`): it proposes plans, and the simulator prices them like these.
@@ -23,7 +24,6 @@ from math import inf
 
 import msgspec
 
-from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadPlan, BadValue, ManyhandsError, OutOfMemory, unknown
 from manyhands.facts.extensions import load_extensions
 from manyhands.facts.plan import ByTiles, Plan, WarmUp
@@ -36,11 +36,13 @@ from manyhands.planner.pricing import subcluster
 from manyhands.planner.recomputed_pipelines import recomputed_pipelines
 from manyhands.planner.refining import FEW, quick_price, refined, shortened
 from manyhands.planner.simple import samples, single
+from manyhands.planner.singles import kinds, singles
+from manyhands.planner.sites import ranked_sites
 from manyhands.planner.task import PlanCandidate, Price, Task, fitting
 from manyhands.planner.tile_plans import tiles, with_best_groups
 
 CORNERS = ("single", "samples", "pipeline", "tiles")
-STRATEGIES = ("auto", *CORNERS, "mixed")
+STRATEGIES = ("auto", *CORNERS, "sites", "mixed")
 QUICK = ("samples", "pipeline")
 """Strategies that are planned in a small part of the time that the others take."""
 MEMORY_SAVING: WarmUp = "2(P-p)-1"
@@ -55,11 +57,11 @@ long; and the number that are simulated with all their micro-batches."""
 MOST_LINES = 1_000_000
 """The most stages, of any layers on any group of devices, for which the baselines' plans are tried too: they are in the
 same space, rarely better, and take as long to plan."""
-MOST_KINDS = 8
-"""The most kinds of devices of which one is tried alone, the fastest first."""
 MOST_MIXED = 3
 WORTH = 1.25
 """The number of mixed plans that are refined, and how close to the best they must be."""
+MOST_SEARCHED = 128
+"""The most devices of a cluster with sites among which stages and tiles are searched freely, across sites."""
 LESS_MEMORY = 0.85
 """With objective memory: the fraction of the least so far that is tried next."""
 Propose = Callable[[Task], Iterable[Plan]]
@@ -126,12 +128,14 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
 def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
     """Return the plans of one strategy on one cluster, the best first; raise the reason if there is none."""
     if strategy == "single":
-        return _singles(task, price)
+        return singles(task, price)
     if strategy == "pipeline":
         try:
             return ranked_pipelines(task, price)
         except OutOfMemory as error:
             return recomputed_pipelines(task, price, error)
+    if strategy == "sites":
+        return ranked_sites(task, price)
     if strategy == "mixed":
         return ranked_mixed(task, price)
     if strategy in _registered:
@@ -152,22 +156,6 @@ def _proposed(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
             refusal = refusal or error
     if not candidates:
         raise refusal or BadPlan(f"Strategy '{strategy}' proposes no plan of {task.network.name} for this cluster.")
-    return sorted(candidates, key=lambda candidate: candidate.seconds)
-
-
-def _singles(task: Task, price: Price) -> list[PlanCandidate]:
-    """Return the fastest device of each kind alone; devices that it does not fit on are left out, unless it fits on
-    none."""
-    candidates: list[PlanCandidate] = []
-    refusal: ManyhandsError | None = None
-    for name, device in _kinds(task):
-        try:
-            candidates.append(fitting(name, partial(single, device=device), task, price))
-        except ManyhandsError as error:
-            refusal = refusal or error
-    if not candidates:
-        assert refusal is not None
-        raise refusal
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
@@ -317,14 +305,6 @@ def fewer_tiles(task: Task, price: Price) -> Plan:
     return best[1]
 
 
-def _kinds(task: Task) -> list[tuple[str, str]]:
-    """Return the name of a plan on one device, and the device: the fastest of each kind, up to MOST_KINDS of them."""
-    kinds: dict[str, str] = {}
-    for device in sorted(task.cluster.devices, key=lambda device: task.step_seconds(device.name, task.batch_size)):
-        kinds.setdefault(f"{device.kind} {device.gflops} {device.memory_bytes}", device.name)
-    return [(f"single on {name}", name) for name in list(kinds.values())[:MOST_KINDS]]
-
-
 def choose(
     task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
 ) -> list[PlanCandidate]:
@@ -365,7 +345,7 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
                 msgspec.structs.replace(device, memory_bytes=min(budget, device.memory_bytes))
                 for device in task.cluster.devices
             )
-            yield replace(task, cluster=Cluster(task.cluster.name, devices, task.cluster.link, task.cluster.links))
+            yield replace(task, cluster=msgspec.structs.replace(task.cluster, devices=devices))
     elif task.best == "energy":
         watts = {device.name: device.watts_active for device in task.cluster.devices}
         names = sorted(watts, key=lambda name: watts[name] * task.step_seconds(name, task.batch_size))
@@ -376,14 +356,17 @@ def _places(task: Task, candidates: list[PlanCandidate]) -> Iterator[Task]:
 def _all(task: Task, price: Price, corners_only: bool, is_over: Callable[[], bool]) -> list[PlanCandidate]:
     """Return every strategy's best plan, or the reason why it has none; of mixed plans the best few."""
     candidates = []
-    for name, device in _kinds(task):
+    for name, device in kinds(task):
         try:
             candidates.append(fitting(name, partial(single, device=device), task, price))
         except ManyhandsError as error:
             candidates.append(PlanCandidate(name, None, inf, error.message, error.hint))
     if len(task.cluster.devices) == 1:
         return candidates
-    for strategy in [*CORNERS[1:], *([] if corners_only else ["mixed", *_registered])]:
+    searches = [*CORNERS[1:], *([] if corners_only else ["mixed"])]
+    if task.cluster.sites:  # with very many devices the others would take hours
+        searches = ["sites", *(searches if len(task.cluster.devices) <= MOST_SEARCHED else [])]
+    for strategy in [*searches, *([] if corners_only else _registered)]:
         if strategy not in QUICK and any(candidate.plan is not None for candidate in candidates) and is_over():
             break
         try:

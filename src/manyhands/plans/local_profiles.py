@@ -145,4 +145,4 @@ def _with_links(measured: Cluster, stored: Cluster | None) -> Cluster:
         )
         for device, speed in zip(stored.devices, measured.devices, strict=True)
     )  # fmt: skip
-    return Cluster(stored.name, devices, stored.link, stored.links)
+    return Cluster(stored.name, devices, stored.link, stored.links, stored.sites)

@@ -20,6 +20,7 @@ from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, Profile, estimate_cluster
 from manyhands.files.documents import read_document, write_document
 from manyhands.planner.inference import INFERENCE_STRATEGIES
+from manyhands.planner.placing import best_placed, placed
 from manyhands.planner.strategies import choose, is_strategy_name, plan_by_name, strategy_names
 from manyhands.planner.task import BEST, Best, PlanCandidate, Task, TileOptions
 from manyhands.plans.inference import plan_for
@@ -76,6 +77,7 @@ def plan(
     if strategy != "auto":
         ranked = plan_by_name(strategy, task, prices)
         plans = [prices.whole(candidate.plan) for candidate in ranked if candidate.plan is not None]
+        plans[0] = prices.best_whole(plans[0])
         return Planned(plans[0], [], tuple(plans[1:]), best=task.best)
     start, was_over = time.thread_time(), False
 
@@ -95,7 +97,7 @@ def plan(
         )
     ranked = [prices.scored(candidate) for candidate in ranked]
     others = tuple(candidate.plan for candidate in ranked[1:] if candidate.plan is not None)
-    return Planned(prices.whole(best_plan), ranked, others, is_partial=was_over, best=task.best)
+    return Planned(prices.best_whole(best_plan), ranked, others, is_partial=was_over, best=task.best)
 
 
 class Prices:
@@ -106,14 +108,18 @@ class Prices:
         self._outcomes: dict[bytes, Simulation | OutOfMemory] = {}
 
     def __call__(self, plan: Plan) -> float:
-        result = self.simulated(plan)
+        return self._price(self.simulated(plan))
+
+    def _price(self, result: Simulation) -> float:
         if self.task.best == "memory":
             return max(device.peak_bytes for device in result.devices.values())
         return result.joules_per_sample if self.task.best == "energy" else result.seconds
 
     def simulated(self, plan: Plan) -> Simulation:
         """Return the simulation of one round, within every device's memory."""
-        plan = self.whole(plan)
+        return self._simulated(self.whole(plan))
+
+    def _simulated(self, plan: Plan) -> Simulation:
         key, task = msgspec.json.encode(plan), self.task
         if key not in self._outcomes:
             try:
@@ -128,8 +134,13 @@ class Prices:
         return outcome
 
     def whole(self, plan: Plan) -> Plan:
-        """Return a strategy's plan with what the strategies do not decide: whether the gradients' norm is exchanged."""
-        return msgspec.structs.replace(plan, gradient_norm=self.task.gradient_norm)
+        """Return a strategy's plan with what strategies do not decide: whether the gradients' norm is exchanged, and
+        the groups that sums go through."""
+        return placed(msgspec.structs.replace(plan, gradient_norm=self.task.gradient_norm), self.task.cluster)
+
+    def best_whole(self, plan: Plan) -> Plan:
+        """Return a strategy's plan as `whole` does, with the groups that make it best."""
+        return best_placed(self.whole(plan), self.task.cluster, lambda other: self._price(self._simulated(other)))
 
     def scored(self, candidate: PlanCandidate) -> PlanCandidate:
         """Return a candidate with the seconds of a step, beside the score it was chosen by."""

@@ -32,7 +32,7 @@ from manyhands.facts.network import Network
 from manyhands.runtime.stalls import Verdict
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.reduction import MOST_DIRECT, chunk_points, gradient_rounds
+from manyhands.schedule.reduction import chunk_points, gradient_rounds
 
 SLACK = 64.0
 """How far projections of the same numbers may lie apart, in units of the rounding error of one number times the norm.
@@ -101,17 +101,19 @@ def evidence_of(
     holds = {name: list(record.own) for name, record in records.items()}
     received = {name: iter(record.received) for name, record in records.items()}
     sums = {name: iter(record.sums) for name, record in records.items()}
-    for hops in gradient_rounds(reduce.devices):
+    rounds = gradient_rounds(reduce.devices, reduce.places)
+    is_direct = len(rounds) == 2
+    for hops in rounds:
         sent = {name: tuple(values) for name, values in holds.items()}
         formed: dict[tuple[str, int], Value] = {}
-        for hop in hops:
-            target, chunk, sent_value = hop.target, hop.chunk, sent[hop.source][hop.chunk]
+        for hop, chunk in ((each, chunk) for each in hops for chunk in range(each.first, each.last)):
+            target, sent_value = hop.target, sent[hop.source][chunk]
             if not hop.adds:
                 holds[target][chunk] = received_value = records[target].after[chunk]
             else:
                 received_value = next(received[target])
                 formed[target, chunk] = _plus(formed.get((target, chunk), sent[target][chunk]), received_value)
-            is_vote = not hop.adds and len(reduce.devices) <= MOST_DIRECT
+            is_vote = is_direct and not hop.adds
             if not is_vote and not _agree(sent_value, received_value, tolerances[chunk]):
                 evidence.disputes.append((hop.source, target, f"what {hop.source} sent is not what {target} received"))
         for (name, chunk), expected in formed.items():
@@ -122,7 +124,7 @@ def evidence_of(
     for name, record in records.items():
         if not all(map(_agree, holds[name], record.after, tolerances)):
             evidence.wrong.append(Verdict(name, "the sum of the gradients that it holds is not the one that it formed"))
-    if len(reduce.devices) <= MOST_DIRECT:
+    if is_direct:
         for chunk, owner in enumerate(reduce.devices):
             values = {name: record.after[chunk] for name, record in records.items()}
             evidence.add_vote(values, tolerances[chunk], f"the sum of the gradients that {owner} formed, as it has it,")
@@ -356,9 +358,10 @@ def _sums_of(schedule: Schedule) -> dict[Key, _Sum]:
             counts = tuple(last - first for first, last in pairwise(chunk_points(action, network)))
             received: Counter[str] = Counter()
             sums: Counter[str] = Counter()
-            for hops in gradient_rounds(action.devices):
-                received.update(hop.target for hop in hops if hop.adds)
-                sums.update(target for target, _ in {(hop.target, hop.chunk) for hop in hops if hop.adds})
+            for hops in gradient_rounds(action.devices, action.places):
+                added = [(hop.target, chunk) for hop in hops if hop.adds for chunk in range(hop.first, hop.last)]
+                received.update(target for target, _ in added)
+                sums.update(target for target, _ in set(added))
             sums_of_key[key] = _Sum(action, counts, _dtype(action, network), _layers(action, network), received, sums)
     return sums_of_key
 

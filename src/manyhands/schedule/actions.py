@@ -12,6 +12,7 @@ send pi-2 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B     does not wait
 receive pi-1 s1 m3 value relu_3[0:4,0:64,0:28,0:28] 802816B  waits for the message; stage 1 reads it
 reduce s0 gradients 0:12 pi-1,pi-2 44696B           adds up among the named devices; 'step' waits for it
 reduce s0 gradients 0:90 pi-1,pi-3 404B of words    the same, of weights that several stages hold
+reduce s0 gradients 0:12 a/a.1,a/a.2,b 44696B       the same, first inside host a
 reduce s0 statistics m3 7:8 pi-1,pi-2 516B          waits at once: batch-norm sums are needed to go on
 reduce s0 statistics m3b 7:8 pi-1,pi-2 512B later   sends its part only; there is something else to compute meanwhile
 await s0 m3b 7:8                                    waits for the others' parts
@@ -177,6 +178,8 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     weights: tuple[str, ...] = ()
     """Tied weights, whose gradients are added up among all stages that hold them, between operators `first` and `last`.
     Empty: those of which operators [first, last) of one stage complete the gradients."""
+    places: tuple[str, ...] = ()
+    """Where each device is, as `Plan.places` has it: what is added up goes through the groups. Empty: in one group."""
 
     @property
     def is_awaited(self) -> bool:
@@ -192,8 +195,14 @@ class Reduce(msgspec.Struct, frozen=True, gc=False, tag="reduce"):
     def __str__(self) -> str:
         when = "" if self.micro_batch < 0 else f" m{self.micro_batch}{'b' if self.backward else ''}"
         later = " later" if self.later else ""
-        devices, tied = ",".join(self.devices), f" of {'+'.join(self.weights)}" if self.weights else ""
+        devices, tied = ",".join(self._placed()), f" of {'+'.join(self.weights)}" if self.weights else ""
         return f"reduce s{self.stage} {self.what}{when} {self.first}:{self.last} {devices} {self.bytes}B{later}{tied}"
+
+    def _placed(self) -> tuple[str, ...]:
+        """Return the devices, each behind its place: site/host/device."""
+        if not self.places:
+            return self.devices
+        return tuple(f"{place}/{name}" if place else name for place, name in zip(self.places, self.devices))
 
 
 class Await(msgspec.Struct, frozen=True, gc=False, tag="await"):
@@ -284,9 +293,11 @@ def parse_action(text: str) -> Action:
         return Send(peer, message) if word == "send" else Receive(peer, message)
     if match := _REDUCE.fullmatch(text):
         stage_text, summed, at, back, first_text, last_text, devices, size, later, tied = match.groups()
+        places, names = zip(*(device.rpartition("/")[::2] for device in devices.split(",")))
         return Reduce(
-            int(stage_text), summed, int(first_text), int(last_text), tuple(devices.split(",")), int(size),  # type: ignore[arg-type]
+            int(stage_text), summed, int(first_text), int(last_text), names, int(size),  # type: ignore[arg-type]
             int(at) if at is not None else -1, bool(back), bool(later), tuple(tied.split("+")) if tied else (),
+            places if any(places) else (),
         )  # fmt: skip
     if match := _AWAIT.fullmatch(text):
         stage_text, at, back, first_text, last_text = match.groups()

@@ -120,6 +120,7 @@ def gradient_buckets(geometry: StageGeometry, tied: Collection[str]) -> dict[int
         pending, to_come = pending + size, to_come - size
         is_last_but_one = 0 < to_come <= most_last <= pending and size > 0
         if pending >= bucket_bytes or is_last_but_one or (op == geometry.backward_first and pending):
-            buckets[op] = Reduce(geometry.index, "gradients", op, high, geometry.devices, pending)
+            devices, places = geometry.devices, geometry.places
+            buckets[op] = Reduce(geometry.index, "gradients", op, high, devices, pending, places=places)
             pending, high = 0, op
     return buckets

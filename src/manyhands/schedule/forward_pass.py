@@ -27,7 +27,10 @@ def statistics_sum(geometry: StageGeometry, index: int, *, backward: bool = Fals
     count = 2 * op.statistics + (0 if backward else 1) if op.statistics else op.tile_sums * geometry.samples
     dtype = network.tensors[op.inputs[0]].dtype
     size = count * DTYPE_BYTES[SUMMED_IN.get(dtype, dtype)]
-    return Reduce(geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward, later)
+    return Reduce(
+        geometry.index, "statistics", index, index + 1, geometry.devices, size, 0, backward, later,
+        places=geometry.places,
+    )  # fmt: skip
 
 
 class ForwardPass:

@@ -90,6 +90,8 @@ class StageGeometry:
         self.samples = plan.micro_batch_size
         self.sharing = self.stage.share.by if len(self.devices) > 1 else "single"
         """The name of the way in which this stage is shared: the executor has a runner for each."""
+        self.places = plan.places_of(self.devices)
+        """Where the devices are, for sums among them: once for all sums, of which each device has a list."""
 
     @property
     def ops(self) -> tuple[Op, ...]:

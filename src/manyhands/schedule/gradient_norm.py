@@ -54,5 +54,6 @@ def gradient_norm(geometries: Sequence[StageGeometry], steppers: Mapping[int, tu
         return None
     for device in geometries[-1].loss_devices:  # the loss may be scaled by a number that follows from the exchange
         parts.setdefault(device, [])
-    reduce = Reduce(0, "norm", 0, len(network.ops), tuple(parts), NUMBERS * NUMBER_BYTES)
+    devices, size = tuple(parts), NUMBERS * NUMBER_BYTES
+    reduce = Reduce(0, "norm", 0, len(network.ops), devices, size, places=geometries[0].plan.places_of(devices))
     return GradientNorm(reduce, {device: tuple(names) for device, names in parts.items()})

@@ -4,11 +4,17 @@
         chunks   0 │ 1 │ 2                round 1: device j sends the sum of chunk j to all others
 
 Each device sends 2(n-1)/n of the bytes, as in a ring (ASTEROID Eq. 5), but waits for two delays in place of 2(n-1).
-Many devices would mean many connections: beyond `MOST_DIRECT` a ring is used. Statistics and the gradients' norm are
-small and waited for: every device sends all of its own to all others, in one round.
 
-Terms are added in a fixed order (of the devices; in a ring, from where each chunk starts), so that a run repeated gives
-the same bits; a chunk is added up on one device, so that replicas agree.
+    two hosts of two workers              round 0: in each host, chunks 0-1 to one worker, 2-3 to the other
+        chunks   0 │ 1 │ 2 │ 3            round 1: between the hosts, chunk j to the worker that owns it
+                                          rounds 2, 3: back, between the hosts and inside them
+
+Where devices are grouped in hosts and sites (`Reduce.places`), and where they are more than `MOST_DIRECT`, there are
+two rounds for each level of groups (`device_tree`). Statistics and the gradients' norm are small and waited for: every
+device's own reaches all others as it is, in one round where there are no groups.
+
+Terms are added in a fixed order (own first, then those of the others in the order of the tree), so that a run repeated
+gives the same bits; a chunk is added up on one device, so that replicas agree.
 """
 
 from __future__ import annotations
@@ -24,19 +30,19 @@ from numpy.typing import NDArray
 from manyhands.facts.boxes import cut_points
 from manyhands.facts.network import DTYPE_BYTES, Network
 from manyhands.schedule.actions import Reduce
+from manyhands.schedule.device_tree import Level, Places, device_tree, leaves, row_rounds, sum_levels
 
-MOST_DIRECT = 16
-
-Places = NDArray[numpy.int64]
 Counts = NDArray[numpy.int64]
 
 
 class Hop(NamedTuple):
-    """A chunk goes from one device to another, which adds it to its own or stores it."""
+    """Chunks [first, last) go from one device to another, which adds them to its own or stores them. Of rows there is
+    one for each device, in the order of `row_order`."""
 
     source: str
     target: str
-    chunk: int
+    first: int
+    last: int
     adds: bool
 
 
@@ -44,40 +50,46 @@ Rounds = tuple[tuple[Hop, ...], ...]
 
 
 @lru_cache(maxsize=256)
-def gradient_rounds(devices: tuple[str, ...]) -> Rounds:
-    """Return the rounds of an all-reduce in len(devices) chunks."""
-    if len(devices) > MOST_DIRECT:
-        return _ring(devices)
-    gather = tuple(Hop(a, b, j, True) for a in devices for j, b in enumerate(devices) if a != b)
-    spread = tuple(Hop(a, b, j, False) for j, a in enumerate(devices) for b in devices if a != b)
-    return (gather, spread)
+def gradient_rounds(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> Rounds:
+    """Return the rounds of an all-reduce, in `gradient_chunks` chunks."""
+    _, levels = sum_levels(len(devices), places)
+    up = [_hops(devices, level) for level in levels]
+    down = [tuple(Hop(hop.target, hop.source, hop.first, hop.last, False) for hop in hops) for hops in reversed(up)]
+    return (*up, *down)
 
 
-def _ring(devices: tuple[str, ...]) -> Rounds:
-    count = len(devices)
-    rounds = []
-    for number in range(2 * (count - 1)):
-        rounds.append(
-            tuple(
-                Hop(device, devices[(place + 1) % count], (place - number) % count, number < count - 1)
-                for place, device in enumerate(devices)
-            )
-        )
-    return tuple(rounds)
+def _hops(devices: tuple[str, ...], level: Level) -> tuple[Hop, ...]:
+    columns = (column.tolist() for column in level)
+    return tuple(Hop(devices[source], devices[target], *chunks, True) for source, target, *chunks in zip(*columns))
+
+
+def gradient_chunks(devices: Collection[str], places: tuple[str, ...] = ()) -> int:
+    """Return the number of chunks of an all-reduce."""
+    return sum_levels(len(devices), places)[0]
 
 
 @lru_cache(maxsize=256)
-def statistics_rounds(devices: tuple[str, ...]) -> Rounds:
-    """Return one round, in which every device sends its own to all others. The chunk is the sender's place."""
-    return (tuple(Hop(a, b, i, True) for i, a in enumerate(devices) for b in devices if a != b),)
+def statistics_rounds(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> Rounds:
+    """Return the rounds after which every device has everybody's row."""
+    return tuple(
+        tuple(Hop(devices[hop.source], devices[hop.target], hop.first, hop.last, True) for hop in hops)
+        for hops in row_rounds(len(devices), places)
+    )
+
+
+@lru_cache(maxsize=256)
+def row_order(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return whose row each row is."""
+    return tuple(devices[place] for place in leaves(device_tree(len(devices), places)))
 
 
 def rounds_of(reduce: Reduce) -> Rounds:
-    return gradient_rounds(reduce.devices) if reduce.what == "gradients" else statistics_rounds(reduce.devices)
+    make = gradient_rounds if reduce.what == "gradients" else statistics_rounds
+    return make(reduce.devices, reduce.places)
 
 
 def topic(reduce: Reduce, number: int, chunk: int) -> str:
-    """Return the name of one hop's message: the reduction, its round, its chunk."""
+    """Return the name of one hop's message: the reduction, its round, its first chunk."""
     when = "" if reduce.micro_batch < 0 else f" m{reduce.micro_batch}{'b' if reduce.backward else ''}"
     tied = f" of {reduce.weights[0]}" if reduce.weights else ""
     return f"reduce s{reduce.stage} {reduce.what}{when} {reduce.first}:{reduce.last}{tied} r{number} c{chunk}"
@@ -96,7 +108,7 @@ def element_bytes(reduce: Reduce, network: Network) -> int:
 
 def chunk_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
     """Return where the chunks of a reduction of gradients begin and end, counted in numbers."""
-    return _even_points(reduce.bytes // element_bytes(reduce, network), len(reduce.devices))
+    return _even_points(reduce.bytes // element_bytes(reduce, network), gradient_chunks(reduce.devices, reduce.places))
 
 
 @lru_cache(maxsize=4096)
@@ -104,56 +116,80 @@ def _even_points(count: int, parts: int) -> tuple[int, ...]:
     return cut_points(count, (1,) * parts)
 
 
-def hop_bytes(reduce: Reduce, network: Network) -> tuple[int, ...]:
-    """Return the bytes of each chunk."""
+def byte_points(reduce: Reduce, network: Network) -> tuple[int, ...]:
+    """Return where the chunks, or rows, of a reduction begin and end, in bytes."""
     if reduce.what != "gradients":
-        return (reduce.bytes,) * len(reduce.devices)
-    points, size = chunk_points(reduce, network), element_bytes(reduce, network)
-    return tuple((points[i + 1] - points[i]) * size for i in range(len(reduce.devices)))
+        return tuple(row * reduce.bytes for row in range(len(reduce.devices) + 1))
+    size = element_bytes(reduce, network)
+    return tuple(point * size for point in chunk_points(reduce, network))
 
 
-def flow_ends(reduce: Reduce) -> tuple[Places, Places]:
-    """Return senders and receivers, all rounds together: places among the devices of a sum, one pair for each flow."""
-    count = len(reduce.devices)
-    if reduce.what == "gradients" and count > MOST_DIRECT:
-        sources = numpy.arange(count)
-        return sources, (sources + 1) % count
-    sources, targets = numpy.divmod(numpy.arange(count * count), count)
-    apart = sources != targets
-    return sources[apart], targets[apart]
+class SumFlows(NamedTuple):
+    """The bytes that travel in one phase of a sum, along each pair of devices. The next phase begins when it has ended:
+    a level of groups, up or down; the highest, which goes both ways, is one."""
+
+    sources: Places
+    targets: Places
+    rounds: int
+    """The rounds of the phase, each of which waits for a delay."""
+    hop_flows: Places
+    """The flow of each hop, and the chunks that it carries."""
+    firsts: Places
+    lasts: Places
 
 
-def flow_bytes(reduce: Reduce, network: Network) -> Counts:
-    """Return the bytes that travel along each flow, all rounds together."""
-    count = len(reduce.devices)
-    if reduce.what != "gradients":
-        return numpy.full(count * (count - 1), reduce.bytes)
-    sizes: Counts = numpy.array(hop_bytes(reduce, network))
-    sources, targets = flow_ends(reduce)
-    if count > MOST_DIRECT:  # a device sends every chunk twice, except two, which it sends once
-        twice: Counts = 2 * sizes.sum() - sizes[targets] - sizes[(targets + 1) % count]
-        return twice
-    flow_sizes: Counts = sizes[sources] + sizes[targets]
-    return flow_sizes
+@lru_cache(maxsize=64)
+def _phases(count: int, places: tuple[str, ...], is_gradients: bool) -> tuple[SumFlows, ...]:
+    if count == 1:
+        return ()
+    if not is_gradients:
+        columns = (numpy.array(hops).reshape(-1, 4).T for hops in row_rounds(count, places))
+        return tuple(_flows(count, Level(*each), 1) for each in columns)
+    *inside, top = (Level(*level) for level in sum_levels(count, places)[1])
+    down = [Level(level.targets, level.sources, level.firsts, level.lasts) for level in (*inside, top)]
+    both = Level(*map(numpy.concatenate, zip(top, down.pop())))
+    ups, downs = ([_flows(count, level, 1) for level in levels] for levels in (inside, reversed(down)))
+    return (*ups, _flows(count, both, 2), *downs)
+
+
+def _flows(count: int, level: Level, rounds: int) -> SumFlows:
+    pairs, hop_flows = numpy.unique(level.sources * count + level.targets, return_inverse=True)
+    sources, targets = numpy.divmod(pairs, count)
+    return SumFlows(sources, targets, rounds, hop_flows.reshape(-1), level.firsts, level.lasts)
+
+
+def phases(reduce: Reduce) -> tuple[SumFlows, ...]:
+    """Return what travels for a sum, phase by phase: places among its devices, one pair for each flow."""
+    return _phases(len(reduce.devices), reduce.places, reduce.what == "gradients")
+
+
+def flow_bytes(reduce: Reduce, network: Network, flows: SumFlows) -> Counts:
+    """Return the bytes that travel along each flow of a phase."""
+    if reduce.what == "gradients":
+        points = numpy.array(byte_points(reduce, network))
+        sizes = points[flows.lasts] - points[flows.firsts]
+    else:
+        sizes = (flows.lasts - flows.firsts) * reduce.bytes
+    return numpy.bincount(flows.hop_flows, sizes, len(flows.sources)).astype(numpy.int64)
 
 
 def pair_bytes(reduce: Reduce, network: Network) -> dict[tuple[str, str], int]:
     """Return the bytes that travel between each pair, all rounds together."""
-    sources, targets = (map(reduce.devices.__getitem__, ends.tolist()) for ends in flow_ends(reduce))
-    return dict(zip(zip(sources, targets), flow_bytes(reduce, network).tolist()))
+    total: dict[tuple[str, str], int] = defaultdict(int)
+    for flows in phases(reduce):
+        sources, targets = (map(reduce.devices.__getitem__, ends.tolist()) for ends in (flows.sources, flows.targets))
+        for source, target, size in zip(sources, targets, flow_bytes(reduce, network, flows).tolist()):
+            total[source, target] += size
+    return dict(total)
 
 
-def rounds_in(reduce: Reduce) -> int:
-    """Return how many rounds there are, each of which waits for the one before it."""
-    if reduce.what != "gradients":
-        return 1
-    return 2 if len(reduce.devices) <= MOST_DIRECT else 2 * (len(reduce.devices) - 1)
-
-
-def messages_each(reduce: Reduce) -> int:
-    """Return the number of messages that a device of a sum sends and receives for it."""
-    others = len(reduce.devices) - 1
-    return 4 * others if reduce.what == "gradients" else 2 * others
+def message_counts(reduce: Reduce) -> Counts:
+    """Return the number of messages that each device of a sum sends and receives for it."""
+    counts: Counts = numpy.zeros(len(reduce.devices), numpy.int64)
+    for flows in phases(reduce):
+        for ends in (flows.sources, flows.targets):
+            counts += numpy.bincount(ends[flows.hop_flows], minlength=len(counts))
+    return counts
 
 
 def completed_at(network: Network, first: int, last: int, tied: Collection[str]) -> dict[int, list[str]]:

@@ -38,7 +38,9 @@ def tied_sums(geometries: Sequence[StageGeometry]) -> tuple[Reduce, ...]:
     for (stages, _), names in alike.items():
         devices = tuple(dict.fromkeys(device for stage in stages for device in geometries[stage].devices))
         if len(devices) > 1:
-            sums += [_sum(network, stages[0], bucket, devices) for bucket in _buckets(network, names, bucket_bytes)]
+            places = geometries[0].plan.places_of(devices)
+            buckets = _buckets(network, names, bucket_bytes)
+            sums += [_sum(network, stages[0], bucket, devices, places) for bucket in buckets]
     return tuple(sums)
 
 
@@ -54,7 +56,9 @@ def _buckets(network: Network, names: Sequence[str], bucket_bytes: int) -> list[
     return [*buckets, tuple(pending)] if pending else buckets
 
 
-def _sum(network: Network, stage: int, names: tuple[str, ...], devices: tuple[str, ...]) -> Reduce:
+def _sum(
+    network: Network, stage: int, names: tuple[str, ...], devices: tuple[str, ...], places: tuple[str, ...]
+) -> Reduce:
     readers = [op for op, each in enumerate(network.ops) if not set(names).isdisjoint(each.weights)]
     size = sum(network.weights[name].bytes for name in names)
-    return Reduce(stage, "gradients", readers[0], readers[-1] + 1, devices, size, weights=names)
+    return Reduce(stage, "gradients", readers[0], readers[-1] + 1, devices, size, weights=names, places=places)

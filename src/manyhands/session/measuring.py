@@ -121,7 +121,7 @@ def with_probed_links(session: Session, measured: Measurements, *, is_quick: boo
         msgspec.structs.replace(device, memory_bytes_per_second=measured[device.name][1], estimated=False)
         for device in session.cluster.devices
     )
-    cluster = Cluster(session.cluster.name, devices, session.cluster.link, session.cluster.links)
+    cluster = msgspec.structs.replace(session.cluster, devices=devices)
     if len(devices) > 1:
         with_links = _with_message_costs if session.has_links else _with_links
         cluster = with_links(session, cluster, is_quick)
@@ -165,7 +165,7 @@ def _with_links(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
     if session.is_local or any(device.host for device in devices):  # one machine's pairs are alike
         links = []
     usual_link = Link(max(probe.bytes_per_second for probe in probes.values()), delay)
-    return Cluster(cluster.name, tuple(devices), usual_link, tuple(links))
+    return Cluster(cluster.name, tuple(devices), usual_link, tuple(links), cluster.sites)
 
 
 def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
@@ -183,7 +183,7 @@ def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> C
         each = max(0.0, probe.delay_seconds - delay) / (2 * len(others))
         lost = probe.lost_seconds_per_byte * 1e9
         devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
-    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)
 
 
 def _measured(

@@ -121,4 +121,4 @@ def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
         memory_bytes = coordinator.members[device.name].facts.memory_bytes
         budget = memory_bytes // count if device.compute == "cpu" else memory_bytes
         devices.append(msgspec.structs.replace(device, memory_bytes=budget))
-    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links)
+    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)

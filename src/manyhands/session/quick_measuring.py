@@ -74,7 +74,7 @@ def measure_within(
         )
         for device in session.cluster.devices
     )  # fmt: skip
-    cluster = Cluster(session.cluster.name, devices, links.link, links.links)
+    cluster = Cluster(session.cluster.name, devices, links.link, links.links, session.cluster.sites)
     return cluster, Profile({name: measured[name][0] for name in cluster.names})
 
 

@@ -17,25 +17,24 @@ SAME = 1e-12
 NO_LINK = -1
 
 
-def fair_rates(
-    room: Numbers, up: Places, down: Places, link: Places, limit: Numbers, times: Numbers | None = None
-) -> Numbers:
-    """Return the rate of each flow. `up` and `down` are the entries of `room` that it crosses, `link` is its link, of
-    `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
-    times = numpy.ones(len(up)) if times is None else times
-    crossed = [up, down]
+def fair_rates(room: Numbers, ports: Places, link: Places, limit: Numbers, times: Numbers | None = None) -> Numbers:
+    """Return the rate of each flow. `ports`, a column for each flow, has the entries of `room` that it crosses, `link`
+    is its link, of `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
+    flows = ports.shape[1]
+    times = numpy.ones(flows) if times is None else times
+    crossed = list(ports)
     limited = numpy.flatnonzero(link != NO_LINK)
     if len(limited):
         limited_links = link[limited]
         named = numpy.searchsorted(numpy.sort(limited_links), limited_links)  # the same number for the same link
         links = numpy.full(len(limited) + 1, numpy.inf)
         links[named] = limit[limited]
-        places = numpy.full(len(up), len(room) + len(links) - 1)
+        places = numpy.full(flows, len(room) + len(links) - 1)
         places[limited] = len(room) + named
         room = numpy.concatenate((room, links))
         crossed.append(places)
-    rates = numpy.full(len(up), numpy.inf)
-    remaining, rising = room.copy(), numpy.arange(len(up))
+    rates = numpy.full(flows, numpy.inf)
+    remaining, rising = room.copy(), numpy.arange(flows)
     crowd = _count(crossed, times, len(room))
     while len(rising):
         level = numpy.divide(remaining, crowd, out=numpy.full(len(room), numpy.inf), where=crowd > 0)

@@ -12,16 +12,20 @@ import numpy
 from numpy.typing import NDArray
 
 from manyhands.facts.cluster import Cluster
+from manyhands.schedule.reduction import Counts
 from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_rates
+
+MOST_SIZES = 16
+"""The most sizes that the flows of one phase of a sum have: each is an event of its own."""
 
 
 class Route(NamedTuple):
-    """The ports and the link that a transfer from one device to another crosses."""
+    """The ports, the uplinks and the link that a transfer from one device to another crosses."""
 
     number: int
     sender: int
-    up: int
-    down: int
+    ports: tuple[int, ...]
+    """Places among the ports: two of hosts, then the uplinks of sites; all routes have as many."""
     link: int
     """`NO_LINK` where a port limits before the link does."""
     limit: float
@@ -35,8 +39,8 @@ class Route(NamedTuple):
 
 
 class Wiring:
-    """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the last one is for
-    flows inside a host, which cross none."""
+    """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the next one is for
+    flows inside a host, which cross none. Then come the uplinks of sites, up and down."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -45,15 +49,25 @@ class Wiring:
             name: place for place, name in enumerate(dict.fromkeys(device.host_name for device in cluster.devices))
         }
         self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
-        self.hosts = len(hosts)
-        self.room = numpy.full(2 * self.hosts + 1, numpy.inf)
+        self.hosts, self.nowhere = len(hosts), 2 * len(hosts)
+        self.room = numpy.full(self.nowhere + 1 + 2 * len(cluster.sites), numpy.inf)
         self.room[self.host] = [device.up_bytes_per_second for device in cluster.devices]
         self.room[self.hosts + self.host] = [device.down_bytes_per_second for device in cluster.devices]
+        self._site_ports: dict[str, tuple[int, int]] = {}
+        for number, site in enumerate(cluster.sites):
+            up = self.nowhere + 1 + 2 * number
+            self._site_ports[site.name] = up, up + 1
+            self.room[up], self.room[up + 1] = site.up_bytes_per_second, site.down_bytes_per_second
+        names = ["", *self._site_ports]
+        self.site = numpy.array([names.index(device.site) for device in cluster.devices]) if cluster.sites else None
+        """The site of each device, by number; 0: in none."""
+        self._site_names = names
+        self.most_uplinks = 2 * max(map(len, cluster.tree.paths.values()))
         self._rooms, self._hosts = self.room.tolist(), self.host.tolist()
         self._is_shared = (numpy.bincount(self.host) > 1).tolist()
         self._routes: dict[tuple[str, str], Route] = {}
         none = numpy.zeros(0, numpy.int64)
-        self._columns: tuple[Places, Places, Places, Numbers] = (none, none, none, numpy.zeros(0))
+        self._columns: tuple[Places, Places, Numbers] = (none.reshape(2 + self.most_uplinks, 0), none, numpy.zeros(0))
 
     def route(self, source: str, target: str) -> Route:
         route = self._routes.get((source, target))
@@ -65,43 +79,64 @@ class Wiring:
         sender, receiver = self.place[source], self.place[target]
         a, b = self._hosts[sender], self._hosts[receiver]
         limit = self.cluster.link_between(source, target).bytes_per_second
-        up, down = (a, self.hosts + b) if a != b else (2 * self.hosts, 2 * self.hosts)
-        port = min(self._rooms[up], self._rooms[down])
+        ends = (a, self.hosts + b) if a != b else (self.nowhere, self.nowhere)
+        sites = (self.cluster.devices[place].site for place in (sender, receiver))
+        ports = (*ends, *self.uplinks(*sites))
+        port = min(self._rooms[place] for place in ports)
         link = NO_LINK if limit >= port else a * self.hosts + b if a != b else self.inside(sender, receiver)
-        crossed = tuple((place, self._rooms[place]) for place in (up, down) if self._rooms[place] < math.inf)
+        crossed = tuple((place, self._rooms[place]) for place in ports if self._rooms[place] < math.inf)
         if link != NO_LINK:
             crossed += ((len(self._rooms) + link, limit),)
-        number = len(self._routes)
-        return Route(number, sender, up, down, link, limit, min(limit, port), crossed, self.nodes({sender}, {down}))
+        number, alone = len(self._routes), min(limit, port)
+        return Route(number, sender, ports, link, limit, alone, crossed, self.nodes({sender}, set(ports)))
 
-    def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
-        """Return ports up and down, links and their limits of some routes, by number."""
-        if len(self._columns[0]) < len(self._routes):
-            _, _, *columns = zip(*self._routes.values())
-            self._columns = (
-                numpy.array(columns[0]), numpy.array(columns[1]), numpy.array(columns[2]), numpy.array(columns[3]),
-            )  # fmt: skip
-        ups, downs, links, limits = self._columns
-        return ups[routes], downs[routes], links[routes], limits[routes]
+    def uplinks(self, sender: str, receiver: str) -> tuple[int, ...]:
+        """Return the uplinks between two sites, always as many."""
+        way = self.cluster.tree.way(sender, receiver)
+        ups = [self._site_ports[site.name][0] for site in way.leaves]
+        downs = [self._site_ports[site.name][1] for site in way.enters]
+        return (*ups, *downs, *[self.nowhere] * (self.most_uplinks - len(ups) - len(downs)))
 
-    def limits(self, devices: Sequence[str], sources: Places, targets: Places) -> Numbers:
-        """Return the bytes per second that the links of some pairs carry."""
-        if not self.cluster.links:
-            return numpy.full(len(sources), self.cluster.link.bytes_per_second)
-        pairs = zip(sources.tolist(), targets.tolist())
-        between = self.cluster.link_between
-        return numpy.array([between(devices[a], devices[b]).bytes_per_second for a, b in pairs])
+    def columns(self, routes: Places) -> tuple[Places, Places, Numbers]:
+        """Return the ports, the links and their limits of some routes, by number."""
+        if len(self._columns[1]) < len(self._routes):
+            _, _, ports, links, limits, *_ = zip(*self._routes.values())
+            self._columns = numpy.array(ports).T, numpy.array(links), numpy.array(limits)
+        ports, links, limits = self._columns
+        return ports[:, routes], links[routes], limits[routes]
+
+    def between(
+        self, devices: Sequence[str], places: Places, sources: Places, targets: Places
+    ) -> tuple[Places, Numbers]:
+        """Return the uplinks between some pairs, a column for each, and the bytes per second that their links carry."""
+        uplinks = numpy.full((self.most_uplinks, len(sources)), self.nowhere)
+        limits = numpy.full(len(sources), self.cluster.link.bytes_per_second)
+        if self.site is not None:
+            count = len(self._site_names)
+            pairs = self.site[places][sources] * count + self.site[places][targets]
+            codes, of_flow = numpy.unique(pairs, return_inverse=True)
+            names = [(self._site_names[code // count], self._site_names[code % count]) for code in codes.tolist()]
+            ways = [self.uplinks(*pair) for pair in names]
+            uplinks = numpy.array(ways, numpy.int64).reshape(len(names), -1).T[:, of_flow.reshape(-1)]
+            rates = [self.cluster.tree.way(*pair).link.bytes_per_second for pair in names]
+            limits = numpy.array(rates, float)[of_flow.reshape(-1)]
+        if self.cluster.links:
+            link_between = self.cluster.link_between
+            ends = zip(sources.tolist(), targets.tolist())
+            limits = numpy.array([link_between(devices[a], devices[b]).bytes_per_second for a, b in ends])
+        return uplinks, limits
 
     def inside(self, sender: Any, receiver: Any) -> Any:
         """Return the link between two devices of one host, numbered after those between hosts; arrays work too."""
         return self.hosts**2 + sender * len(self.place) + receiver
 
-    def nodes(self, senders: set[int], downs: set[int]) -> tuple[int, ...]:
-        """Return the nodes of flows with these senders, down these ports."""
+    def nodes(self, senders: set[int], ports: set[int]) -> tuple[int, ...]:
+        """Return the nodes of flows with these senders, across these ports."""
         hosts = {self._hosts[sender] for sender in senders}
-        sender_nodes = [2 * self.hosts + 1 + sender for sender in sorted(senders)]
+        sender_nodes = [len(self._rooms) + sender for sender in sorted(senders)]
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
-        return (*sender_nodes, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
+        others = (port for port in sorted(ports) if port >= self.hosts and self._rooms[port] < math.inf)
+        return (*sender_nodes, *shared, *others)
 
 
 class FlowShape:
@@ -112,18 +147,19 @@ class FlowShape:
         self.all = numpy.arange(len(sources))
         self.places = numpy.array([wiring.place[name] for name in devices])
         self.sender, receiver = self.places[sources], self.places[targets]
-        a, b, nowhere = wiring.host[self.sender], wiring.host[receiver], 2 * wiring.hosts
+        a, b = wiring.host[self.sender], wiring.host[receiver]
         is_inside = a == b
-        self.up, self.down = numpy.where(is_inside, nowhere, a), numpy.where(is_inside, nowhere, wiring.hosts + b)
-        self.limit = wiring.limits(devices, sources, targets)
+        uplinks, self.limit = wiring.between(devices, self.places, sources, targets)
+        ends = [numpy.where(is_inside, wiring.nowhere, port) for port in (a, wiring.hosts + b)]
+        self.ports = numpy.concatenate((ends, uplinks))
         self.link = numpy.where(is_inside, wiring.inside(self.sender, receiver), a * wiring.hosts + b)
-        # Whatever crosses a link crosses both ports: one that carries as much as either of them never limits.
-        self.link[self.limit >= numpy.minimum(wiring.room[self.up], wiring.room[self.down])] = NO_LINK
+        # Whatever crosses a link crosses its ports too: one that carries as much as any of them never limits.
+        self.link[self.limit >= wiring.room[self.ports].min(0)] = NO_LINK
         self._alone: dict[bytes, Numbers] = {}
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        return self._wiring.nodes(set(self.sender.tolist()), set(self.down.tolist()))
+        return self._wiring.nodes(set(self.sender.tolist()), set(self.ports.reshape(-1).tolist()))
 
     @cached_property
     def senders(self) -> NDArray[numpy.bool_]:
@@ -140,7 +176,7 @@ class FlowShape:
         key = flows.tobytes()
         rates = self._alone.get(key)
         if rates is None:
-            crossed = self.up[flows], self.down[flows], self.link[flows], self.limit[flows]
+            crossed = self.ports[:, flows], self.link[flows], self.limit[flows]
             rates = self._alone[key] = fair_rates(self._wiring.room, *crossed)
         return rates
 
@@ -187,6 +223,16 @@ class Transfer:
         self.since, self.rate = now, rate
         self.version += 1
         return True
+
+
+def few_sizes(sizes: Counts) -> Numbers:
+    """Return the bytes of the flows of a sum, rounded up where they are of very many sizes, so that many end together:
+    by no more than one part in `MOST_SIZES` of the largest."""
+    if len(numpy.unique(sizes)) <= MOST_SIZES:
+        return sizes.astype(float)
+    part = sizes.max() / MOST_SIZES
+    rounded: Numbers = numpy.ceil(sizes / part) * part
+    return rounded
 
 
 class Ended(NamedTuple):

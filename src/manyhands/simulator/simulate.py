@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadSchedule
@@ -42,8 +42,8 @@ from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policies import DONE, WAIT, DeviceState, Policy
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.reduction import Counts, flow_bytes, flow_ends
-from manyhands.simulator.flows import FlowBundle, FlowShape, Transfer
+from manyhands.schedule.reduction import Counts, SumFlows, flow_bytes, phases
+from manyhands.simulator.flows import FlowBundle, FlowShape, Transfer, few_sizes
 from manyhands.simulator.links import LinkNetwork
 from manyhands.simulator.result import DeviceResult, Simulation, Span
 
@@ -72,6 +72,17 @@ def simulate(
         by = "the device catalogue" if any(device.estimated for device in cluster.devices) else "the devices' speed"
         result.warnings.append(f"Times are estimated from {by}, not measured.")
     return result
+
+
+class SumPhase(NamedTuple):
+    """One phase of a sum (`schedule.reduction.phases`); the next one begins when it is over."""
+
+    reduce: Reduce
+    number: int
+
+    @property
+    def flows(self) -> SumFlows:
+        return phases(self.reduce)[self.number]
 
 
 @dataclass
@@ -116,7 +127,7 @@ class _Run:
         self.spans: list[Span] = []
         self.bytes_between: dict[tuple[str, str], float] = defaultdict(float)
         self.joined: dict[ReduceKey, int] = Counter()
-        self.shapes: dict[tuple[tuple[str, ...], str], FlowShape] = {}
+        self.shapes: dict[tuple[object, ...], FlowShape] = {}
         self.summed: dict[FlowShape, Counts] = {}
         """The flows of sums, and the bytes they carried in all."""
         self.complete: set[ReduceKey] = set()
@@ -149,7 +160,7 @@ class _Run:
             elif kind == "arrived":
                 self._arrived(subject)
             else:
-                self._reduced(subject)
+                self._start_phase(subject)
             self._let_run()
         stuck = [device for device in self.devices.values() if not device.is_done]
         if stuck:
@@ -287,15 +298,17 @@ class _Run:
 
     def _sent_for_sum(self, bundle: FlowBundle) -> None:
         ended = self.links.end_some(bundle, self.now)
-        shape, reduce = bundle.shape, bundle.label
-        assert isinstance(reduce, Reduce)
+        shape, phase = bundle.shape, bundle.label
+        assert isinstance(phase, SumPhase)
+        reduce = phase.reduce
         if self.keep_spans:
             for source, target in zip(shape.sources[ended.flows].tolist(), shape.targets[ended.flows].tolist()):
                 self._note_sent(shape.devices[source], shape.devices[target], bundle.started, "reduce", reduce)
         for place in ended.users.tolist():
             self._count_transfer(shape.devices[place], -1)
         if bundle.is_over:
-            self._at(self.now + self.costs.reduction_delay_seconds(reduce), "reduced", reduce)
+            delay = self.costs.phase_delay_seconds(*phase)
+            self._at(self.now + delay, "phase over", SumPhase(reduce, phase.number + 1))
 
     def _note_sent(self, source: str, target: str, started: float, kind: str, subject: object) -> None:
         if self.keep_spans and len(self.spans) < MOST_SPANS:
@@ -320,26 +333,28 @@ class _Run:
         self.joined[reduce.key] += 1
         if self.joined[reduce.key] < len(reduce.devices):
             return
-        if len(reduce.devices) == 1:
-            self._reduced(reduce)
-            return
-        flows = self._flows_of(reduce)
-        sizes = flow_bytes(reduce, self.schedule.network)
-        self.summed[flows] = self.summed.get(flows, 0) + sizes
-        for name in reduce.devices:
-            self._count_transfer(name, 1)
-        self.links.start_together(flows, sizes.astype(float), reduce, self.now, is_urgent=is_urgent(reduce))
+        self._start_phase(SumPhase(reduce, 0))
 
-    def _flows_of(self, reduce: Reduce) -> FlowShape:
-        key = (reduce.devices, reduce.what)
+    def _start_phase(self, phase: SumPhase) -> None:
+        """Start what travels in the next phase of a sum; after its last, the sum is complete."""
+        reduce = phase.reduce
+        if phase.number == len(phases(reduce)):
+            self.complete.add(reduce.key)
+            self.runnable.extend(self.waiting.pop(reduce.key, ()))
+            return
+        shape, sizes = self._shape_of(phase), flow_bytes(reduce, self.schedule.network, phase.flows)
+        self.summed[shape] = self.summed.get(shape, 0) + sizes
+        for place in shape.users.nonzero()[0].tolist():
+            self._count_transfer(shape.devices[place], 1)
+        self.links.start_together(shape, few_sizes(sizes), phase, self.now, is_urgent=is_urgent(reduce))
+
+    def _shape_of(self, phase: SumPhase) -> FlowShape:
+        reduce, flows = phase.reduce, phase.flows
+        key = (reduce.devices, reduce.places, reduce.what == "gradients", phase.number)
         shape = self.shapes.get(key)
         if shape is None:
-            shape = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, *flow_ends(reduce))
+            shape = self.shapes[key] = FlowShape(self.links.wiring, reduce.devices, flows.sources, flows.targets)
         return shape
-
-    def _reduced(self, reduce: Reduce) -> None:
-        self.complete.add(reduce.key)
-        self.runnable.extend(self.waiting.pop(reduce.key, ()))
 
     def _count_transfer(self, name: str, change: int) -> None:
         """Count the transfers under way: time with at least one of them costs energy."""

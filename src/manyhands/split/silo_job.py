@@ -229,7 +229,7 @@ class SiloJob(Job):
                 DirectedLink(edge, self.joined.server, Link(max(up, 1.0), delay)),
                 DirectedLink(self.joined.server, edge, Link(max(down, 1.0), delay)),
             ]
-        return Cluster(cluster.name, cluster.devices, cluster.link, tuple(links))
+        return Cluster(cluster.name, cluster.devices, cluster.link, tuple(links), cluster.sites)
 
     # What `Job.run` calls
 
