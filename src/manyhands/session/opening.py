@@ -14,8 +14,9 @@ from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue
 from manyhands.files.documents import load_cluster
 from manyhands.plans.local_cluster import threads_each
+from manyhands.runtime.addresses import DEFAULT_PORT
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.fork_server import NoForkServer, fork_server_for
 from manyhands.runtime.heartbeats import heartbeat_interval
