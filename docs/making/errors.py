@@ -11,8 +11,8 @@ START = """# Errors and exit codes
 What a script can tell from an exit code, and what a person can do about each kind. Every error prints what is wrong,
 with both values, and on the next line what to type. In Python the same errors are exceptions, all of them
 `mh.ManyhandsError`, with `.message`, `.hint` and `.exit_code`; other exceptions are bugs. The last column is for
-restart policies ([launching](../howto/launch.md#exit-codes)): "no" means that the same command fails again until somebody
-changes something. This page is made from the program by `python docs/generate.py`.
+restart policies ([launching](../howto/launch.md#exit-codes)): "no" means that the same command fails again until
+somebody changes something. This page is made from the program by `python docs/generate.py`.
 
 """
 TO_DO = {
@@ -79,8 +79,8 @@ def page() -> str:
         ["137", "Killed (128 + 9): often because memory ran out.", "yes"],
         ["141", "The reader of the output went away (`manyhands lab run … \\| head`).", "no"],
         [
-            "143", "A worker asked to end by SIGTERM (128 + 15) that had not joined, was asked twice, or had more to hand "
-            "over than `--grace` gave it time for.", "yes",
+            "143", "A worker asked to end by SIGTERM (128 + 15) that had not joined, was asked twice, or had more to "
+            "hand over than `--grace` gave it time for.", "yes",
         ],
     ]  # fmt: skip
     return (

@@ -44,8 +44,9 @@ def test_a_port_in_use_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(AddressTaken, match=f"127.0.0.1:{port} cannot be listened on"), answering_health(
-            ("127.0.0.1", port), Readiness()
+        with (
+            pytest.raises(AddressTaken, match=f"127.0.0.1:{port} cannot be listened on"),
+            answering_health(("127.0.0.1", port), Readiness()),
         ):
             pass
 

@@ -1,5 +1,4 @@
-"""`manyhands devices revoke`, `forget`, `allow`, `log`, `new-token`, `run-token`: the devices that have joined, and their
-keys."""
+"""`manyhands devices revoke`, `forget`, `allow`, `log`, `new-token`, `run-token`: who has joined, and their keys."""
 
 from __future__ import annotations
 
