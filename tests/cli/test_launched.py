@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from command_processes import Command, leftovers
+from command_processes import PROGRAM, Command, leftovers
 from test_membership import wait_for_step
+
+from manyhands.runtime import admission
+from manyhands.runtime.coordinator import Coordinator
+from manyhands.transport.security import new_secret
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +95,23 @@ def test_it_ends_with_its_grace_period_when_nobody_takes_what_it_has(tmp_path: P
     finally:
         train.process.send_signal(signal.SIGCONT)
         train.kill()
+
+
+def test_torchrun_says_which_rank_has_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report has the worker's exit code, and the worker has said why; each rank takes the next ports."""
+    monkeypatch.setattr(admission, "__version__", "9.0")
+    token, port = new_secret(), free_port()
+    with Coordinator("0.0.0.0", token=token, announce=False) as coordinator:
+        words = ["torchrun", "--nproc-per-node", "2", "--no-python", PROGRAM, "worker", "--health-port", str(port)]
+        listen = f"0.0.0.0:{coordinator.address[1]}"
+        environment = {**os.environ, "MANYHANDS_TOKEN": token, "MANYHANDS_LISTEN": listen}
+        words[0] = str(Path(PROGRAM).with_name("torchrun"))
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    text = done.stdout + done.stderr
+    assert done.returncode == 1, text
+    assert "the coordinator runs 9.0" in text
+    assert re.search(r"exitcode +: 12 ", text), text
+    assert "cannot be listened on" not in text
 
 
 def test_before_it_has_joined_it_ends_at_once(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def worker(
         int,
         typer.Option(
             "--data-port", envvar="MANYHANDS_DATA_PORT", show_envvar=True,
-            help="The port at which other devices connect to this one. 0: any that is free. With --slots: the first.",
+            help="The port at which other devices connect to this one. 0: any that is free. With --slots, and with "
+            "several ranks of a launcher on a machine: the first.",
         ),
     ] = 0,
     advertise: Annotated[
@@ -141,6 +142,7 @@ def worker(
     if parent:
         die_with_parent(parent)
     from manyhands.facts.allowed_optimizers import allow_optimizers
+    from manyhands.runtime.addresses import of_slot
     from manyhands.session.joining import check_joining, check_slowdown, check_wait, parse_address, parse_compute
     from manyhands.session.launching import check_data_port, launched, parse_advertise, parse_health_port
 
@@ -177,7 +179,10 @@ def worker(
         name, compute = name or launch.name(socket.gethostname()), launch.compute(compute, os.environ.get(GPUS))
         if not join:
             host, port = launch.host, launch.port
-        advertised = advertised or launch.advertised()
+        check_data_port(data_port, launch.local_ranks * slots)
+        advertised, data_port = of_slot(launch.local_rank * slots + 1, advertised or launch.advertised(), data_port)
+        if health_address is not None and health_address[1]:
+            health_address = health_address[0], health_address[1] + launch.local_rank
     from manyhands.runtime import shared_token
     from manyhands.runtime.device_book import knows_any
     from manyhands.transport.keys import Role
@@ -187,7 +192,6 @@ def worker(
     if not token and not is_known:
         token = ask_for_token("the coordinator")
     check_joining(token, name, is_known=is_known)
-    from manyhands.runtime.addresses import of_slot
     from manyhands.runtime.confinement import confined
     from manyhands.runtime.health import Readiness, answering_health
     from manyhands.transport.security import is_loopback

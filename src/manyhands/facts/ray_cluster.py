@@ -60,11 +60,11 @@ class RayCluster(msgspec.Struct, frozen=True):
 
     @property
     def compute(self) -> str:
-        """What each worker computes on: Ray shows it the GPU that it was given alone."""
+        """The hardware that each worker computes on: Ray shows it only the GPU that it was given."""
         return "cuda:0" if self.num_gpus else "cpu"
 
     def requests(self) -> dict[str, object]:
-        """Return what each worker asks Ray for, as options of an actor."""
+        """Return the resources that each worker asks Ray for, as options of an actor."""
         requests: dict[str, object] = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
         if self.memory_bytes:
             requests["memory"] = self.memory_bytes

@@ -96,8 +96,10 @@ class _Service:
     def _end_after_grace(self) -> None:
         """End the process once the time to hand over is up; a process that has left by then has ended this thread."""
         time.sleep(self.joining.grace_seconds)
-        self._report(f"{self._name} has not handed over within {self.joining.grace_seconds:g} s, and ends.")
-        os._exit(128 + signal.SIGTERM)
+        try:
+            self._report(f"{self._name} has not handed over within {self.joining.grace_seconds:g} s, and ends.")
+        finally:  # also where nobody reads the report any more
+            os._exit(128 + signal.SIGTERM)
 
     def is_over(self) -> bool:
         """Try once to join and, where this succeeds, work until that coordinator ends; return whether that was all."""

@@ -160,10 +160,10 @@ def _port(environment: Mapping[str, str]) -> int:
 
 
 def check_data_port(port: int, slots: int) -> int:
-    """Return `port`, the first of as many as there are workers in this process; refuse one out of range."""
-    if not 0 <= port <= 65536 - max(1, slots):
+    """Return `port`, the first of as many as there are workers on this machine; refuse one out of range."""
+    if not 0 <= port <= 65536 - slots:
         more = f": {slots} workers take {slots} ports, one after another" if slots > 1 else ""
-        raise BadValue(f"--data-port is {port}; it must be 1 to {65536 - max(1, slots)}{more}.")
+        raise BadValue(f"--data-port is {port}; it must be 1 to {65536 - slots}{more}.")
     return port
 
 

@@ -1,4 +1,4 @@
-"""What Ray runs for each worker: an actor that starts a worker's process on its machine and waits until that ends.
+"""An actor that Ray runs for each worker: it starts the worker's process on its machine and waits until that ends.
 
 Everything that goes through Ray is plain text and numbers: where the coordinator is, and how the process ended.
 """

@@ -18,13 +18,14 @@ from manyhands.facts.errors import BadValue, ManyhandsError, NotInstalled, Refus
 from manyhands.facts.ray_cluster import RayCluster
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.heartbeats import heartbeat_interval
+from manyhands.runtime.member import Member
 from manyhands.session.ray_actor import RayActor
 from manyhands.session.session import Say, Session
 from manyhands.transport.security import is_loopback, new_secret
 
 MOST_FAILURES = 5
 """Times that a worker may end in a row without having joined; then no other is started in its place."""
-_PAUSES_SECONDS = (0.0, 1.0, 2.0, 5.0)
+_PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0)
 """Pauses before another actor is started, by the number of failures in a row; the last one repeats."""
 _LOOK_SECONDS = 0.5
 _CLOSE_SECONDS = 10.0
@@ -112,6 +113,8 @@ class _Place:
     actor: Any = None
     ending: Any = None
     """Ray's reference to how its work ended."""
+    member_before: Member | None = None
+    """The member that had this name when the actor was started."""
     failures: int = 0
     """Times in a row that it ended without having joined."""
     start_at: float = 0.0
@@ -143,12 +146,17 @@ class RayActors:
         return ", ".join(f"{total[name]:g} {name} ({free.get(name, 0):g} free)" for name in names) or "no resources"
 
     def _run(self) -> None:
-        while not self._closing.wait(_LOOK_SECONDS):
-            for place in self._places:
-                if place.ending is None:
-                    self._start_if_due(place)
-                elif self._ray.wait([place.ending], timeout=0)[0]:
-                    self._ended(place)
+        try:
+            while not self._closing.wait(_LOOK_SECONDS):
+                for place in self._places:
+                    if place.ending is None:
+                        self._start_if_due(place)
+                    elif self._ray.wait([place.ending], timeout=0)[0]:
+                        self._ended(place)
+        except Exception as error:  # of Ray's many kinds: it is gone, or its connection
+            if not self._closing.is_set():
+                self.failure = WorkerLost(f"Ray does not answer: {type(error).__name__}: {error!s:.300}")
+                self._say(f"{self.failure.message} Lost workers are not replaced any more.")
 
     def _start_if_due(self, place: _Place) -> None:
         """Start an actor, once the coordinator has noticed that the one before is gone: its name is free then."""
@@ -157,6 +165,7 @@ class RayActors:
         if self._closing.is_set() or place.is_given_up or not is_free or time.monotonic() < place.start_at:
             return
         security = self._coordinator.security
+        place.member_before = member
         place.actor = self._kind.options(scheduling_strategy="SPREAD", **self._setup.requests()).remote()
         place.ending = place.actor.work.remote(
             place.name, self._coordinator.address, security.token, encrypted=security.encrypted,
@@ -165,7 +174,7 @@ class RayActors:
 
     def _ended(self, place: _Place) -> None:
         """Note how a worker ended; another one is started in its place, unless that would end in the same way."""
-        has_joined = place.name in self._coordinator.members
+        has_joined = self._coordinator.members.get(place.name) is not place.member_before
         try:
             code, last_words = self._ray.get(place.ending)
             ending = f"ended with exit code {code}"
@@ -174,8 +183,8 @@ class RayActors:
         self._end(place)
         if self._closing.is_set():
             return
-        place.failures = 1 if has_joined else place.failures + 1
-        place.start_at = time.monotonic() + _PAUSES_SECONDS[min(place.failures, len(_PAUSES_SECONDS)) - 1]
+        place.failures = 0 if has_joined else place.failures + 1
+        place.start_at = time.monotonic() + _PAUSES_SECONDS[min(place.failures, len(_PAUSES_SECONDS) - 1)]
         if (error := _lasting(place.name, code, ending, last_words)) or place.failures >= MOST_FAILURES:
             place.is_given_up = True
             self.failure = error or WorkerLost(
