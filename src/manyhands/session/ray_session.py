@@ -185,9 +185,10 @@ class RayActors:
             return
         place.failures = 0 if has_joined else place.failures + 1
         place.start_at = time.monotonic() + _PAUSES_SECONDS[min(place.failures, len(_PAUSES_SECONDS) - 1)]
-        if (error := _lasting(place.name, code, ending, last_words)) or place.failures >= MOST_FAILURES:
+        lasting = _lasting(place.name, code, ending, last_words)
+        if lasting is not None or place.failures >= MOST_FAILURES:
             place.is_given_up = True
-            self.failure = error or WorkerLost(
+            self.failure = lasting or WorkerLost(
                 f"Worker {place.name} {ending}, {place.failures} times in a row.", hint=last_words[-800:]
             )
             self._say(f"{self.failure.message} No other is started in its place.")
