@@ -100,6 +100,18 @@ def in_line(devices: tuple[str, ...]) -> Plan:
     return Plan("Sequential", BATCH, stages, micro_batches=2)
 
 
+def trained_alone(steps: int) -> dict[str, Tensor]:
+    """The weights of `network(dropout=0.0)` after some steps of plain PyTorch, with SGD at a rate of 0.05."""
+    model, data = network(dropout=0.0), Pictures()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        rows = [row % len(data) for row in range(step * BATCH, (step + 1) * BATCH)]
+        optimizer.zero_grad()
+        functional.cross_entropy(model(data.pictures[rows]), data.classes[rows]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
 @contextlib.contextmanager
 def workers(count: int, *, pictures: bool = False, **options: Any) -> Iterator[Coordinator]:
     """Local workers for many runs, which measure little and draw nothing unless asked to."""

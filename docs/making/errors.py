@@ -10,8 +10,9 @@ START = """# Errors and exit codes
 
 What a script can tell from an exit code, and what a person can do about each kind. Every error prints what is wrong,
 with both values, and on the next line what to type. In Python the same errors are exceptions, all of them
-`mh.ManyhandsError`, with `.message`, `.hint` and `.exit_code`; other exceptions are bugs. This page is made from the
-program by `python docs/generate.py`.
+`mh.ManyhandsError`, with `.message`, `.hint` and `.exit_code`; other exceptions are bugs. The last column is for
+restart policies ([launching](../howto/launch.md#exit-codes)): "no" means that the same command fails again until
+somebody changes something. This page is made from the program by `python docs/generate.py`.
 
 """
 TO_DO = {
@@ -60,20 +61,31 @@ def page() -> str:
     if unsaid:
         raise SystemExit(f"docs/making/errors.py says nothing of {', '.join(unsaid)}: add what to do to TO_DO.")
     rows = [
-        [f"{kind.exit_code}", f"`{kind.__name__}`", cell(inspect.getdoc(kind) or ""), TO_DO[kind.__name__]]
+        [
+            f"{kind.exit_code}", f"`{kind.__name__}`", cell(inspect.getdoc(kind) or ""), TO_DO[kind.__name__],
+            "no" if kind.is_lasting else "yes",
+        ]
         for kind in kinds
-    ]
+    ]  # fmt: skip
     others = [
-        ["0", "Everything was done."],
-        ["2", "A command or option that does not exist, or a value that it cannot take."],
-        ["20", "`manyhands status` of a run that failed, or whose process is gone without a word."],
-        [f"{INTERNAL_ERROR}", "A bug in manyhands. `--debug` shows the traceback: please report it."],
-        [f"{INTERRUPTED}", "Ctrl-C. A run leaves a checkpoint. (A worker leaves, with 0; typed twice, with 130.)"],
-        ["141", "The reader of the output went away (`manyhands lab run … \\| head`)."],
-    ]
+        ["0", "Everything was done; a worker has left as it was asked to, or with its coordinator.", "no"],
+        ["2", "A command or option that does not exist, or a value that it cannot take.", "no"],
+        ["20", "`manyhands status` of a run that failed, or whose process is gone without a word.", "no"],
+        [f"{INTERNAL_ERROR}", "A bug in manyhands. `--debug` shows the traceback: please report it.", "yes"],
+        [
+            f"{INTERRUPTED}", "Ctrl-C. A run leaves a checkpoint. (A worker leaves, with 0; typed twice, with 130.)",
+            "no",
+        ],
+        ["137", "Killed (128 + 9): often because memory ran out.", "yes"],
+        ["141", "The reader of the output went away (`manyhands lab run … \\| head`).", "no"],
+        [
+            "143", "A worker asked to end by SIGTERM (128 + 15) that had not joined, was asked twice, or had more to "
+            "hand over than `--grace` gave it time for.", "yes",
+        ],
+    ]  # fmt: skip
     return (
         START
-        + table(["exit code", "kind", "what it is", "what to do"], rows)
+        + table(["exit code", "kind", "what it is", "what to do", "start again?"], rows)
         + "\nExit codes that are no error kinds:\n\n"
-        + table(["exit code", "what it is"], others)
+        + table(["exit code", "what it is", "start again?"], others)
     )

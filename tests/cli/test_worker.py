@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import signal
@@ -18,6 +19,9 @@ from manyhands.facts.version import __version__
 from manyhands.runtime import admission
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.device_book import own_credentials
+from manyhands.runtime.processes import TOKEN_VARIABLE
+from manyhands.runtime.shared_token import FILE_VARIABLE
+from manyhands.runtime.worker_variables import WORKER_VARIABLES
 from manyhands.session.joining import reachable
 from manyhands.transport.keys import Role
 
@@ -39,6 +43,12 @@ from manyhands.transport.keys import Role
         (["--join", "127.0.0.1:1", "--token", "t", "--slowdown", "0.5"], 10, "it must be 1 to 1000"),
         (["--join", "127.0.0.1:1", "--token", "t", "--wait", "0"], 10, "--wait is 0"),
         (["--join", "127.0.0.1:1", "--token", "t", "--wait", "inf"], 10, "--stay"),
+        (["--token", "a token 7", "--join", "127.0.0.1:1", "--data-port", "65536"], 10, "--data-port is 65536"),
+        (["--token", "a token 7", "--join", "127.0.0.1:1", "--advertise", "192.0.2.77"], 10, "not an address of this"),
+        (["--token", "a token 7", "--join", "127.0.0.1:1", "--health-port", "99999"], 10, "at most 65535"),
+        (["--token", "a token 7", "--join", "127.0.0.1:1", "--grace", "-1"], 2, "--grace"),
+        (["--token", "a token 7", "--launcher", "slurm"], 10, "srun has not started this"),
+        (["--token", "a token 7", "--launcher", "mpi"], 10, "one of auto, none, torchrun, slurm"),
         ([], 10, "knows no token"),
         (["--token", "a token 7"], 10, "Give --join HOST:PORT"),
     ],
@@ -51,6 +61,43 @@ def test_mistakes(words: list[str], code: int, said: str, tmp_path: Path, monkey
     assert done.returncode == code, text
     assert said in text
     assert "Traceback" not in text
+
+
+def test_every_option_of_a_launched_worker_is_a_variable() -> None:
+    """Those of `worker_variables`, which workers that are started here do not inherit, and the token."""
+    from manyhands.cli.worker import worker
+
+    hints = inspect.get_annotations(worker, eval_str=True).values()
+    variables = {option.envvar for hint in hints for option in getattr(hint, "__metadata__", ())} - {None}
+    assert variables | {FILE_VARIABLE} == {*WORKER_VARIABLES, TOKEN_VARIABLE}
+
+
+@pytest.mark.xdist_group("commands")
+def test_a_container_says_everything_in_variables(tmp_path: Path) -> None:
+    """The token in a file that it is given as a secret: a link to a file that others may read, as Kubernetes mounts."""
+    (tmp_path / "..data").write_text("a-long-token\n")
+    (tmp_path / "token").symlink_to("..data")
+    options = {"JOIN": "127.0.0.1:1", "TOKEN_FILE": str(tmp_path / "token"), "WAIT": "0.1", "THREADS": "1", "STAY": ""}
+    variables = {f"MANYHANDS_{name}": text for name, text in options.items()}
+    done = run_command("worker", cwd=tmp_path, MANYHANDS_HOME=str(tmp_path / "home"), **variables)
+    assert done.returncode == 15, done.stdout + done.stderr
+    assert "127.0.0.1:1 within 0.1 s" in done.stderr
+    missing = run_command("worker", cwd=tmp_path, **variables | {"MANYHANDS_TOKEN_FILE": "/run/secrets/none"})
+    assert (missing.returncode, missing.stderr.splitlines()[0]) == (
+        4,
+        "Error: /run/secrets/none: there is no such file.",
+    )
+    wrong = run_command("worker", cwd=tmp_path, **variables | {"MANYHANDS_THREADS": "all"})
+    assert wrong.returncode == 2
+    assert "MANYHANDS_THREADS" in wrong.stderr
+
+
+def test_a_health_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = alone(tmp_path, "--health-port", port)
+    assert done.returncode == 16
+    assert f"127.0.0.1:{port} cannot be listened on" in done.stderr
 
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

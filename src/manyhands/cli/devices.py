@@ -35,6 +35,7 @@ app.command("revoke")(known_devices.revoke)
 app.command("forget")(known_devices.forget)
 app.command("allow")(known_devices.allow)
 app.command("new-token")(known_devices.new_token)
+app.command("run-token")(known_devices.run_token)
 app.command("log")(known_devices.log)
 
 

@@ -1,4 +1,4 @@
-"""`manyhands devices revoke`, `forget`, `allow`, `log`, `new-token`: the devices that have joined, and their keys."""
+"""`manyhands devices revoke`, `forget`, `allow`, `log`, `new-token`, `run-token`: who has joined, and their keys."""
 
 from __future__ import annotations
 
@@ -69,6 +69,17 @@ def new_token() -> None:
     path = renew_token()
     _record("new token", "", "")
     typer.echo(f"A new token is in {path}. Runs under way take the old one until they end.")
+
+
+def run_token() -> None:
+    """Print a token for one run, or one deployment, for a launcher to hand to coordinator and workers.
+
+    It is kept nowhere, and it replaces keys: devices that join by it are known by their names alone, also when a
+    container is started anew.
+    """
+    from manyhands.transport.security import new_secret
+
+    typer.echo(new_secret())
 
 
 def log(json: Json = False) -> None:

@@ -11,7 +11,8 @@ TokenFile = Annotated[
     str,
     typer.Option(
         "--token-file",
-        help="A file with the token on one line: unlike --token, it shows in no list of processes and no history.",
+        help="A file with the token on one line: unlike --token, it shows in no list of processes and no history. "
+        "MANYHANDS_TOKEN_FILE names it, too.",
     ),
 ]
 

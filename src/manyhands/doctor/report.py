@@ -148,7 +148,8 @@ def _workers(options: DoctorOptions, logs: Path, say: Say, events: list[str]) ->
 
 @contextlib.contextmanager
 def _listening(options: DoctorOptions, cluster: Cluster | None, say: Say, events: list[str]) -> Iterator[Coordinator]:
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.addresses import DEFAULT_PORT
+    from manyhands.runtime.coordinator import Coordinator
     from manyhands.runtime.shared_token import shared_token
     from manyhands.session.joining import join_text, parse_address
 
@@ -217,7 +218,7 @@ def missing_check(coordinator: Coordinator, present: list[str], missing: list[st
 def join_check(address: str) -> Check:
     """Return a check of whether a coordinator's port can be reached from here."""
     from manyhands.doctor.firewall import remedy
-    from manyhands.runtime.coordinator import DEFAULT_PORT
+    from manyhands.runtime.addresses import DEFAULT_PORT
     from manyhands.runtime.reachability import probe
     from manyhands.session.joining import parse_address
 

@@ -49,6 +49,7 @@ from manyhands.facts.device import Device
 from manyhands.facts.errors import BadValue, unknown
 from manyhands.facts.link import HERE, DirectedLink, Link
 from manyhands.facts.presets import PRESETS
+from manyhands.facts.ray_cluster import RayCluster
 from manyhands.facts.site import Site, SiteTree
 
 MOST_SLOTS = 16
@@ -241,6 +242,25 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         """
         real = preset(cluster) if isinstance(cluster, str) else cluster
         return LabCluster(real, scale, slots, tuple((traces or {}).items()))
+
+    @staticmethod
+    def ray(
+        count: int,
+        *,
+        num_cpus: float = 1.0,
+        num_gpus: float = 0.0,
+        memory_bytes: int = 0,
+        resources: Mapping[str, float] | None = None,
+        address: str = "",
+    ) -> RayCluster:
+        """Return `count` workers that Ray starts, and replaces when they are lost: mh.train(...,
+        cluster=Cluster.ray(4)).
+
+        The other arguments are what each worker asks Ray for, with Ray's names; `num_cpus` is also its number of
+        threads. `address`: the Ray cluster, such as "auto"; empty: the one this program has connected to, else
+        RAY_ADDRESS, else one that is started on this machine.
+        """
+        return RayCluster(count, num_cpus, num_gpus, memory_bytes, tuple((resources or {}).items()), address)
 
     @classmethod
     def from_dict(cls, raw: object) -> Cluster:

@@ -17,6 +17,8 @@ class ManyhandsError(Exception):
     """An error that a user can fix. `exit_code` tells scripts which kind it was."""
 
     exit_code = 1
+    is_lasting = False
+    """Whether the same command fails again until a person changes something: starting it again is of no use."""
     is_before_proof = False
     """Whether it was met on connecting to a peer that had not proven yet that it has the token: what it says may be
     of any port of the network, and is for this device alone."""
@@ -35,34 +37,41 @@ class UnknownName(ManyhandsError):
     """A model, device, preset, layer or option that does not exist."""
 
     exit_code = 3
+    is_lasting = True
 
 
 class BadFile(ManyhandsError):
     """A file that is missing, unreadable, or not what its name says."""
 
     exit_code = 4
+    is_lasting = True
 
 
 class DiskFull(BadFile):
     """A file for which there is no room: what it needs, what is free."""
+
+    is_lasting = False
 
 
 class BadPlan(ManyhandsError):
     """A plan that contradicts itself, its network or its cluster."""
 
     exit_code = 5
+    is_lasting = True
 
 
 class CaptureFailed(ManyhandsError):
     """A module that torch.export, or the allow-list, cannot take."""
 
     exit_code = 6
+    is_lasting = True
 
 
 class BadGraph(ManyhandsError):
     """A stored graph that is refused: an operator off the list, wrong shapes, absurd sizes."""
 
     exit_code = 7
+    is_lasting = True
 
 
 class OutOfMemory(ManyhandsError):
@@ -75,12 +84,14 @@ class BadSchedule(ManyhandsError):
     """A schedule that deadlocks or leaves a message unmatched."""
 
     exit_code = 9
+    is_lasting = True
 
 
 class BadValue(ManyhandsError):
     """A value out of its limits: what it was, what it may be."""
 
     exit_code = 10
+    is_lasting = True
 
 
 class WorkerLost(ManyhandsError):
@@ -93,18 +104,21 @@ class Refused(ManyhandsError):
     """A worker that may not join: wrong token, another version, a name in use."""
 
     exit_code = 12
+    is_lasting = True
 
 
 class BadData(ManyhandsError):
     """A data set that cannot be trained on: too short, unreadable, of the wrong shape."""
 
     exit_code = 13
+    is_lasting = True
 
 
 class NotFinite(ManyhandsError):
     """A loss that is not finite: at which step, and in which layer it began."""
 
     exit_code = 14
+    is_lasting = True
 
 
 class DataNotFinite(NotFinite):
@@ -133,12 +147,23 @@ class NotInstalled(ManyhandsError):
     """A package of an extra that is needed but not installed."""
 
     exit_code = 18
+    is_lasting = True
 
 
 class Unfit(ManyhandsError):
     """A fault found by the doctor that would break a run."""
 
     exit_code = 19
+
+
+USAGE = 2
+"""The exit code for a command or option that does not exist, or a value that it cannot take."""
+
+
+def lasting_codes() -> tuple[int, ...]:
+    """Return the exit codes after which a command is not to be started again as it was: restart policies name them."""
+    kinds = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, ManyhandsError)]
+    return tuple(sorted({USAGE, *(kind.exit_code for kind in kinds if kind.is_lasting)}))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

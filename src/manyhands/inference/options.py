@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.facts.plan import Plan
+    from manyhands.facts.ray_cluster import RayCluster
     from manyhands.job.callbacks import Say
     from manyhands.runtime.coordinator import Coordinator
 
@@ -30,7 +31,7 @@ class InferOptions(TypedDict, total=False):
     memory: bool
     min_devices: int
     max_devices: int | None
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None
     granularity: str
     name: str
     say: Say | None

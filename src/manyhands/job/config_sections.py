@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from manyhands.facts.cluster import Cluster, LabCluster
+    from manyhands.facts.ray_cluster import RayCluster
     from manyhands.job.callbacks import OnOpened, OnPlanned, OnStep, Say
     from manyhands.runtime.coordinator import Coordinator
     from manyhands.session.joining import JoinPoint
@@ -156,9 +157,10 @@ class DevicesConfig(TokenConfig):
     max_devices: int | None = option(
         None, "More devices are not used, though they join. None: all are.", kind=int, at_least=1
     )
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None = option(
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None = option(
         None, "A cluster.yaml whose devices join by name, or local:N.", "--cluster", "-c",
-        in_python="Also mh.Cluster.local(n), or an mh.Coordinator that workers have joined. None: local workers.",
+        in_python="Also mh.Cluster.local(n), mh.Cluster.ray(n), or an mh.Coordinator that workers have joined. None: "
+        "local workers.",
     )  # fmt: skip
     lab: str = option(
         "", "A preset or cluster.yaml to play on this machine for this run (as root).", "--lab", is_keyword=False

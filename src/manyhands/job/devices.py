@@ -94,7 +94,8 @@ def _check_devices(file: str, cluster: Cluster) -> None:
 @contextlib.contextmanager
 def _joined(config: DevicesConfig, say: Say) -> Iterator[Coordinator]:
     """Yield a coordinator that enough workers have joined; others may come later."""
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.addresses import DEFAULT_PORT
+    from manyhands.runtime.coordinator import Coordinator
     from manyhands.runtime.heartbeats import heartbeat_interval
     from manyhands.runtime.shared_token import shared_token
 

@@ -25,6 +25,7 @@ from manyhands.facts.plan import Codec, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.precision import FLOAT32
 from manyhands.facts.profile import Profile
+from manyhands.facts.ray_cluster import RayCluster
 from manyhands.facts.summary import Summarized
 from manyhands.graph.batching import bound_inputs, refuse_pairs
 from manyhands.graph.capture import capture
@@ -210,7 +211,7 @@ def evaluate(
     *,
     loss: Callable[..., torch.Tensor] | Literal["own"] | None = None,
     batch_size: int = 64,
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None = None,
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None = None,
     plan: Plan | str | Path = "samples",
     granularity: str = "blocks",
     name: str = "",

@@ -53,8 +53,6 @@ from manyhands.transport.keys import Role
 from manyhands.transport.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
 from manyhands.transport.transport import ConnectedEndpoint, ControlListener, TcpTransport
 
-DEFAULT_PORT = 7077
-
 
 class Coordinator:
     """The workers that join it, and all that is needed to communicate with them."""

@@ -33,6 +33,8 @@ class Quarantined(Refused):
 def hello_of(joining: Joining, channel: ControlChannel, endpoint: ConnectedEndpoint, silo: Silo | None) -> Hello:
     """Return a worker's first message."""
     host, port = endpoint.address
+    if joining.advertised is not None:
+        host, port = joining.advertised.host, joining.advertised.port or port
     identity = own_identity(joining.process, channel.local_host)
     is_named = joining.is_named and bool(joining.name)
     facts = facts_of(joining, silo)

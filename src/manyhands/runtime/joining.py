@@ -12,12 +12,15 @@ import torch
 
 from manyhands.data.silo import Silo
 from manyhands.executor.process_groups import available_backends
+from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
+from manyhands.runtime.addresses import Advertised
 from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control_parts import Facts, SiloFacts
 from manyhands.runtime.device_book import worker_credentials
 from manyhands.transport.keys import Credentials
+from manyhands.transport.security import is_loopback
 from manyhands.transport.transport import ControlConnection, Transport, reach_either
 
 
@@ -48,6 +51,12 @@ class Joining:
     """An id that distinguishes this worker from others of its name; it stays the same when the worker reconnects."""
     confinement: Confinement | None = None
     """The confinement of this process; None: the worker is not a process of its own."""
+    data_port: int = 0
+    """The port at which other devices connect to this one; 0: any that is free."""
+    advertised: Advertised | None = None
+    """Where other devices reach this one; None: at the address from which it reaches the coordinator."""
+    grace_seconds: float = 0.0
+    """Seconds to hand over what it holds when it is asked to leave; 0: as long as that takes."""
     credentials: Callable[[], Credentials | None] = worker_credentials
     """Returns this device's key and the devices it knows; called for connections beyond loopback."""
 
@@ -58,6 +67,23 @@ def reach(joining: Joining, name: str, transport: Transport) -> ControlConnectio
         transport, name, (joining.host, joining.port), joining.token, joining.limit_seconds,
         encrypted=joining.encrypted, timeout_factor=joining.timeout_factor, credentials=joining.credentials,
     )  # fmt: skip
+
+
+def listening_host(joining: Joining, reached: ControlConnection) -> str:
+    """Return the address at which a worker listens for other devices.
+
+    BadValue where that would carry plain data beyond this machine: a coordinator on loopback does not encrypt.
+    """
+    local_host = reached.channel.local_host
+    if joining.advertised is None:
+        return local_host
+    if not reached.security.encrypted and not is_loopback(joining.advertised.host):
+        raise BadValue(
+            f"--advertise {joining.advertised.host}: the coordinator is for this machine only, where nothing is "
+            "encrypted.",
+            hint="Start it for others too: --listen 0.0.0.0:7077. Or leave out --advertise.",
+        )
+    return joining.advertised.listening_host(local_host)
 
 
 def facts_of(joining: Joining, silo: Silo | None) -> Facts:

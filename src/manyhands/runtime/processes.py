@@ -27,6 +27,7 @@ from manyhands.facts.lab import slot_names
 from manyhands.files.documents import make_folder, opener, write_failed
 from manyhands.runtime.fork_server import LOAD_VARIABLE, Child, NoForkServer, fork_server_for
 from manyhands.runtime.memory_kills import MemoryKills, killed_for_memory, memory_kills
+from manyhands.runtime.worker_variables import environment_for_children
 from manyhands.transport.security import Security
 
 TOKEN_VARIABLE = "MANYHANDS_TOKEN"
@@ -96,7 +97,7 @@ class LocalWorkers:
             if spec.silo:
                 words += ["--silo", spec.silo]
             environment = {
-                **os.environ, TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
+                **environment_for_children(), TOKEN_VARIABLE: security.token, "OMP_NUM_THREADS": str(threads),
                 "MKL_NUM_THREADS": str(threads), LOAD_VARIABLE: str(int(joins_later)),
             }  # fmt: skip
             with self._output(name) as output:

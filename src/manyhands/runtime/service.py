@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
 from manyhands.runtime.handshake import CalledOtherwise, Quarantined
+from manyhands.runtime.health import JOINED, LEAVING, WAITING, Readiness
 from manyhands.runtime.identity import interface_of
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.seeking import GRACE_SECONDS, Found, seek
@@ -34,14 +36,16 @@ def serve(
     stay: bool = False,
     rejoin: bool = True,
     transport: Transport | None = None,
+    readiness: Readiness | None = None,
 ) -> None:
     """Work for a coordinator until it ends. A coordinator that is lost is waited for, and joined again when it is back.
 
     Without a host in `joining` the coordinator is looked for (`seeking`). `stay`: whatever happens, wait for the next
     one, until this process is told to end. `rejoin`: False to end when a coordinator is lost. Ctrl-C and SIGTERM ask
-    the worker to leave: others get the state that it holds first. A second one ends it at once.
+    the worker to leave: others get the state that it holds first, for which it has the grace period of `joining`. A
+    second one ends it at once. `readiness` follows what it does.
     """
-    service = _Service(joining, report or (lambda text: None), stay, rejoin, transport)
+    service = _Service(joining, report or (lambda text: None), stay, rejoin, transport, readiness or Readiness())
     with asked_to_leave_by_signal(service.leave):
         while not service.is_over():
             pass
@@ -57,8 +61,10 @@ class _Service:
         stay: bool,
         rejoin: bool,
         transport: Transport | None,
+        readiness: Readiness,
     ) -> None:
         self.joining, self._report = joining, report
+        self._readiness = readiness
         self._stay, self._rejoin = stay, rejoin
         self._transport = transport
         self._name = joining.name or socket.gethostname()
@@ -80,14 +86,26 @@ class _Service:
         if self._current is None:
             return False
         self._is_asked = True
+        self._readiness.state = LEAVING
         asking = (self._current, self._name, self._report)
         threading.Thread(target=ask_to_leave, args=asking, name="leaving", daemon=True).start()
+        if self.joining.grace_seconds:
+            threading.Thread(target=self._end_after_grace, name="grace", daemon=True).start()
         return True
+
+    def _end_after_grace(self) -> None:
+        """End the process once the time to hand over is up; a process that has left by then has ended this thread."""
+        time.sleep(self.joining.grace_seconds)
+        try:
+            self._report(f"{self._name} has not handed over within {self.joining.grace_seconds:g} s, and ends.")
+        finally:  # also where nobody reads the report any more
+            os._exit(128 + signal.SIGTERM)
 
     def is_over(self) -> bool:
         """Try once to join and, where this succeeds, work until that coordinator ends; return whether that was all."""
         if self._is_asked:  # asked before it had joined
             return True
+        self._readiness.state = WAITING
         try:
             self._current = worker = self._worker()
         except (TimedOut, Refused) as error:
@@ -155,6 +173,8 @@ class _Service:
     def _joined(self) -> None:
         worker = self._current
         assert worker is not None, "it is what has joined"
+        if not self._is_asked:
+            self._readiness.state = JOINED
         local, again = worker.channel.local_host, " again" if self._loss is not None else ""
         through = interface_of(local)
         how = f"through {through} ({local})" if through else f"from {local}"

@@ -3,13 +3,15 @@
     FOLDER/token           what this machine's coordinators ask for; made by the first one that others can join
 
 FOLDER is $MANYHANDS_HOME, else $XDG_CONFIG_HOME/manyhands, else ~/.config/manyhands. The file is one line that only its
-owner can read (mode 0600). --token, --token-file and MANYHANDS_TOKEN take precedence. A device that joins keeps no
-token: its key is remembered (`device_book`). To make a new token: manyhands devices new-token.
+owner can read (mode 0600). MANYHANDS_TOKEN_FILE names another file, such as a secret that a container is given.
+--token, --token-file and MANYHANDS_TOKEN take precedence. A device that joins keeps no token: its key is remembered
+(`device_book`). To make a new token: manyhands devices new-token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from manyhands.runtime.private_files import read_private, write_private
 from manyhands.transport.security import new_token
 
 COORDINATOR_FILE = "token"
+FILE_VARIABLE = "MANYHANDS_TOKEN_FILE"
+"""The environment variable that names the token's file; without it, it is in the folder above."""
 LONGEST_TOKEN = 400
 
 
@@ -40,9 +44,9 @@ def shared_token(report: Callable[[str], None] = lambda text: None) -> str:
 
     A token that cannot be kept is for this run only, which is reported.
     """
-    path = config_folder() / COORDINATOR_FILE
-    if token := _read(path):
+    if token := known_token():
         return token
+    path = token_path()
     made = new_token()
     try:
         write_private(path, f"{made}\n".encode(), replace=False)
@@ -59,12 +63,14 @@ def known_token() -> str:
 
     A worker that has joined before needs none (see `device_book`).
     """
-    return _read(config_folder() / COORDINATOR_FILE)
+    if file := os.environ.get(FILE_VARIABLE):
+        return read_token_file(file)
+    return _read(token_path())
 
 
 def token_path() -> Path:
     """Return the path of the coordinators' token."""
-    return config_folder() / COORDINATOR_FILE
+    return Path(os.environ.get(FILE_VARIABLE) or config_folder() / COORDINATOR_FILE)
 
 
 def read_token_file(path: str) -> str:

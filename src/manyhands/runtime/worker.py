@@ -57,7 +57,7 @@ from manyhands.runtime.control_messages import (
 from manyhands.runtime.control_parts import Standing
 from manyhands.runtime.gpu_settings import check_gpu
 from manyhands.runtime.handshake import hello_of, pin_coordinator, welcome_from
-from manyhands.runtime.joining import Joining, reach
+from manyhands.runtime.joining import Joining, listening_host, reach
 from manyhands.runtime.keeping import Keeping
 from manyhands.runtime.link_shaping import LinkShaping
 from manyhands.runtime.member_probes import MemberProbes
@@ -104,7 +104,7 @@ class Worker:
         self._peers = LaterSecurity("", reached.security.encrypted, reached.security.timeout_factor)
         """The security of connections to other workers: the coordinator sends the secret when it welcomes this one."""
         self.endpoint = self.transport.endpoint(
-            name, self._peers, host=self.channel.local_host, listener=reached.listener
+            name, self._peers, host=listening_host(joining, reached), port=joining.data_port, listener=reached.listener
         )
         self.probes = MemberProbes(name, self._peers, self.channel.local_host)
         self.commands: queue.SimpleQueue[Message] = queue.SimpleQueue()

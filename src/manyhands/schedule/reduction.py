@@ -59,8 +59,11 @@ def gradient_rounds(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> R
 
 
 def _hops(devices: tuple[str, ...], level: Level) -> tuple[Hop, ...]:
-    columns = (column.tolist() for column in level)
-    return tuple(Hop(devices[source], devices[target], *chunks, True) for source, target, *chunks in zip(*columns))
+    sources, targets, firsts, lasts = (column.tolist() for column in level)
+    return tuple(
+        Hop(devices[source], devices[target], first, last, True)
+        for source, target, first, last in zip(sources, targets, firsts, lasts)
+    )
 
 
 def gradient_chunks(devices: Collection[str], places: tuple[str, ...] = ()) -> int:

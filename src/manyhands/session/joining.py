@@ -176,7 +176,10 @@ def is_at_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
-SERVICE_WORDS = ("name", "join", "compute", "threads", "slots", "silo", "wait", "slowdown")
+SERVICE_WORDS = (
+    "name", "join", "compute", "threads", "slots", "data-port", "advertise", "health-port", "grace", "silo", "wait",
+    "slowdown",
+)  # fmt: skip
 
 
 def service_unit(options: Mapping[str, str], program: Sequence[str], *, confine: bool = True) -> str:

@@ -12,10 +12,12 @@ import msgspec
 
 from manyhands.facts.cluster import Cluster, LabCluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.ray_cluster import RayCluster
 from manyhands.files.documents import load_cluster
 from manyhands.plans.local_cluster import threads_each
+from manyhands.runtime.addresses import DEFAULT_PORT
 from manyhands.runtime.assembly import JOIN_SECONDS
-from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
 from manyhands.runtime.fork_server import NoForkServer, fork_server_for
 from manyhands.runtime.heartbeats import heartbeat_interval
@@ -48,7 +50,7 @@ def _usual() -> Cluster:
 
 @contextlib.contextmanager
 def open_session(
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None,
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None,
     *,
     logs: Path | None = None,
     say: Say | None = None,
@@ -76,6 +78,15 @@ def open_session(
         from manyhands.session.lab_session import lab_session
 
         with lab_session(cluster, logs=logs, say=say or (lambda text: None), limit_seconds=limit_seconds) as session:
+            yield session
+        return
+    if isinstance(cluster, RayCluster):
+        from manyhands.session.ray_session import ray_session
+
+        with ray_session(
+            cluster, say=say or (lambda text: None), limit_seconds=limit_seconds,
+            heartbeat_timeout_seconds=silence_seconds,
+        ) as session:  # fmt: skip
             yield session
         return
     if cluster is not None and not isinstance(cluster, (Cluster, str, Path)):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def split_with_joined(config: SplitConfig) -> SplitResult:
     """Wait for the devices that --silos names, train over what they have, and return the result."""
     model, loss, test = _model(config)
-    from manyhands.runtime.coordinator import DEFAULT_PORT, Coordinator
+    from manyhands.runtime.addresses import DEFAULT_PORT
+    from manyhands.runtime.coordinator import Coordinator
     from manyhands.runtime.shared_token import shared_token
     from manyhands.split.training import split_with
 

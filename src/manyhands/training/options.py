@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.facts.plan import Plan
+    from manyhands.facts.ray_cluster import RayCluster
     from manyhands.job.callback import Callback
     from manyhands.job.callbacks import OnOpened, OnPlanned, OnStep, Say
     from manyhands.job.metrics import Metric
@@ -53,7 +54,7 @@ class TrainOptions(TypedDict, total=False):
     profile_seconds: float
     min_devices: int
     max_devices: int | None
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None
     clip_norm: float | None
     clip_value: float | None
     ema: float | None

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from manyhands.facts.cluster import Cluster, LabCluster
     from manyhands.facts.plan import Plan
+    from manyhands.facts.ray_cluster import RayCluster
     from manyhands.job.callbacks import OnOpened, OnPlanned, Say
     from manyhands.planner.task import TileOptions
     from manyhands.runtime.coordinator import Coordinator
@@ -36,7 +37,7 @@ class PrepareOptions(TypedDict, total=False):
     profile_seconds: float
     min_devices: int
     max_devices: int | None
-    cluster: Cluster | LabCluster | str | Path | Coordinator | None
+    cluster: Cluster | LabCluster | RayCluster | str | Path | Coordinator | None
     clip_norm: float | None
     clip_value: float | None
     folder: str | Path | None

@@ -93,10 +93,10 @@ class InProcessTransport:
             return near
 
     def endpoint(
-        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+        self, name: str, security: Security, *, host: str, port: int = 0, listener: ControlListener | None = None
     ) -> RendezvousEndpoint:
         with self.change:
-            address = listener.address if listener is not None else (host, self.new_port())
+            address = listener.address if listener is not None else (host, port or self.new_port())
             endpoint = RendezvousEndpoint(self, name, address, security)
             self.endpoints[endpoint.address[1]] = endpoint
             self.change.notify_all()

@@ -123,10 +123,10 @@ class Transport(Protocol):
         peer."""
 
     def endpoint(
-        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+        self, name: str, security: Security, *, host: str, port: int = 0, listener: ControlListener | None = None
     ) -> ConnectedEndpoint:
-        """Return a device's endpoint for exchanging data, at a free port of `host`, or at the listener's own
-        address."""
+        """Return a device's endpoint for exchanging data, at `host` and `port` (0: any that is free), or at the
+        listener's own address."""
 
 
 class TcpTransport:
@@ -149,11 +149,10 @@ class TcpTransport:
         return connect(host, port, security, limit_seconds, once=once, is_cancelled=is_cancelled)
 
     def endpoint(
-        self, name: str, security: Security, *, host: str, listener: ControlListener | None = None
+        self, name: str, security: Security, *, host: str, port: int = 0, listener: ControlListener | None = None
     ) -> TcpEndpoint:
-        return TcpEndpoint(
-            name, security, host=host, peer_listener=listener.peer_listener if isinstance(listener, Listener) else None
-        )
+        peer_listener = listener.peer_listener if isinstance(listener, Listener) else None
+        return TcpEndpoint(name, security, host=host, port=port, peer_listener=peer_listener)
 
 
 @dataclass(frozen=True)
