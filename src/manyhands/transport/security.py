@@ -55,6 +55,7 @@ class Purpose(enum.IntEnum):
 
     CONTROL = 1
     DATA = 2
+    RELAY = 3
 
 
 @dataclass(frozen=True)
