@@ -73,7 +73,7 @@ from manyhands.runtime.control_messages import (
     Welcome,
 )
 
-PROTOCOL = 13
+PROTOCOL = 14
 
 FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done

@@ -47,6 +47,8 @@ class Facts(msgspec.Struct, frozen=True):
     silo: SiloFacts | None = None
     confinement: Confinement | None = None
     """The confinement of its process; None: not reported."""
+    is_relay: bool = False
+    """Whether it offers to relay the connections of others, before the coordinator does."""
 
 
 class LengthGraph(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError
 from manyhands.transport.endpoint import Address
 from manyhands.transport.keys import Credentials
@@ -52,11 +53,14 @@ def peer_address(
 ) -> Address:
     """Return the address of a peer as the reader needs it, with the side that dials.
 
-    Workers that were not invited dial those that were. Otherwise the smaller name dials. An invited worker does not
+    Workers that were not invited dial those that were, and the coordinator, which they have reached before. Otherwise
+    the smaller name dials. An invited worker does not
     learn the addresses of the workers that dial it.
     """
     (name, invited), (other, invitation) = reader, peer
-    if (invited is None) == (invitation is None):
+    if invited is None and COORDINATOR in (name, other):
+        is_dialled = other == COORDINATOR or invitation is not None  # a worker that has come once can come again
+    elif (invited is None) == (invitation is None):
         is_dialled = name < other
     else:
         is_dialled = invitation is not None

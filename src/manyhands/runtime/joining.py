@@ -48,6 +48,8 @@ class Joining:
     """An id that distinguishes this worker from others of its name; it stays the same when the worker reconnects."""
     confinement: Confinement | None = None
     """The confinement of this process; None: the worker is not a process of its own."""
+    is_relay: bool = False
+    """Whether it offers to relay the connections of others, before the coordinator does."""
     credentials: Callable[[], Credentials | None] = worker_credentials
     """Returns this device's key and the devices it knows; called for connections beyond loopback."""
 
@@ -76,6 +78,7 @@ def facts_of(joining: Joining, silo: Silo | None) -> Facts:
         machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
         memory_bytes=_memory_bytes(joining.compute), compute=joining.compute, pid=os.getpid(),
         slowdown=joining.slowdown, silo=_silo_facts(silo), confinement=joining.confinement,
+        is_relay=joining.is_relay,
     )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ _MOST_AT_ONCE = 16
 _RETRY_SECONDS = 0.1
 
 WELCOME, UNKNOWN, TAKEN, WRONG_NAME = "welcome", "unknown", "taken", "wrong name"
+HERE = "here"
+"""The answer to a probe, which is not a connection: the name is right."""
 
 
 class PeerRendezvous:
@@ -79,6 +81,8 @@ class PeerRendezvous:
         with self._change:
             if named != self.name or not peer or peer == self.name:
                 verdict = WRONG_NAME
+            elif "probe" in hello:
+                verdict = HERE
             elif self._is_connected(peer):
                 verdict = TAKEN
             elif peer in self._named:
@@ -88,6 +92,9 @@ class PeerRendezvous:
                 return
         if verdict != WELCOME:
             write_hello(wire, {"verdict": verdict, "name": self.name}, deadline)
+            if verdict == HERE:
+                wire.close()
+                return
             raise Refused(f"'{peer:.64}' looks for '{named:.64}' at {self.name}: {verdict}.")
         self._welcome(peer, wire)
 
@@ -233,7 +240,7 @@ class PeerRendezvous:
 
     def _meet(self, peer: str, address: Address, deadline: float) -> None:
         """Connect to one peer through a relay, to which both connect; retry until both are there."""
-        relay, failure = address.relay, "no time to try"
+        relay, failure = address.relay, ""
         assert relay is not None
         while not self._is_connected(peer):
             connected: socket.socket | None = None
@@ -241,10 +248,10 @@ class PeerRendezvous:
                 connected = tunnel(relay, self._security, self.name, peer, deadline, lambda: self._is_closing)
                 self._shake_hands(peer, address, connected, deadline)
                 continue
-            except TimeoutError:
-                failure = "no answer"
             except (ManyhandsError, Broken, OSError) as error:
-                failure = error.message if isinstance(error, ManyhandsError) else str(error)
+                is_late = isinstance(error, TimedOut) and error.is_before_proof and bool(failure)
+                if not is_late:
+                    failure = error.message if isinstance(error, ManyhandsError) else str(error) or "no answer"
             if connected is not None and not self._is_connected(peer):
                 with contextlib.suppress(OSError):
                     connected.close()
@@ -284,6 +291,15 @@ class PeerRendezvous:
             self._listener.close()
         else:
             self._listener.receive_no_more(Purpose.DATA)
+
+
+def answers_as(wire: Wire, name: str, peer: str, deadline: float) -> bool:
+    """Return whether the device at the other end has the name that `name` looks for; ends the connection."""
+    try:
+        write_hello(wire, {"from": name, "to": peer, "probe": "yes"}, deadline)
+        return read_hello(wire, deadline).get("verdict") == HERE
+    finally:
+        wire.close()
 
 
 def _send_away(wire: Wire, fields: Mapping[str, str]) -> None:
