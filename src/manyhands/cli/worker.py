@@ -51,6 +51,9 @@ def worker(
             "--allow-optimizer", help="package.Class of an optimizer that jobs may name, beside PyTorch's. Repeatable."
         ),
     ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Relay between devices that do not reach each other, before others do.")
+    ] = False,
     confine: Confine = True,
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
@@ -118,7 +121,7 @@ def worker(
             name, parent = divide_into(name or socket.gethostname(), slots)
         joining = Joining(
             host, port, token, name, compute, threads, wait, encrypted, timeout_factor, parent, slowdown, silo,
-            is_named, confinement=confinement,
+            is_named, confinement=confinement, is_relay=relay,
         )  # fmt: skip
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:
