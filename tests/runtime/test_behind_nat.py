@@ -34,7 +34,7 @@ def sites() -> Iterator[NatSites]:
 def joined(sites: NatSites, logs: Path, *, hub: bool = False) -> Iterator[tuple[Coordinator, list[str]]]:
     """A coordinator, a worker on each device, and, if asked for, one on the hub that offers to relay."""
     events: list[str] = []
-    with Coordinator("0.0.0.0", on_event=events.append) as coordinator:
+    with Coordinator("0.0.0.0", on_event=events.append, heartbeat_timeout_seconds=10.0) as coordinator:
         for name in DEVICES:
             sites.start(name, coordinator.address[1], coordinator.token, logs)
         if hub:

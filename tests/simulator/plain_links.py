@@ -71,6 +71,12 @@ class PlainNetwork:
         limits: dict[tuple[str, ...], float] = {
             ("link", a, b): rate, ("up", a): sender.up_bytes_per_second, ("down", b): receiver.down_bytes_per_second,
         }  # fmt: skip
+        relay = self.cluster.relays.get((source, target), "")
+        if relay in self.cluster.names and (device := self.cluster.device(relay)).host_name not in (a, b):
+            limits |= {("up", device.host_name): device.up_bytes_per_second}
+            limits |= {("down", device.host_name): device.down_bytes_per_second}
+        elif relay and relay not in self.cluster.names:
+            limits["relay", relay] = self.cluster.relay_rates[relay]
         if a == b:
             limits = {("inside", source, target): rate}
         return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}

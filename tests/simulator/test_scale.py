@@ -49,7 +49,9 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
     )
     pairs = [draw.sample(names, 2) for _ in range(draw.randint(0, 9))]
     special = {(a, b): Link(draw.choice((1e4, 1e5, 5e5)), draw.choice((0.0, 0.01))) for a, b in pairs}
-    made = Cluster("drawn", devices, base.link, tuple(DirectedLink(*pair, link) for pair, link in special.items()))
+    relays = {pair: draw.choice(("", "", "coordinator", *names)) for pair in special}
+    drawn = (DirectedLink(*pair, link, "" if relays[pair] in pair else relays[pair]) for pair, link in special.items())
+    made = Cluster("drawn", devices, base.link, tuple(drawn))
     if not slots:
         return made
     halved = with_slots(made, 2)  # two workers each, under the names of as many devices
@@ -60,10 +62,11 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
         if device.name in renamed
     )
     between = tuple(
-        DirectedLink(renamed[one.sender], renamed[one.receiver], one.link)
+        DirectedLink(renamed[one.sender], renamed[one.receiver], one.link, renamed.get(one.relay, one.relay))
         for one in halved.links
         if one.sender in renamed and one.receiver in renamed
-    )
+        and renamed.get(one.relay, one.relay) not in (renamed[one.sender], renamed[one.receiver])
+    )  # fmt: skip
     return Cluster("drawn", kept, base.link, between)
 
 

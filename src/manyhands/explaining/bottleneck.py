@@ -181,8 +181,9 @@ class _Describer:
         enough = max(waited.values()) / 2
         often = [key for key in waited if waited[key] >= enough]
         key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
-        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}"}[key[0]].format(*key[1:])
-        return name, rates[key], carried[key], key[1:]
+        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}", "relay": "the relay {}"}[key[0]].format(*key[1:])
+        devices = legs.by_pair.most_common(1)[0][0] if key[0] == "relay" else key[1:]
+        return name, rates[key], carried[key], devices
 
     def _resources(self, a: str, b: str) -> list[tuple[tuple[str, ...], float]]:
         sender, receiver = self.cluster.device(a), self.cluster.device(b)
@@ -193,6 +194,17 @@ class _Describer:
             (("up", sender.host_name), sender.up_bytes_per_second),
             (("down", receiver.host_name), receiver.down_bytes_per_second),
             (("link", sender.host_name, receiver.host_name), link),
+            *self._at_relay(self.cluster.relays.get((a, b), "")),
+        ]
+
+    def _at_relay(self, relay: str) -> list[tuple[tuple[str, ...], float]]:
+        """Return what a transfer crosses where a device relays it."""
+        if relay not in self.cluster.names:
+            return [(("relay", relay), self.cluster.relay_rates[relay])] if relay else []
+        device = self.cluster.device(relay)
+        return [
+            (("up", device.host_name), device.up_bytes_per_second),
+            (("down", device.host_name), device.down_bytes_per_second),
         ]
 
 

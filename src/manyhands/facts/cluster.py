@@ -9,6 +9,7 @@
     links:
       - {from: laptop, to: pi4-1, rate: 1 Gbit/s}              # one direction
       - {between: [laptop, nano], delay: 2 ms}             # both; rate as above
+      - {between: [nano, pi4-2], rate: 20 Mbit/s, relay: laptop}   # they reach each other through the laptop only
 
 Device fields and their units are the table `_DEVICE` in `cluster_document`; what is left out comes from the catalogue.
 """
@@ -65,6 +66,8 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 if end not in names:
                     raise unknown("device", end, names)
             pair = (directed.sender, directed.receiver)
+            if directed.relay in pair:
+                raise BadValue(f"links: '{directed.relay}' cannot relay between itself and another device.")
             if pair in pairs or directed.sender == directed.receiver:
                 problem = "is written twice" if pair in pairs else "leads back to itself"
                 raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {problem}.")
@@ -109,6 +112,20 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def _by_pair(self) -> dict[tuple[str, str], Link]:
         return {(directed.sender, directed.receiver): directed.link for directed in self.links}
 
+    @cached_property
+    def relays(self) -> dict[tuple[str, str], str]:
+        """(Sender, receiver) -> the device that relays between them, for those that do not reach each other."""
+        return {(directed.sender, directed.receiver): directed.relay for directed in self.links if directed.relay}
+
+    @cached_property
+    def relay_rates(self) -> dict[str, float]:
+        """Relay -> the bytes per second of the fastest link through it: as much as it carries for all of them."""
+        rates: defaultdict[str, float] = defaultdict(float)
+        for directed in self.links:
+            if directed.relay:
+                rates[directed.relay] = max(rates[directed.relay], directed.link.bytes_per_second)
+        return dict(rates)
+
     def device(self, name: str) -> Device:
         device = self._by_name.get(name)
         if device is None:
@@ -124,19 +141,26 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return HERE if same else self.link
 
     def bytes_per_second_between(self, sender: str, receiver: str) -> float:
-        """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down.
+        """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down,
+        and of the ports of a device that relays between them.
 
         Inside a host it passes no port.
         """
         rate, a, b = self.link_between(sender, receiver).bytes_per_second, self.device(sender), self.device(receiver)
-        return rate if a.host_name == b.host_name else min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
+        if a.host_name == b.host_name:
+            return rate
+        relay = self._by_name.get(self.relays.get((sender, receiver), ""))
+        if relay is not None and relay.host_name not in (a.host_name, b.host_name):
+            rate = min(rate, relay.down_bytes_per_second, relay.up_bytes_per_second)
+        return min(rate, a.up_bytes_per_second, b.down_bytes_per_second)
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
         """Return the same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
             return Cluster(self.name, self.devices, link, self.links)
         other_links = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
-        return Cluster(self.name, self.devices, self.link, (*other_links, DirectedLink(*pair, link)))
+        changed = DirectedLink(*pair, link, self.relays.get(pair, ""))
+        return Cluster(self.name, self.devices, self.link, (*other_links, changed))
 
     def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
         """Return other devices, joined by the same default link."""
@@ -215,7 +239,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def to_dict(self) -> dict[str, object]:
         """Return a plain document that `from_dict` reads back to an equal cluster."""
         links = [
-            {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)} for directed in self.links
+            {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)}
+            | ({"relay": directed.relay} if directed.relay else {})
+            for directed in self.links
         ]
         devices = [write_device(device) for device in self.devices]
         document: dict[str, object] = {"name": self.name, "devices": devices, "link": write_link(self.link)}

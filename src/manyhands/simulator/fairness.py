@@ -18,12 +18,20 @@ NO_LINK = -1
 
 
 def fair_rates(
-    room: Numbers, up: Places, down: Places, link: Places, limit: Numbers, times: Numbers | None = None
+    room: Numbers,
+    up: Places,
+    down: Places,
+    link: Places,
+    limit: Numbers,
+    times: Numbers | None = None,
+    *,
+    through: Sequence[Places] = (),
 ) -> Numbers:
     """Return the rate of each flow. `up` and `down` are the entries of `room` that it crosses, `link` is its link, of
-    `limit` bytes a second, or `NO_LINK`. `times` counts equal flows; each gets the rate."""
+    `limit` bytes a second, or `NO_LINK`; `through` are entries of `room` that it crosses at a relay. `times` counts
+    equal flows; each gets the rate."""
     times = numpy.ones(len(up)) if times is None else times
-    crossed = [up, down]
+    crossed = [up, down, *through]
     limited = numpy.flatnonzero(link != NO_LINK)
     if len(limited):
         limited_links = link[limited]

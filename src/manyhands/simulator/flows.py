@@ -31,12 +31,14 @@ class Route(NamedTuple):
     crossed: tuple[tuple[int, float], ...]
     """Ports, and the link if it limits, with the bytes per second that they carry."""
     nodes: tuple[int, ...]
-    """Transfers with no node in common share no port, link or sender."""
+    """Transfers with no node in common share no port, link, relay or sender."""
+    through: tuple[int, int]
+    """What a transfer crosses at its relay; see `Wiring.through`."""
 
 
 class Wiring:
     """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the last one is for
-    flows inside a host, which cross none."""
+    flows inside a host, which cross none, and for flows without a relay. Behind them come relays that are no devices."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -46,14 +48,19 @@ class Wiring:
         }
         self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
         self.hosts = len(hosts)
-        self.room = numpy.full(2 * self.hosts + 1, numpy.inf)
+        self.nowhere = 2 * self.hosts
+        outside = sorted(relay for relay in cluster.relay_rates if relay not in self.place)
+        self._outside = {relay: self.nowhere + number for number, relay in enumerate(outside, start=1)}
+        self.room = numpy.full(self.nowhere + 1 + len(outside), numpy.inf)
+        self.room[self.nowhere + 1 :] = [cluster.relay_rates[relay] for relay in outside]
         self.room[self.host] = [device.up_bytes_per_second for device in cluster.devices]
         self.room[self.hosts + self.host] = [device.down_bytes_per_second for device in cluster.devices]
         self._rooms, self._hosts = self.room.tolist(), self.host.tolist()
         self._is_shared = (numpy.bincount(self.host) > 1).tolist()
         self._routes: dict[tuple[str, str], Route] = {}
         none = numpy.zeros(0, numpy.int64)
-        self._columns: tuple[Places, Places, Places, Numbers] = (none, none, none, numpy.zeros(0))
+        self._columns: tuple[Places, Places, Places, Numbers, Places, Places]
+        self._columns = (none, none, none, numpy.zeros(0), none, none)
 
     def route(self, source: str, target: str) -> Route:
         route = self._routes.get((source, target))
@@ -65,24 +72,42 @@ class Wiring:
         sender, receiver = self.place[source], self.place[target]
         a, b = self._hosts[sender], self._hosts[receiver]
         limit = self.cluster.link_between(source, target).bytes_per_second
-        up, down = (a, self.hosts + b) if a != b else (2 * self.hosts, 2 * self.hosts)
+        up, down = (a, self.hosts + b) if a != b else (self.nowhere, self.nowhere)
+        through = self.through(source, target)
         port = min(self._rooms[up], self._rooms[down])
         link = NO_LINK if limit >= port else a * self.hosts + b if a != b else self.inside(sender, receiver)
-        crossed = tuple((place, self._rooms[place]) for place in (up, down) if self._rooms[place] < math.inf)
+        places = (up, down, *through)
+        crossed = tuple((place, self._rooms[place]) for place in places if self._rooms[place] < math.inf)
         if link != NO_LINK:
             crossed += ((len(self._rooms) + link, limit),)
         number = len(self._routes)
-        return Route(number, sender, up, down, link, limit, min(limit, port), crossed, self.nodes({sender}, {down}))
+        alone = min(limit, port, self._rooms[through[0]], self._rooms[through[1]])
+        nodes = (*self.nodes({sender}, {down}), *self.relay_nodes({through}))
+        return Route(number, sender, up, down, link, limit, alone, crossed, nodes, through)
 
-    def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers]:
-        """Return ports up and down, links and their limits of some routes, by number."""
+    def through(self, source: str, target: str) -> tuple[int, int]:
+        """Return what a transfer crosses at its relay: the ports of a device, which its own transfers cross too, or
+        what a relay that is no device carries; `nowhere` where there is none, or it is on the host of an end."""
+        relay = self.cluster.relays.get((source, target), "")
+        if not relay or relay in self._outside:
+            return self._outside.get(relay, self.nowhere), self.nowhere
+        host = self._hosts[self.place[relay]]
+        if host in (self._hosts[self.place[source]], self._hosts[self.place[target]]):
+            return self.nowhere, self.nowhere
+        return self.hosts + host, host
+
+    def columns(self, routes: Places) -> tuple[Places, Places, Places, Numbers, Places, Places]:
+        """Return ports up and down, links and their limits, and what is crossed at a relay, of some routes by
+        number."""
         if len(self._columns[0]) < len(self._routes):
-            _, _, *columns = zip(*self._routes.values())
+            known = list(self._routes.values())
             self._columns = (
-                numpy.array(columns[0]), numpy.array(columns[1]), numpy.array(columns[2]), numpy.array(columns[3]),
+                numpy.array([route.up for route in known]), numpy.array([route.down for route in known]),
+                numpy.array([route.link for route in known]), numpy.array([route.limit for route in known]),
+                numpy.array([route.through[0] for route in known]), numpy.array([route.through[1] for route in known]),
             )  # fmt: skip
-        ups, downs, links, limits = self._columns
-        return ups[routes], downs[routes], links[routes], limits[routes]
+        ups, downs, links, limits, ins, outs = self._columns
+        return ups[routes], downs[routes], links[routes], limits[routes], ins[routes], outs[routes]
 
     def limits(self, devices: Sequence[str], sources: Places, targets: Places) -> Numbers:
         """Return the bytes per second that the links of some pairs carry."""
@@ -103,6 +128,18 @@ class Wiring:
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
         return (*sender_nodes, *shared, *(down for down in sorted(downs) if self._rooms[down] < math.inf))
 
+    def relay_nodes(self, through: set[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the nodes of flows that cross these at their relays: those of the device that relays, or the relay's
+        own."""
+        nodes: set[int] = set()
+        for into, out in through:
+            if out != self.nowhere:  # a device's port: its own transfers have its node
+                senders = {place for place, host in enumerate(self._hosts) if host == out}
+                nodes.update(self.nodes(senders, {into}))
+            elif into != self.nowhere:
+                nodes.add(2 * self.hosts + 1 + len(self.place) + into)
+        return tuple(sorted(nodes))
+
 
 class FlowShape:
     """Flows among some devices: from devices[sources[i]] to devices[targets[i]]."""
@@ -112,18 +149,24 @@ class FlowShape:
         self.all = numpy.arange(len(sources))
         self.places = numpy.array([wiring.place[name] for name in devices])
         self.sender, receiver = self.places[sources], self.places[targets]
-        a, b, nowhere = wiring.host[self.sender], wiring.host[receiver], 2 * wiring.hosts
+        a, b, nowhere = wiring.host[self.sender], wiring.host[receiver], wiring.nowhere
         is_inside = a == b
         self.up, self.down = numpy.where(is_inside, nowhere, a), numpy.where(is_inside, nowhere, wiring.hosts + b)
         self.limit = wiring.limits(devices, sources, targets)
         self.link = numpy.where(is_inside, wiring.inside(self.sender, receiver), a * wiring.hosts + b)
         # Whatever crosses a link crosses both ports: one that carries as much as either of them never limits.
         self.link[self.limit >= numpy.minimum(wiring.room[self.up], wiring.room[self.down])] = NO_LINK
+        self._through = [(nowhere, nowhere)]
+        if wiring.cluster.relays:
+            self._through = [wiring.through(devices[a], devices[b]) for a, b in zip(sources, targets)]
+        ins_and_outs = numpy.array(self._through)
+        self.into, self.out = (numpy.broadcast_to(ins_and_outs[:, way], len(sources)) for way in (0, 1))
         self._alone: dict[bytes, Numbers] = {}
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        return self._wiring.nodes(set(self.sender.tolist()), set(self.down.tolist()))
+        nodes = self._wiring.nodes(set(self.sender.tolist()), set(self.down.tolist()))
+        return tuple(dict.fromkeys((*nodes, *self._wiring.relay_nodes(set(self._through)))))
 
     @cached_property
     def senders(self) -> NDArray[numpy.bool_]:
@@ -141,7 +184,8 @@ class FlowShape:
         rates = self._alone.get(key)
         if rates is None:
             crossed = self.up[flows], self.down[flows], self.link[flows], self.limit[flows]
-            rates = self._alone[key] = fair_rates(self._wiring.room, *crossed)
+            through = (self.into[flows], self.out[flows]) if self._wiring.cluster.relays else ()
+            rates = self._alone[key] = fair_rates(self._wiring.room, *crossed, through=through)
         return rates
 
     def senders_of(self, flows: Places) -> NDArray[numpy.bool_]:

@@ -1,7 +1,7 @@
 """Transfers that share links and ports fairly, under a virtual clock.
 
-Every transfer crosses its pair's link, the sender's port and the receiver's port; devices of one host share the ports,
-and between these there is only the pair's link. Rates are max-min fair (fairness.py). Bulk transfers wait while their
+Every transfer crosses its pair's link, the sender's port and the receiver's port, and where a device relays between the
+two, the ports of that one as well; devices of one host share the ports, and between these there is only the pair's link. Rates are max-min fair (fairness.py). Bulk transfers wait while their
 sender has urgent ones under way, as in the engine.
 
 Rates are shared once for all that starts and ends at one moment, when the clock moves on, and only for the transfers
@@ -165,10 +165,12 @@ class LinkNetwork:
             numbers = numpy.array([transfer.route.number for transfer in singles], int)
             parts: list[list[Any]] = [[column] for column in (*self.wiring.columns(numbers), numpy.ones(len(singles)))]
             for shape, flows in going.items():
-                of_all = (shape.up, shape.down, shape.link, shape.limit, counts[shape])
+                of_all = (shape.up, shape.down, shape.link, shape.limit, shape.into, shape.out, counts[shape])
                 for part, column in zip(parts, of_all):
                     part.append(column[flows])
-            rates = fair_rates(self.wiring.room, *map(numpy.concatenate, parts))
+            up, down, link, limit, into, out, times = map(numpy.concatenate, parts)
+            through = (into, out) if self.wiring.cluster.relays else ()
+            rates = fair_rates(self.wiring.room, up, down, link, limit, times, through=through)
         changed: list[Party] = [
             transfer
             for transfer, rate in zip(singles, rates.tolist())
