@@ -110,6 +110,7 @@ class NatSites:
         words = [
             "ip", "netns", "exec", self.space(name), sys.executable, "-m", "manyhands", "worker",
             "--join", f"{self.address}:{port}", "--token", token, "--name", name, "--threads", "1", "--wait", "20",
+            "--patience", "3",
             *options,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MANYHANDS_MARK": self.mark}

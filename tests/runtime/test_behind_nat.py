@@ -22,6 +22,8 @@ pytestmark = ROOT_ONLY
 
 FAR = {(a, b) for a in ("s1a", "s1b") for b in ("s2a", "s2b")}
 PLAN = shared(DEVICES, 3, 3, 3, 3)
+PATIENCE = 3.0
+"""Nobody is lost because this machine has much to do: what dies here closes its connections."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,9 @@ def sites() -> Iterator[NatSites]:
 def joined(sites: NatSites, logs: Path, *, hub: bool = False) -> Iterator[tuple[Coordinator, list[str]]]:
     """A coordinator, a worker on each device, and, if asked for, one on the hub that offers to relay."""
     events: list[str] = []
-    with Coordinator("0.0.0.0", on_event=events.append, heartbeat_timeout_seconds=10.0) as coordinator:
+    with Coordinator(
+        "0.0.0.0", on_event=events.append, heartbeat_timeout_seconds=10.0, timeout_factor=PATIENCE
+    ) as coordinator:
         for name in DEVICES:
             sites.start(name, coordinator.address[1], coordinator.token, logs)
         if hub:
@@ -104,7 +108,7 @@ def test_the_relay_dies_and_another_takes_over(sites: NatSites, tmp_path: Path) 
         assert forwarded(coordinator) > 0
         assert set(ran.result.plan.devices) == set(DEVICES), "nobody was evicted for it"
         assert len(ran.result.recoveries) == 1
-        assert ran.result.recoveries[0]["seconds"] < 20, seconds
+        assert ran.result.recoveries[0]["seconds"] < 60, seconds
         assert len(ran.result.losses) == 30
         one = train(coordinator, shared(("s2b",), BATCH), tmp_path / "single", steps=30)
         assert_close(ran.state, one.state)
