@@ -41,6 +41,7 @@ def by_name(found: list[Block]) -> Any:
 # ---------------------------------------------------------------- links
 
 
+@pytest.mark.quick(every=17)
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     page = PAGES[name]
@@ -99,6 +100,7 @@ def is_there(name: str, named_in: Path) -> bool:
     return any((place / name).is_file() for place in places)
 
 
+@pytest.mark.slow
 def test_source_names_files_that_exist() -> None:
     """Docstrings and comments that send a reader to another file."""
     count = 0
@@ -293,6 +295,7 @@ def test_documents_are_valid() -> None:
 # ---------------------------------------------------------------- made pages
 
 
+@pytest.mark.slow
 def test_made_pages_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a formatter's --check. To write them: python docs/generate.py."""
     monkeypatch.syspath_prepend(str(DOCS))
@@ -357,6 +360,7 @@ def _end_session(session: int) -> None:
             continue
 
 
+@pytest.mark.quick(every=3)
 @by_name(QUICK)
 def test_quick_blocks_run(block: Block, tmp_path: Path) -> None:
     run(block, tmp_path, SECONDS["quick"])

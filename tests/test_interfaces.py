@@ -152,6 +152,7 @@ class OneCycle(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.slow
 @pytest.mark.quick("ByEpoch")
 @pytest.mark.parametrize("kind", [Module, OneCycle, ByEpoch])
 def test_a_module_in_lightnings_way_is_trained_exactly(

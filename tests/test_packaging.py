@@ -121,6 +121,7 @@ def loaded_by(*words: str) -> set[str]:
     return set(json.loads(done.stderr.strip().splitlines()[-1]))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help"), ("devices", "pi3x6", "--json")])
 def test_nothing_heavy_is_loaded_before_it_is_needed(words: tuple[str, ...]) -> None:
     light = HEAVY - {"yaml", "asyncio"} if words[0] == "devices" else HEAVY | {"rich", "msgspec"}
@@ -171,6 +172,7 @@ def test_simulating_without_pictures(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["cluster.yaml", "plan.yaml", "trace.json"]
 
 
+@pytest.mark.slow
 def test_a_picture_that_was_asked_for_is_an_error_with_the_command(tmp_path: Path) -> None:
     done = without_extras(tmp_path, "plan", "--model", "tiny", "--picture", "plan.png")
     assert done.returncode == 18

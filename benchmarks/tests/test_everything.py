@@ -48,6 +48,7 @@ sys.exit(name == "partly")
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pretended")
 def test_it_goes_on_after_failures_and_leaves_out_what_cannot_run(tmp_path: Path) -> None:
     progress: list[str] = []

@@ -67,6 +67,7 @@ def test_aims_of_one_architecture_are_judged_there_only(tmp_path: Path) -> None:
     assert "| ≥ 1.3x on aarch64 | 1.1x | 1.2x **missed** |" in text
 
 
+@pytest.mark.slow
 def test_the_readmes_table_stands_between_its_markers(tmp_path: Path) -> None:
     write_result(tmp_path / "results", result("tile", memory_ratio_24=8.25))
     readme = tmp_path / "README.md"
@@ -84,6 +85,7 @@ def test_the_readmes_table_stands_between_its_markers(tmp_path: Path) -> None:
         with_table(f"a {BEGIN} b", "table")
 
 
+@pytest.mark.slow
 def test_the_page_has_its_pictures(tmp_path: Path) -> None:
     out, page = tmp_path / "results", tmp_path / "docs" / "results.md"
     write_result(out, result("tile", memory_ratio_24=8.25, speedup_2=1.5))

@@ -27,6 +27,7 @@ def run_json(*words: str, cwd: Path | None = None) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_help_is_fast_and_does_not_import_torch() -> None:
     seconds: list[float] = []
     while not seconds or (min(seconds) > 0.5 and len(seconds) < 30):  # others may have the core for a while
@@ -38,6 +39,7 @@ def test_help_is_fast_and_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("words", [["models", "--json"], ["simulat"]], ids=" ".join)
 def test_the_program_itself(words: list[str]) -> None:
     """It imports everything anew, and says what processes say that were divided from one."""
@@ -118,6 +120,7 @@ def test_profile_measures_and_is_reused(tmp_path: Path) -> None:
     assert used["warnings"] == []
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -165,6 +168,7 @@ def test_a_users_own_factory(tmp_path: Path) -> None:
     assert "mine.py:6" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(
         "name: small\n"

@@ -20,6 +20,7 @@ def typed(folder: Path, *words: str, **environment: str) -> subprocess.Completed
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_would_break_a_run_is_the_exit_code(tmp_path: Path) -> None:
     done = typed(tmp_path, "--workers", "0", "--json", MANYHANDS_HOME="/proc/nowhere", MANYHANDS_DISCOVERY="off")
     assert done.returncode == Unfit.exit_code

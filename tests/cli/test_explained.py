@@ -22,6 +22,7 @@ link: {rate: 50 Mbit/s, delay: 1 ms}
 """
 
 
+@pytest.mark.slow
 def test_text_names_every_device_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "flat.yaml").write_text(HOME)
     words = ("plan", "-m", "tiny", "-c", "flat.yaml", "-b", "16", "--picture", "plan.png")

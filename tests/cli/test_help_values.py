@@ -141,7 +141,7 @@ def takes_long(command: str, option: str) -> bool:
     return option in ("--model", "--data", "model") or command in ("split train", "simulate", "profile", "plan")
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=28)
 @pytest.mark.parametrize(
     "where", [pytest.param(where, id=" ".join(where), marks=slow_if(takes_long(*where))) for where in TO_TRY]
 )
@@ -153,6 +153,7 @@ def test_every_value_shown_is_accepted(where: tuple[str, str], place: Path, caps
         assert refusal(words), f"{' '.join(where)} accepts anything: nothing was looked at"
 
 
+@pytest.mark.slow
 def test_what_counts_as_a_value() -> None:
     assert values_in("How: auto (fastest), single or mixed. Default: samples.") == [
         "auto",

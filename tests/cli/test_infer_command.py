@@ -63,6 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: torch.nn.Module) -> P
     return folder
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [

@@ -84,6 +84,7 @@ def test_a_run_is_planned_with_what_the_last_one_measured(home: Path, tmp_path: 
     assert f"Times: measured on this machine ({identify(threads_each(2)).text})" in shown.stdout
 
 
+@pytest.mark.slow
 def test_stored_profiles_serve_the_most_fitting_first(home: Path) -> None:
     """Where a run of as many workers keeps its profile it is found, also beside one of `manyhands profile`."""
     graph, cluster, machine = capture_model("tiny"), Cluster.local(2), identify(threads_each(2))

@@ -33,6 +33,7 @@ def manyhands(*words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [

@@ -14,6 +14,7 @@ from command_processes import Command, leftovers
 from manyhands.runtime.coordinator import Coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_slots", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "slots"])
 def test_ctrl_c_on_a_worker_is_a_departure(tmp_path: Path, in_slots: bool) -> None:
     """As a terminal sends it: to the whole group, so that each of several workers on a device hears it twice."""

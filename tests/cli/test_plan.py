@@ -24,6 +24,7 @@ def plan_json(*words: str) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_communication_alone_gives_the_papers_five_groups() -> None:
     shown = plan_json(*YOLO, *NINE, "--costs", "0,1,0")
     assert len(shown["forward_groups"]) == 5
@@ -52,6 +53,7 @@ def test_table() -> None:
         assert words in shown.stdout
 
 
+@pytest.mark.quick(every=17)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

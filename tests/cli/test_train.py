@@ -123,6 +123,7 @@ def test_a_users_own_module_and_data(place: Path) -> None:
     assert result["losses"][-1] < result["losses"][0]
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -187,6 +188,7 @@ def test_mistakes_are_found_before_anything_starts(
     assert not (place / "other").exists()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("words", [["--devices", "2", "--gpus", "3"], ["--resume", "flat"]])
 def test_a_mistake_leaves_no_process(words: list[str], place: Path) -> None:
     result = run(*words, cwd=place)

@@ -22,6 +22,7 @@ from manyhands.session.joining import reachable
 from manyhands.transport.keys import Role
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize(
     ("words", "code", "said"),
@@ -137,6 +138,7 @@ def test_a_worker_that_stays_finds_one_coordinator_after_another(
         assert leftovers(command.mark) == []
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

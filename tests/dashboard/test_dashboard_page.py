@@ -80,7 +80,7 @@ def test_everything_of_a_run_is_drawn(browser: Browser, served: Dashboard) -> No
     assert_quiet(browser, served)
 
 
-@pytest.mark.quick("samples-64-64", "tiles-6-6")
+@pytest.mark.quick("samples-64-64")
 @pytest.mark.parametrize(("share", "devices", "cells"), [("tiles", 6, 6), ("samples", 64, 64), ("channels", 3, 3)])
 def test_all_ways_of_sharing_are_drawn(browser: Browser, tmp_path: Path, share: str, devices: int, cells: int) -> None:
     folder = write_example(tmp_path / share, devices=devices, share=share, micro_batches=2)

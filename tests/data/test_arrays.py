@@ -101,6 +101,7 @@ def test_too_few_to_hold_any_out(tmp_path: Path) -> None:
     assert load(saved(tmp_path, x=numpy.zeros((4, 5)), y=numpy.arange(4))).test is None
 
 
+@pytest.mark.slow
 def test_fifty_thousand_classes_have_held_out_samples(tmp_path: Path) -> None:
     """One sample of each: none of a class could be spared, and the accuracy was gone without a word."""
     sets = load(saved(tmp_path, x=numpy.zeros((50_000, 2)), y=numpy.arange(50_000)))

@@ -192,6 +192,7 @@ GOOD = described([DOG, CAT])
 BOMB = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "ha"><!ENTITY c "&b;&b;">]>' + GOOD.replace("dog", "&c;")
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [

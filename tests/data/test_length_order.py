@@ -21,6 +21,7 @@ def order_of(lengths: list[int], ends: list[int], size: int, *, shuffle: bool = 
     return LengthOrder(len(lengths), size, shuffle, seed, padding=padding, sample_lengths=numpy.array(lengths))
 
 
+@pytest.mark.slow
 @given(lengths=lists, ends=ends, size=st.integers(1, 12), shuffle=st.booleans(), epoch=st.integers(0, 5))
 def test_each_sample_at_most_once_and_no_longer_than_its_batch(
     lengths: list[int], ends: list[int], size: int, shuffle: bool, epoch: int

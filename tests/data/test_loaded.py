@@ -36,6 +36,7 @@ def loaded(source: Any, most_bytes: int = 10**6, **options: Any) -> LoadedBatche
     return LoadedBatches(BatchStream(source), LAST, KeptBatches(most_bytes=most_bytes), **options)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6), st.integers(0, 4))), st.sampled_from([0, 200, 10**6]))
 def test_every_step_has_its_batch_however_often_it_is_taken(moves: list[tuple[int, int, int]], most_bytes: int) -> None:
     read: list[int] = []

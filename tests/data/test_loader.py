@@ -123,6 +123,7 @@ def test_closing_wakes_whoever_waits() -> None:
     assert seen == ["end"]
 
 
+@pytest.mark.slow
 def test_dropped_unclosed_it_is_cleared_away() -> None:
     data = Made(numbered)
     batches = Prefetcher(data, in_order(), 0, 10**9)

@@ -122,6 +122,7 @@ def torn(path: Path) -> None:
     path.write_bytes(content[: len(content) * 2 // 3])
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize("decoded", [2000, 0], ids=["few files", "many files"])
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "gif", "webp", "tif", "ppm"])
 def test_torn_pictures_are_found_before_training(

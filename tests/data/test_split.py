@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_however_many_classes_some_are_held_out(labels: list[int]) -> None:
     assert bool(test) is (len(labels) >= 5)
 
 
+@pytest.mark.slow
 def test_a_class_for_every_sample() -> None:
     train, test = held_out(list(range(50_000)))
     assert (len(train), len(test)) == (40_000, 10_000)

@@ -473,6 +473,7 @@ def test_names_of_what_is_not_at_hand(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "synthetic-imdb" in caught.value.hint
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("name", "model", "shape"),
     [
@@ -522,6 +523,7 @@ def learned(sets: DataSets, model: nn.Module, steps: int, rate: float, size: int
         return float((model(inputs).argmax(dim=1) == targets).float().mean())
 
 
+@pytest.mark.slow
 def test_stand_ins_can_be_learned() -> None:
     torch.manual_seed(0)
     words = nn.Sequential(nn.EmbeddingBag(1000, 8, padding_idx=0), nn.Linear(8, 2))

@@ -22,6 +22,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
         return float((one.eval()(x) - other.eval()(x)).abs().max())
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 @pytest.mark.parametrize("widen", [1.0, 1.5, 2.0])
 def test_one_group_with_the_original_weights_is_the_original(name: str, widen: float) -> None:
@@ -59,6 +60,7 @@ def groups_of(channels: int, groups: int) -> list[int]:
     return [channel * groups // channels for channel in range(channels)]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("widen", [1.0, 1.5])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_a_network_of_groups_already_is_kept_as_it_is(groups: int, widen: float) -> None:
@@ -207,6 +209,7 @@ class WritesInPlace(nn.Module):
         return out
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", [*sorted(NETWORKS), "in place"])
 def test_moved_calls_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = WritesInPlace().double() if name == "in place" else network(name)

@@ -45,6 +45,7 @@ def decoupled(name: str, shuffles: Any = 3, widen: float = 1.5) -> Decoupled:
         return decouple(registry.build(name), 4, shuffles, widen, inputs=registry.ZOO[name].input_shape)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(("name", "widen"), PUBLISHED)
 def test_sizes_are_the_papers(name: str, widen: float) -> None:
     report = decoupled(name, 3, widen).report
@@ -64,6 +65,7 @@ def test_vgg_keeps_the_outputs_that_are_flattened() -> None:
     assert [one.name for one in made.report.kept] == ["features.28"]
 
 
+@pytest.mark.slow
 def test_shuffles_are_few_even_and_small() -> None:
     report = decoupled("resnet50").report
     depths = [0, *(one.depth for one in report.shuffles), report.convolutions]
@@ -86,6 +88,7 @@ def test_what_needs_no_shuffle_comes_before_it() -> None:
             needing.add(node)
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", [*CNNS, *slow(*LIKE_THOSE)])
 def test_widths_can_be_divided(name: str) -> None:
     """Every grouped convolution evenly, and every shuffled tensor among any number of groups on both sides."""
@@ -110,6 +113,7 @@ def test_widths_can_be_divided(name: str) -> None:
     assert len(report.concats) == {"unet": 4, "yolov2": 1}.get(name, 0)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     "name", ["tiny", "unet", *slow(*[one for one in CNNS if one not in ("tiny", "unet")], *LIKE_THOSE)]
 )
@@ -141,6 +145,7 @@ def test_heads_and_gates_stay_dense() -> None:
     assert excited.get_submodule("excite").out_features == excited.get_submodule("deep").in_channels == 20
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(NETWORKS)), groups=st.integers(1, 8), widen=st.floats(0.5, 2.5),

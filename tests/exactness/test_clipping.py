@@ -106,17 +106,20 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("clipping", [NORM, VALUE], ids=["norm", "value"])
 @pytest.mark.parametrize("shares", PLANS.values(), ids=PLANS)
 def test_samples_and_stages_with_tied_weights_clip_as_one_device(shares: list[list[int]], clipping: Clipping) -> None:
     assert_clipped(tied(), staged(tied(), shares), BATCHES, clipping)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("order", ["gpipe", "eager", "sequential"])
 def test_in_every_order(order: Any) -> None:
     assert_clipped(tied(), staged(tied(), [[1, 1], [2]], order=order), BATCHES, NORM, ADAM)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("shares", [[[4]], [[2, 2], [4]], [[1], [1], [1]]], ids=str)
 def test_frozen_layers_are_not_in_the_norm(shares: list[list[int]]) -> None:
     ran = assert_clipped(frozen(), staged(frozen(), shares), BATCHES, Clipping(norm=0.05))
@@ -126,6 +129,7 @@ def test_frozen_layers_are_not_in_the_norm(shares: list[list[int]]) -> None:
     assert sorted(given) == sorted(name for name, spec in weights.items() if spec.trainable)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("reduce", ["allreduce", "gateway"])
 def test_tiles_clip_as_one_device(reduce: Any) -> None:
     case = of_maps()
@@ -158,6 +162,7 @@ def test_replicas_stay_alike_to_the_bit() -> None:
     assert all(torch.equal(own[name], tensor) for own in others for name, tensor in first.items())
 
 
+@pytest.mark.slow
 def test_float32_is_as_near_to_pytorch_as_rounding_lets_it() -> None:
     words, labels = BATCHES[0]
     graph = capture(language().float(), words, loss=next_word, target=labels, granularity="operators")

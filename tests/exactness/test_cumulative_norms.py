@@ -89,6 +89,7 @@ def tiles(graph: Graph) -> Plan:
     return plan_for(graph, stages, batch_size=SAMPLES, micro_batches=2)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("plan", [samples, micro_batches, hybrid, tiles], ids=lambda plan: str(plan.__name__))
 def test_as_on_one_device(plan: Callable[[Graph], Plan]) -> None:
     graph = captured()

@@ -54,6 +54,7 @@ def batches(count: int) -> list[Batch]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("share", "devices"),
     [(BySamples((3, 1)), 2), (ByTiles((1, 2)), 2), (ByTiles((1, 1), (1, 1), None, (0,)), 4)],

@@ -53,6 +53,7 @@ def pipeline(graph: Graph, cuts: Sequence[int | str], shares: Sequence[Sequence[
 # One stage, shared by samples
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["SGD", "Adam"])
 def test_unequal_shares(optimizer: Optimizer) -> None:
     """Batch norms and dropout. Without biases before the norms: see small_networks.Small."""
@@ -63,6 +64,7 @@ def test_unequal_shares(optimizer: Optimizer) -> None:
         assert all(torch.equal(own[name], first[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_module_trained_by_pytorch() -> None:
     graph, module = captured("still"), copy.deepcopy(module_of("still"))
     batches = batches_of("still", STEPS, 6)
@@ -80,7 +82,7 @@ def test_the_reference_is_the_module_trained_by_pytorch() -> None:
     assert losses[-1] != losses[0]
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"small", "still"}))
 def test_networks_with_something_special(name: str) -> None:
     graph = captured(name)
@@ -109,6 +111,7 @@ def test_gateway(micro_batches: int) -> None:
     assert not any(text.startswith("step") for text in ran.logs["s0-1"].actions)
 
 
+@pytest.mark.slow
 def test_many_devices_in_a_ring() -> None:
     graph = captured("tied")
     assert_exact(graph, one_stage(graph, *[1] * 18), batches_of("tied", 3, 18))
@@ -168,6 +171,7 @@ def test_local_batch_norm_normalises_each_share_by_itself() -> None:
 # Pipelines
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "sequential", "eager"])
 @pytest.mark.parametrize("cuts", [["c"], ["b", "add", "e"]], ids=["two", "four"])
 def test_orders_over_single_devices(order: str, cuts: list[str]) -> None:
@@ -176,6 +180,7 @@ def test_orders_over_single_devices(order: str, cuts: list[str]) -> None:
     assert_exact(graph, plan, batches_of("small", 5, 8), ADAM)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "sequential"])
 def test_different_shares_on_both_sides_of_a_cut(order: str) -> None:
     """ASTEROID Fig. 10: sample intervals intersect, so a device may send to several and receive from several."""
@@ -190,6 +195,7 @@ def test_eager_with_shared_stages() -> None:
     assert_exact(graph, plan, batches_of("skips", 5, 18), ADAM)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_skips_over_several_stages(micro_batches: int) -> None:
     graph = captured("skips")
@@ -197,7 +203,7 @@ def test_skips_over_several_stages(micro_batches: int) -> None:
     assert_exact(graph, plan, batches_of("skips", 5, 6 * micro_batches), ADAM)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [
@@ -234,6 +240,7 @@ def test_every_operator_of_a_skip_network_on_a_device_of_its_own() -> None:
 # Homes
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("home", ["phone", "s0-0", "s0-1", "s3-0", "everywhere"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_input_with_a_home(home: str, micro_batches: int) -> None:
@@ -243,6 +250,7 @@ def test_an_input_with_a_home(home: str, micro_batches: int) -> None:
     assert_exact(graph, plan, batches_of("small", 3, 3 * micro_batches))
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("order", ["1f1b", "eager"])
 @pytest.mark.parametrize("homes", [("s0-0", "s3-1"), ("s3-1", "s0-0"), ("phone", "camera"), ("s7-0", "phone")])
 def test_inputs_with_homes_of_their_own(order: str, homes: tuple[str, str]) -> None:
@@ -255,6 +263,7 @@ def test_inputs_with_homes_of_their_own(order: str, homes: tuple[str, str]) -> N
 # Drawn plans
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["small", "skips", "pair"])
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(st.data())
@@ -275,6 +284,7 @@ def test_any_plan_is_exact(name: str, data: st.DataObject) -> None:
 # The same again, bit by bit
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_run_repeated_gives_the_same_bits(dtype: torch.dtype) -> None:
     graph = captured("small", dtype=dtype)
@@ -328,6 +338,7 @@ def channels_last(graph: Graph) -> dict[str, Kernel]:
     return {node.name: Kernel(channels_last=True) for node in graph.nodes if takes_format(graph, node)}
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["biased", "skips"])
 @pytest.mark.parametrize("is_gateway", [False, True], ids=["allreduce", "gateway"])
 def test_channels_last_everywhere(name: str, is_gateway: bool) -> None:

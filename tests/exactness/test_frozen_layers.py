@@ -63,7 +63,7 @@ SHARES: dict[str, list[list[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("samples-first", "two stages-first+second", "mixed-second")
+@pytest.mark.quick("samples-first")
 @pytest.mark.parametrize("blocks", [("first", "second"), ("first",), ("second",)], ids="+".join)
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 def test_adapters_of_a_language_model_with_padding_train_as_by_pytorch(
@@ -89,6 +89,7 @@ def assert_only_trained_has_state(graph: Graph, ran: Ran) -> None:
         assert sum(tensor.numel() for tensor in held) == sum(graph.state[name].numel() for name in trained)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("shares", [[[2], [2]], [[1, 1], [2]]], ids=["two stages", "mixed"])
 def test_dropout_of_adapters_draws_as_one_device(shares: list[list[int]]) -> None:
     graph = captured("second", dropout=0.1)
@@ -188,6 +189,7 @@ def saved_bytes(graph: Graph) -> list[int]:
     return [op.saved_bytes for op in graph.network.ops]
 
 
+@pytest.mark.slow
 def test_activations_are_saved_only_where_a_gradient_needs_them() -> None:
     """A row is 512 bytes. A trained linear layer keeps its input; through a frozen one the gradient goes back without
     it, and tanh keeps its result."""
@@ -198,7 +200,7 @@ def test_activations_are_saved_only_where_a_gradient_needs_them() -> None:
     assert sum(top[15:]) == 512 * 2
 
 
-@pytest.mark.quick("5", "2")
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("trained", [(0, 1, 2, 3, 4, 5), (5,), (0,), (2,)], ids=["all", "5", "0", "2"])
 def test_memory_is_as_the_model_says(trained: tuple[int, ...]) -> None:
     """Two stages, four micro-batches of 128 samples; beside the model there is the batch, and the loss at work."""
@@ -253,7 +255,7 @@ def pictures(seed: int) -> Batch:
     return x, torch.randint(3, (4,), generator=generator)
 
 
-@pytest.mark.quick("3-adjoint", "2-groups", "1-adjoint")
+@pytest.mark.quick("3-adjoint")
 @pytest.mark.parametrize("groups", [None, ("parts.0.0", "parts.1.0", "parts.2.0")], ids=["adjoint", "groups"])
 @pytest.mark.parametrize("frozen", [1, 2, 3])
 def test_tiles_of_frozen_layers_go_forward_only(frozen: int, groups: tuple[str, ...] | None) -> None:

@@ -75,7 +75,7 @@ def plan_of(graph: Graph, kind: str) -> Plan:
     return plan_for(graph, [tiles, shared(count - 1, count, 4, 2)], batch_size=SAMPLES)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("kind", ["samples", "pipeline", "tiles"])
 @pytest.mark.parametrize(
     ("name", "has_penalty"),
@@ -96,6 +96,7 @@ def test_training_is_plain_pytorch(name: str, has_penalty: bool, kind: str) -> N
     ran.assert_equals(weights, losses)
 
 
+@pytest.mark.slow
 def test_micro_batches_weigh_a_penalty_once() -> None:
     """Without batch norm, whose statistics would be those of micro-batches."""
     torch.manual_seed(0)

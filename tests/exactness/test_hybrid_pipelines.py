@@ -254,6 +254,7 @@ def hybrids(draw: st.DrawFn, graph: Graph) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_network_cut_and_shared_in_any_way_trains_as_one_device(data: st.DataObject) -> None:
@@ -266,7 +267,7 @@ def test_any_network_cut_and_shared_in_any_way_trains_as_one_device(data: st.Dat
 SKIPPING: Drawing = (("conv", 0), ("norm", 1), ("relu", 0), ("concat", 0), ("norm", 2), ("gate", 1), ("add", 0))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("batch_norm", get_args(BatchNorm))
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "eager", "sequential"])
 def test_skips_over_several_cuts_with_either_batch_norm(order: Order, batch_norm: BatchNorm) -> None:
@@ -315,6 +316,7 @@ def widest_cuts(graph: Graph, count: int) -> list[int]:
     return sorted(found[:count])
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
 def test_a_densely_connected_network(order: Order) -> None:
     torch.manual_seed(5)
@@ -333,6 +335,7 @@ def most_parts(ran: Ran, kind: str) -> int:
     return max(len(a.message.parts) for a in actions if isinstance(a, Send) and a.message.kind == kind)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("batch_norm", get_args(BatchNorm))
 def test_a_u_net(batch_norm: BatchNorm) -> None:
     """Cut at its bottom, where the maps of every level wait to be read on the way up."""
@@ -415,6 +418,7 @@ def test_samples_go_from_two_devices_to_three_to_one() -> None:
 POLICIES: tuple[Any, ...] = (*get_args(WarmUp), (4, 2, 2), (3, 3, 1))
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("warm_up", POLICIES, ids=str)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["single", "shared"])
 def test_1f1b_holds_what_its_warm_up_policy_says(warm_up: Any, is_shared: bool) -> None:
@@ -539,6 +543,7 @@ class Heavy(nn.Module):
         return out
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("optimizer", "slots"), [(SGD, 1), (Optimizer("Adam", foreach=False), 2)], ids=["SGD", "Adam"])
 def test_a_heavy_weights_new_gradient_and_step_are_predicted(optimizer: Optimizer, slots: int) -> None:
     """A gradient lies beside the sum it is added to; Adam's step that is not fused makes two as large as the weight."""

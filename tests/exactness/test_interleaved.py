@@ -75,6 +75,7 @@ def stream(
     return answers, executors
 
 
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize(
     ("share", "count"), [(ByChannels((1, 1)), 2), (ByChannels((1, 2, 1)), 3), (ByTiles((1, 1)), 2)], ids=str
 )

@@ -100,6 +100,7 @@ def of_samples_alone(module: Causal, step: int) -> Tensor:
 PLANS = [samples, pipeline, mixed]
 
 
+@pytest.mark.slow
 def test_the_steps_have_several_lengths() -> None:
     steps = list(captured().steps)
     assert set(steps) == set(LENGTHS)
@@ -107,11 +108,13 @@ def test_the_steps_have_several_lengths() -> None:
     assert any(bool((labels == -100).any()) for _, labels in batches())
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.__name__))
 def test_as_pytorch_on_the_same_padded_batches(plan: Callable[[Graph], Plan]) -> None:
     trained(plan).assert_equals(*by_pytorch(of_padded_batch), TOLERANCE)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.__name__))
 def test_as_pytorch_on_the_unpadded_samples_one_by_one(plan: Callable[[Graph], Plan]) -> None:
     trained(plan).assert_equals(*by_pytorch(of_samples_alone), TOLERANCE)

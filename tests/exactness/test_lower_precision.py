@@ -57,7 +57,7 @@ def pictures_in(dtype: torch.dtype) -> tuple[nn.Module, Graph]:
     return module, captured_in(module, dtype, picture_batches(0)[0])
 
 
-@pytest.mark.quick("pipeline-dtype0", "tiles-dtype0")
+@pytest.mark.quick("pipeline-dtype0")
 @pytest.mark.parametrize("dtype", LOWER)
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_no_further_from_float64_than_pytorch(name: str, dtype: torch.dtype) -> None:
@@ -71,6 +71,7 @@ def test_no_further_from_float64_than_pytorch(name: str, dtype: torch.dtype) -> 
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-3)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("dtype", LOWER)
 def test_a_float32_stream_stays_one(dtype: torch.dtype) -> None:
     """A sum with a float32 weight is float32 under autocast, and travels so."""
@@ -87,6 +88,7 @@ def test_a_float32_stream_stays_one(dtype: torch.dtype) -> None:
 # What travels
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["pipeline", "tiles"])
 def test_activations_and_gradients_travel_in_half_the_bytes(name: str) -> None:
     batches, sent = picture_batches(0, steps=1), {}
@@ -191,6 +193,7 @@ def scaled_plainly(module: nn.Module, batches: list[Batch], clip: float | None) 
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}, skipped
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("name", ["one device", "samples", "gateway", "pipeline"])
 def test_all_devices_skip_the_steps_that_pytorch_skips(name: str, clip: float | None) -> None:

@@ -122,6 +122,7 @@ def check_exchanges(network: Network, plan: Plan, reach: int) -> int:
     return len(values)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", NETWORKS)
 @settings(max_examples=15)
 @given(st.data())

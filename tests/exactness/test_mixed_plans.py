@@ -77,6 +77,7 @@ def with_batches(case: Case, plan: Plan) -> Case:
     return Case(case.graph, [(x, y) for x, y in made])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "examples",
     [
@@ -130,7 +131,7 @@ def ways(middle: int, end: int, count: int) -> dict[str, tuple[Order, tuple[Stag
     }  # fmt: skip
 
 
-@pytest.mark.quick("two grids", "one, tiles, samples")
+@pytest.mark.quick("two grids")
 @pytest.mark.parametrize("way", ways(1, 2, 3))
 def test_a_network_with_skips_norms_and_excitation_in_every_way(way: str) -> None:
     case = zoo_case("mobilenetv3")

@@ -78,6 +78,7 @@ def plans() -> dict[str, Plan]:
     }  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["of its own", "shared", "samples first"])
 def test_any_device_may_be_lost(name: str) -> None:
     plan = plans()[name]

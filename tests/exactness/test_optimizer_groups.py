@@ -108,17 +108,20 @@ def frozen_graph(module: nn.Module) -> Graph:
 HOW = ["samples", "tiles", "pipeline", "mixed"]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("how", HOW)
 def test_no_decay_for_biases_and_norms(how: str) -> None:
     check(how, no_decay)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 def test_muon_for_matrices_and_adamw_for_the_rest(how: str) -> None:
     check(how, muon_and_adamw)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("how", HOW)
 def test_groups_with_a_schedule_of_functions(how: str) -> None:
     check(how, no_decay, lambda o: lr_scheduler.LambdaLR(o, [lambda step: 0.8**step, lambda step: 1 / (1 + step)]))
@@ -132,11 +135,13 @@ def test_a_schedule_for_each_of_two_optimizers() -> None:
     check("samples", muon_and_adamw, schedules)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("how", ["samples", "pipeline"])
 def test_what_is_left_out_stays_as_it_is(how: str) -> None:
     check(how, head_alone)
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize("name", sorted(set(classes(torch.optim, torch.optim.Optimizer)) - set(REFUSED_OPTIMIZERS)))
 def test_every_class(name: str) -> None:
     def make(model: nn.Module) -> Any:

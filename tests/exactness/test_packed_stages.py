@@ -31,6 +31,7 @@ def plan_called(kind: str, graph: Graph) -> Plan:
     return Plan(graph.network.name, SAMPLES, stages[kind], order="stream")
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("kind", ["single", "samples", "pipeline", "tiles", "channels"])
 def test_packed_weights_answer_alike(kind: str) -> None:
     model = settled(Decoupled().double()).float().eval()

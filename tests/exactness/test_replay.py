@@ -83,6 +83,7 @@ def assert_equal(run: Replayed, weights: dict[str, torch.Tensor], losses: list[f
     assert run.losses == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("mode", ["grouped", "window"])
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_nothing_ahead_is_plain_training(mode: str, count: int) -> None:
@@ -103,6 +104,7 @@ def test_one_stage_alone_is_plain_training() -> None:
     assert_equal(run, one.weights, one.losses)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("k", "mode"), [(1, "grouped"), (3, "grouped"), (3, "window"), (None, "grouped")])
 def test_what_runs_ahead_catches_up_as_its_log_says(k: int | None, mode: str) -> None:
     graph, data = captured(), batches(14)

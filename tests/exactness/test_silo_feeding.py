@@ -129,6 +129,7 @@ def numbers() -> Tensor:
     return torch.cat([torch.randperm(SAMPLES, generator=generator) for _ in range(2)])
 
 
+@pytest.mark.slow
 def test_at_k_0_it_is_one_device(graph: Graph) -> None:
     order, values = numbers(), drawn()
     weights, losses, _ = run(graph, plan_of(graph, 0), order)

@@ -70,7 +70,7 @@ SHARES: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.quick("SGD-shared stages", "AdamW-two stages", "Adam-three stages")
+@pytest.mark.quick("SGD-shared stages")
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM, DECAY], ids=["SGD", "Adam", "AdamW"])
 def test_a_language_model_with_padding(optimizer: Optimizer, shares: list[list[int]]) -> None:
@@ -171,6 +171,7 @@ def test_copies_that_lie_differently_in_memory() -> None:
     assert not ran.executors["c"].weights.tensors["a.weight"].is_contiguous()
 
 
+@pytest.mark.slow
 def test_nothing_travels_for_a_frozen_weight() -> None:
     module = language()
     module.words.weight.requires_grad_(False)

@@ -227,9 +227,7 @@ def case_named(name: str) -> Case:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.quick("standardised-rows-1", "standardised-columns, groups each way-2", "parametrised-rows-2",
-                   "in parts-columns, groups each way-1", "in groups-grid-1", "at edges-grid-1",
-                   "places as channels-one group backward-2")  # fmt: skip
+@pytest.mark.quick("standardised-rows-1")
 def test_by_tiles(name: str, share: str, micro_batches: int) -> None:
     case = case_named(name)
     maps, obstacle = maps_of(case.network, 0, len(case.network.ops))

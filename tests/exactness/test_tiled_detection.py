@@ -77,6 +77,7 @@ def small() -> Case:
     return detection(module, batches, "small")
 
 
+@pytest.mark.slow
 @pytest.mark.quick("2x2")
 @tiled("small detector")
 @pytest.mark.parametrize("way", WAYS)

@@ -178,6 +178,7 @@ def networks(draw: st.DrawFn) -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *(BLOCKS[name]() for name in names))
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=5)
 @given(st.data())
 def test_any_network_with_axes_in_other_orders(data: st.DataObject) -> None:
@@ -188,7 +189,7 @@ def test_any_network_with_axes_in_other_orders(data: st.DataObject) -> None:
         case.check(case.plan(case.tiled(share), micro_batches=data.draw(st.sampled_from((1, 2)))))
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0, 4))], ids=str)
 @pytest.mark.parametrize("build", [lambda: convnext(True), lambda: convnext(False), metaformer, gated],
                          ids=["convnext", "convnext-late", "metaformer", "gated"])  # fmt: skip
@@ -212,6 +213,7 @@ def means_of_rows_last() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), Head())
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_mean_of_a_map_whose_channels_come_last(cut: bool) -> None:
     case = small_case(means_of_rows_last, (2, 9, 7))
@@ -235,6 +237,7 @@ def test_an_input_whose_channels_come_last() -> None:
     case.check(case.plan(case.tiled(ByTiles((2, 1), (1, 1)))))
 
 
+@pytest.mark.slow
 def test_a_stage_that_begins_where_channels_are_last() -> None:
     torch.manual_seed(2)
     case = case_of(convnext(True), (2, 12, 10))

@@ -65,6 +65,7 @@ def test_unwritten_memory_is_no_number() -> None:
     assert torch.empty(3, dtype=torch.float64).isnan().all()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("what", ["fetches", "deltas", "values", "entering"])
 def test_a_box_that_is_too_small_would_be_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof of the trick above: one column less of one exchange, and the run is not exact."""
@@ -104,6 +105,7 @@ def less(box: Box) -> Box:
 # Drawn networks, drawn groups
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=8)
 @given(st.data())
 def test_any_network_by_any_tiles(data: st.DataObject) -> None:
@@ -187,6 +189,7 @@ def test_messages_have_names_of_their_own_and_are_counted(data: st.DataObject) -
         assert len(set(sums)) == len(sums), device
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=5)
 @given(st.data())
 def test_a_stream_gives_what_the_whole_network_gives(data: st.DataObject) -> None:
@@ -232,7 +235,7 @@ def some_of(*rows: tuple[str, str]) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("resnet-2x2", "yolov2-3x2 uneven")
+@pytest.mark.quick("resnet-2x2")
 @pytest.mark.parametrize(
     ("name", "way"),
     some_of(
@@ -251,7 +254,7 @@ def test_the_zoo_whole(name: str, way: str) -> None:
     case.check(case.plan(case.tiled(WAYS[way])))
 
 
-@pytest.mark.quick("resnet-other", "vgg-other")
+@pytest.mark.quick("resnet-other")
 @pytest.mark.parametrize(
     ("name", "where"),
     some_of(
@@ -268,6 +271,7 @@ def test_a_tail_on_a_tile_or_another_device(name: str, where: str) -> None:
     assert [geometry.index for geometry in ran.schedule.lowering.work[where].geometries][-1] == 1
 
 
+@pytest.mark.quick(every=3)
 @tiled("vgg")
 @pytest.mark.parametrize("order", ["sequential", "gpipe", "1f1b"])
 def test_orders_of_a_tiled_stage_and_its_tail(order: Order) -> None:
@@ -277,6 +281,7 @@ def test_orders_of_a_tiled_stage_and_its_tail(order: Order) -> None:
     case.check(case.plan(case.tiled(share, 0, end), Stage((end, case.count), (home,)), micro_batches=2, order=order))
 
 
+@pytest.mark.slow
 @tiled("mobilenetv3")
 def test_one_micro_batch_by_turns_on_a_device_of_two_stages() -> None:
     case = zoo_case("mobilenetv3")
@@ -284,6 +289,7 @@ def test_one_micro_batch_by_turns_on_a_device_of_two_stages() -> None:
     case.check(case.plan(case.tiled(ByTiles((1, 1)), 0, end), Stage((end, case.count), ("t0",)), order="1f1b"))
 
 
+@pytest.mark.quick(every=3)
 @tiled("resnet")
 @pytest.mark.parametrize("tail", ["t0", "t2", "other"])
 def test_a_gateway(tail: str) -> None:
@@ -316,6 +322,7 @@ def five_convolutions() -> nn.Module:
     return nn.Sequential(*(same(3, 3, 3) for _ in range(5)))
 
 
+@pytest.mark.quick(every=9)
 @tiled("small")
 @pytest.mark.parametrize("groups", [None, (1,), (1, 2)])
 @pytest.mark.parametrize("device", ["t0", "t1", "other"])
@@ -325,6 +332,7 @@ def test_a_device_before_and_in_a_tiled_stage(device: str, groups: tuple[int, ..
     case.check(case.plan(Stage((0, 1), (device,)), tiles, micro_batches=2))
 
 
+@pytest.mark.quick(every=4)
 @tiled("small")
 @pytest.mark.parametrize("groups", [(None, None), ((0,), None), (None, (2,)), ((0, 1), (2, 3))])
 def test_tiles_after_tiles_on_the_same_devices(groups: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> None:
@@ -348,6 +356,7 @@ class Skip(nn.Module):
         return out
 
 
+@pytest.mark.quick(every=12)
 @tiled("small")
 @pytest.mark.parametrize("order", ["sequential", "gpipe", "stream"])
 @pytest.mark.parametrize("in_tiles", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
@@ -370,6 +379,7 @@ def two_norms() -> nn.Module:
     return nn.Sequential(same(2, 3), nn.BatchNorm2d(3), nn.ReLU(), same(3, 3), nn.GroupNorm(1, 3), same(3, 2))
 
 
+@pytest.mark.quick(every=2)
 @tiled("small")
 @pytest.mark.parametrize("back", [None, (1,)])
 def test_norms_at_both_ends_of_a_stage_on_a_device_of_others(back: tuple[int, ...] | None) -> None:
@@ -390,6 +400,7 @@ def wide_kernels() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.quick(every=12)
 @tiled("small")
 @pytest.mark.parametrize("groups", [(None, None), ((0,), None), (None, (0,)), ((0, 2), (0, 1, 3))])
 @pytest.mark.parametrize("grid", [((1, 1, 1, 1), (1,)), ((1, 1), (1, 1, 1)), ((5, 1, 1), (1,))], ids=str)
@@ -405,6 +416,7 @@ def shrinking() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.quick(every=5)
 @tiled("small")
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0,)), ((0,), None), ((0, 3), (0, 5))])
 def test_tiles_that_own_nothing_of_a_small_map(groups: Any) -> None:
@@ -417,6 +429,7 @@ def much_padding() -> nn.Module:
     return nn.Sequential(same(2, 4), nn.Conv2d(4, 2, (4, 2), 3, (4, 0)), nn.InstanceNorm2d(2), nn.Tanh())
 
 
+@pytest.mark.quick(every=4)
 @tiled("small")
 @pytest.mark.parametrize("forward", [None, (0,)])
 @pytest.mark.parametrize("back", [None, (0,)])
@@ -564,7 +577,7 @@ def special_case(name: str) -> Case:
     return case_of(SPECIAL[name](), (3 if name == "inception" else 2, 13, 11), steps=3)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=24)
 @pytest.mark.parametrize("name", by_name("tiled", SPECIAL))
 @pytest.mark.parametrize(
     "groups", [(None, None), ((0,), (0,)), ((0, 2), (0, 3)), (None, (0,))], ids=["no", "one", "some", "back"]
@@ -583,6 +596,7 @@ def heads_case() -> Case:
     return Case(graph, batches)
 
 
+@pytest.mark.quick(every=6)
 @tiled("small")
 @pytest.mark.parametrize("back", [None, (0,), (0, 2)])
 @pytest.mark.parametrize("cut", [0, 2])
@@ -596,6 +610,7 @@ def test_several_outputs(back: tuple[int, ...] | None, cut: int) -> None:
     case.check(case.plan(*stages))
 
 
+@pytest.mark.quick(every=6)
 @tiled("vgg")
 @pytest.mark.parametrize("home", ["phone", "t0", "t3"])
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,))], ids=["no", "one"])
@@ -606,6 +621,7 @@ def test_an_input_with_a_home_is_cut_there(home: str, groups: Any) -> None:
     case.check(case.plan(*stages, micro_batches=2, homes={case.network.inputs[0]: home}))
 
 
+@pytest.mark.slow
 @tiled("efficientnet")
 def test_replicas_agree_to_the_last_bit_and_a_run_repeats_itself() -> None:
     case = zoo_case("efficientnet")
@@ -618,6 +634,7 @@ def test_replicas_agree_to_the_last_bit_and_a_run_repeats_itself() -> None:
         assert all(torch.equal(own[name], one.weights["t0"][name]) for name in trained)
 
 
+@pytest.mark.quick(every=2)
 @tiled("resnet")
 @pytest.mark.parametrize("back", [None, (0, 4)])
 def test_kernels_of_another_memory_format(back: tuple[int, ...] | None) -> None:
@@ -632,6 +649,7 @@ def test_kernels_of_another_memory_format(back: tuple[int, ...] | None) -> None:
     case.check(plan, kernels=dict.fromkeys(plan.devices, choice), stored=choice)
 
 
+@pytest.mark.slow
 @tiled("mobilenetv2")
 def test_small_buckets_are_reduced_while_backward_goes_on() -> None:
     case = zoo_case("mobilenetv2")
@@ -639,6 +657,7 @@ def test_small_buckets_are_reduced_while_backward_goes_on() -> None:
     assert sum(text.startswith("reduce s0 gradients") for text in ran.logs["t0"].actions) > 5
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("norm", [lambda: nn.GroupNorm(1, 4), lambda: nn.BatchNorm2d(4)])
 def test_a_tile_that_neither_owns_nor_reads_any_row_of_a_normalised_map(norm: Callable[[], nn.Module]) -> None:
     """Sixteen rows become four, of which the first tile has none: its part of the sums is zeros."""
@@ -668,6 +687,7 @@ def test_more_micro_batches_than_one_in_flight() -> None:
 # Streams
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", by_name("tiled", ZOO, slow=("unet", "efficientnet", "yolov2")))
 def test_a_stream_through_the_zoo(name: str) -> None:
     case = zoo_case(name)

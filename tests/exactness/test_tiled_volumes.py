@@ -143,6 +143,7 @@ def networks(draw: st.DrawFn) -> nn.Module:
     return nn.Sequential(same(2, 4), *(BLOCKS[name]() for name in names))
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=5)
 @given(st.data())
 def test_any_network_over_volumes_by_any_tiles(data: st.DataObject) -> None:
@@ -157,7 +158,7 @@ def test_any_network_over_volumes_by_any_tiles(data: st.DataObject) -> None:
 
 
 @tiled("volumes")
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), (None, (0, 4))], ids=str)
 @pytest.mark.parametrize("sizes", [((2, 1), (1,), (1, 1)), ((1, 1), (1, 2), (1,)), ((1,), (1, 2), (2, 1))], ids=str)
 def test_a_u_net_over_volumes(sizes: Any, groups: Any) -> None:
@@ -168,7 +169,7 @@ def test_a_u_net_over_volumes(sizes: Any, groups: Any) -> None:
 
 
 @tiled("volumes")
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("groups", [(None, None), ((0,), (0,)), ((0,), None)], ids=str)
 @pytest.mark.parametrize("sizes", [((2, 1), (1,), (1, 1)), ((1,), (1, 2), (2, 1))], ids=str)
 def test_computed_weights_and_parts_of_volumes(sizes: Any, groups: Any) -> None:
@@ -198,6 +199,7 @@ class Classifier(nn.Module):
         return out
 
 
+@pytest.mark.quick(every=2)
 @tiled("video")
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_classifier_of_video(cut: bool) -> None:
@@ -230,6 +232,7 @@ def test_pictures_have_no_depth_to_cut() -> None:
         case.check(case.plan(case.tiled(ByTiles((1,), depths=(1.0, 1.0)))))
 
 
+@pytest.mark.slow
 def test_a_tile_of_no_depth_is_refused() -> None:
     case = small_case(unet, (2, 9, 8, 10))
     with pytest.raises(BadPlan, match=r"share.depths is \[1.0, 30.0\]: a tile would have 0 of the 9 depths of"):

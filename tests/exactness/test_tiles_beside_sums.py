@@ -68,6 +68,7 @@ def target(case: Case, op: int) -> str:
     return case.network.ops[op].target.split(".")[1]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("through", [True, False])
 def test_where_it_is_exchanged(through: bool) -> None:
     """Before the normalisation; a pool is gone through or not; sums that nothing is fetched beside start nothing."""
@@ -121,7 +122,7 @@ def test_both_travel_at_once_and_weights_are_computed_meanwhile() -> None:
 WAYS = {"2x1": ByTiles((1, 1)), "2x2 uneven": ByTiles((2, 1), (1, 2)), "3x2": ByTiles((1, 2, 1), (1, 1))}
 
 
-@pytest.mark.quick("chain-True-2x1", "other_norms-True-3x2", "chain-False-2x2 uneven", "other_norms-False-2x1")
+@pytest.mark.quick("chain-True-2x1")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("through", [True, False])
 @pytest.mark.parametrize("build", [chain, other_norms])
@@ -136,6 +137,7 @@ def test_small_networks(build, through: bool, way: str) -> None:  # type: ignore
 ZOO_WAYS = [("yolov2", "2x2 uneven"), ("resnet", "2x1"), ("unet", "3x2"), ("mobilenetv2", "2x2 uneven")]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("name", "way"),
     [pytest.param(name, way, marks=[pytest.mark.xdist_group(f"tiled {name}"), *slow_if(name == "mobilenetv2")])
@@ -156,7 +158,7 @@ def last_where(case: Case, plan: Plan, *numbers: int) -> dict[str, dict[str, Ker
     return dict.fromkeys(plan.devices, own)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("build", [chain, other_norms])
 def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ignore[no-untyped-def]
@@ -211,7 +213,7 @@ def single_precision() -> Case:
     return case_of(chain(), (2, 16, 12), samples=4, steps=10, dtype=torch.float32)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_ten_steps_in_float32(groups: str) -> None:
     case = single_precision()
@@ -219,6 +221,7 @@ def test_ten_steps_in_float32(groups: str) -> None:
     case.check(plan, 1e-4)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("start", [3, 4, 5])
 def test_maps_of_five_axes_beside_channels_last(start: int) -> None:
     """Channels in groups are an axis more for a while, which no such format has."""
@@ -231,6 +234,7 @@ def test_maps_of_five_axes_beside_channels_last(start: int) -> None:
     case.check(plan, kernels=last_where(case, plan, 0, 1))
 
 
+@pytest.mark.slow
 @settings(DRAWN, max_examples=6)
 @given(st.data())
 def test_any_network(data: st.DataObject) -> None:
@@ -309,6 +313,7 @@ def test_a_tile_that_reads_nothing_of_its_own() -> None:
     case.check(plan)
 
 
+@pytest.mark.slow
 def test_starts_are_in_order_and_begin_with_the_stage() -> None:
     case = zoo_case("yolov2")
     for through in (True, False):

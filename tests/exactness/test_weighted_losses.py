@@ -112,7 +112,7 @@ def as_on_one_device(graph: Graph, plan: Plan, batches: Sequence[Batch] = BATCHE
     return ran
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=30)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.__name__))
 @pytest.mark.parametrize("name", LOSSES)
 def test_as_on_one_device(name: str, plan: Callable[[Graph], Plan]) -> None:

@@ -55,6 +55,7 @@ def assert_answers(model: nn.Module, graph: Graph, plan: Plan, tolerance: float 
     return ran
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     ("groups", "share"),
     [
@@ -102,12 +103,14 @@ def graph_of_single(model: nn.Module) -> Graph:
     return capture(model, torch.zeros(2, 3, 8, 8), granularity="operators")
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1), (1, 1, 1)])
 def test_any_network_can_be_shared(groups: tuple[int, ...]) -> None:
     model = settled(Mixed())
     assert_answers(model, graph := graph_of(model, 13), by_channels(graph, groups))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_drawn_networks_and_shares(data: st.DataObject) -> None:
@@ -148,6 +151,7 @@ class Sliced(nn.Module):
         return self.last(torch.cat([x[:, 1:], torch.relu(x[:, :1])], 1)).mean((2, 3))
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("groups", [(1, 1), (2, 1)])
 def test_slices_along_channels(width: int, groups: tuple[int, ...]) -> None:

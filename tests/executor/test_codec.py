@@ -71,6 +71,7 @@ def boxes(draw: st.DrawFn) -> Tensor:
     return torch.from_numpy(found).clamp(-most, most).to(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(boxes(), st.sampled_from(WIDTHS))
 def test_what_arrives_is_within_half_a_step(data: Tensor, bits: int) -> None:
@@ -127,7 +128,7 @@ def test_the_format() -> None:
     assert bytes(pack(data * 21845, 16).tolist())[16:] == struct.pack("<5H", 0, 21845, 43690, 65535, 65535)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_chunks_make_no_difference(dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +260,7 @@ def by_hand(graph: Graph, plan: Plan, batches: list[Batch]) -> dict[str, Tensor]
     return {name: tensor.detach() for name, tensor in weights.tensors.items()}
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("gradients", [False, True], ids=["features", "gradients too"])
 @pytest.mark.parametrize("error_feedback", [False, True], ids=["plain", "fed back"])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -304,6 +306,7 @@ def test_a_feature_that_no_gradient_returns_for_leaves_no_error() -> None:
     assert set(watched.most_bytes.values()) == {0}
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_thirty_two_bits_are_as_before_bit_by_bit(dtype: torch.dtype) -> None:
     graph = captured("small", dtype=dtype)
@@ -385,6 +388,7 @@ def maps() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("groups", [None, ("2.inner",), ("2.inner", "4")], ids=["adjoint", "one group", "two groups"])
 def test_tiles_on_both_sides_of_a_boundary(groups: tuple[LayerName, ...] | None) -> None:
     """Overlapping boxes go to several tiles, each in its own levels; backward groups return other boxes than came."""
@@ -410,6 +414,7 @@ def test_tiles_on_both_sides_of_a_boundary(groups: tuple[LayerName, ...] | None)
     assert ran.losses == pytest.approx(losses, abs=0.02)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["skips", "pair"])
 @settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.data())

@@ -107,6 +107,7 @@ def interrupting(device: str, number: int) -> Callable[[Switchboard], None]:
     return prepare
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("kind", ["shares", "pipeline", "eager", "tiles"])
 @pytest.mark.parametrize("number", [1, 4, 7])
 def test_an_interrupt_in_the_middle_of_a_round_ends_every_wait(kind: str, number: int) -> None:
@@ -138,6 +139,7 @@ def test_a_silent_peer_is_waited_for_no_longer_than_the_limit() -> None:
 # Between rounds, and in one
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kind", ["pipeline", "tiles"])
 def test_nothing_is_held_between_rounds(kind: str) -> None:
     graph = captured("small")

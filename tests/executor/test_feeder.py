@@ -140,7 +140,7 @@ def assert_streams(name: str, plan: Plan, count: int = 4) -> None:
         assert not micro_batches_kept(executor)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("name", ["small", "pair", "named", "early", "words", "gives-input", "evaluating", "skips"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_shares_give_what_the_module_gives(name: str, micro_batches: int) -> None:
@@ -150,6 +150,7 @@ def test_shares_give_what_the_module_gives(name: str, micro_batches: int) -> Non
     assert_streams(name, plan)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", ["small", "pair", "early", "words", "gives-input", "skips"])
 def test_pipelines_give_what_the_module_gives(name: str) -> None:
     graph = captured(name)
@@ -194,6 +195,7 @@ def test_any_plan_gives_what_the_module_gives(data: st.DataObject) -> None:
     assert_streams("pair", msgspec.structs.replace(plan, stages=stages), 2)
 
 
+@pytest.mark.slow
 def test_a_norm_without_running_statistics_on_a_device_of_its_own() -> None:
     graph = captured("norms")
     middle, last = graph.network.find_layer("still"), len(graph.network.layers)

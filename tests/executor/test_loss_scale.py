@@ -15,6 +15,7 @@ from manyhands.facts.errors import BadFile, BadPlan, NotFinite
 from manyhands.facts.plan import Codec, Plan, Replay, Single, Stage
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), max_size=60))
 def test_the_factor_is_that_of_pytorchs_scaler(overflows: list[bool]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -29,6 +29,7 @@ def drawn_plan(name: str, data: st.DataObject) -> Plan:
     return msgspec.structs.replace(plan, stages=stages)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["small", "skips", "pair", "words"])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -66,6 +67,7 @@ def test_no_two_messages_of_a_round_have_one_name(name: str, data: st.DataObject
         assert len([topic for _, topic in found if not topic.startswith("reduce")]) == received
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["small", "pair", "named", "words"])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

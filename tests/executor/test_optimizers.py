@@ -115,11 +115,13 @@ def check_resume(optimizer: Optimizer, dtype: torch.dtype = torch.float64) -> No
         assert torch.equal(again, tensor), entry
 
 
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_resuming_is_exact(optimizer: Optimizer) -> None:
     check_resume(optimizer)
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_resuming_is_exact_with_schedules(name: str, schedule: Any) -> None:

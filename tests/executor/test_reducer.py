@@ -122,6 +122,7 @@ def test_every_device_has_the_sum(
     check_sums(count, shapes, seed, dtype, buckets)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("count", [MOST_DIRECT, MOST_DIRECT + 1, MOST_DIRECT + 3])
 def test_many_devices(count: int) -> None:
     check_sums(count, [(7, 5), (3,)], 1, torch.float64, 2)
@@ -239,6 +240,7 @@ def test_an_expanded_gradient_is_made_dense() -> None:
     assert len(row_of(dense_gradient(weight))) == 6 * 4
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([2, 3, 5, MOST_DIRECT + 1]), st.lists(st.integers(1, 3000), min_size=1, max_size=3),

@@ -86,6 +86,7 @@ def test_without_delay_a_cut_changes_nothing(graph: Graph) -> None:
     assert whole.losses[-1] < whole.losses[0]
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", ["skips", "pair", "early", "unread", "gives-input", "frozen", "norms", "words"])
 def test_any_network_anywhere(name: str) -> None:
     graph = captured(name)
@@ -130,6 +131,7 @@ class Plain(nn.Module):
         return found
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("k", "bits", "feeds_back"), [(0, 4, True), (2, 32, True), (2, 4, True), (2, 4, False)])
 def test_replay_and_feedback_by_hand(k: int, bits: int, feeds_back: bool) -> None:
     """Eq. 3 and Algorithm 1 with plain modules and autograd."""
@@ -197,6 +199,7 @@ def test_a_score(graph: Graph) -> None:
     assert again == after
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("replay", "codec"),
     [(Replay(2), Codec(4)), (Replay(2, "window"), Codec(8)), (Replay(None), Codec(8, gradients=True))],

@@ -84,6 +84,7 @@ def check(optimizer: Optimizer, make: Callable[[torch.optim.Optimizer], Any]) ->
     torch.testing.assert_close(weight.detach(), trained, rtol=1e-12, atol=0)  # a fused step may round otherwise
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 @pytest.mark.parametrize(("schedule", "options"), SINGLE, ids=lambda value: str(value))
 def test_the_rate_of_every_step_is_pytorchs(schedule: str, options: dict[str, Any], name: str) -> None:
@@ -95,6 +96,7 @@ def test_every_schedule_was_compared() -> None:
     assert {name for name, _ in SINGLE} == set(schedule_names()), "a newer PyTorch may bring more"
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 @pytest.mark.parametrize(("schedules", "given", "milestones"), FOLLOWING, ids=lambda value: str(value))
 def test_several_follow_one_another(

@@ -91,6 +91,7 @@ def by_pytorch(make: Make, kind: Any, interval: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.quick(every=20)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -55,6 +55,7 @@ def backward(segments: Segments, batch: SegmentMicroBatch, norms: list[int]) -> 
     segments.backward(batch, 0, high)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["small", "skips", "pair", "norms"])
 @settings(max_examples=15)
 @given(data=st.data())

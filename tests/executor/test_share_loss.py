@@ -33,6 +33,7 @@ def outputs_for(graph: Graph, samples: int, seed: int) -> dict[str, torch.Tensor
     return {name: drawn.numbers(*graph.network.tensors[name].shape[1:]) for name in graph.outputs}
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", ["small", "summed", "squares", "weighted", "pair", "early", "unread", "gives-input"])
 @settings(max_examples=10)
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), micro=st.integers(1, 3), seed=st.integers(0, 99))
@@ -90,6 +91,7 @@ def test_evaluation_computes_no_gradients() -> None:
 # Which weights have a gradient at all
 
 
+@pytest.mark.quick(every=19)
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_a_gradient_reaches_what_autograd_says(name: str) -> None:
     graph = captured(name)

@@ -104,6 +104,7 @@ def graph_of(kind: str) -> Graph:
     return capture(module, torch.randn(3, *shape, dtype=torch.float64))
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("kind", NORMS)
 @settings(max_examples=15)
 @given(COUNTS.filter(lambda counts: sum(counts) > 1), st.integers(0, 999))

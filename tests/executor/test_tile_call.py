@@ -22,6 +22,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("what", POOLS)
 def test_places_kept_forward_are_those_found_again(what: str, layout: torch.memory_format) -> None:
@@ -67,6 +68,7 @@ def test_places_are_kept_where_they_were_found() -> None:
     assert torch.equal(found.view(source.box), wanted)
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("function", [F.relu, lambda x: F.leaky_relu(x, 0.1), torch.sigmoid, torch.tanh])
 def test_activations_in_place(function: Callable[[Tensor], Tensor], layout: torch.memory_format) -> None:

@@ -43,6 +43,7 @@ def windows(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), groups=st.sampled_from([1, 2, 4]), kernel=st.sampled_from(KERNELS), rows=sizes, columns=sizes,
        bias=st.booleans(), data=st.data())  # fmt: skip
@@ -85,6 +86,7 @@ def test_convolution_with_more_padding_than_kernel(padding: Any, data: st.DataOb
     check_local(Case.of(nn.Conv2d(2, 3, 2, padding=padding, stride=2), (2, 7, 9)), data)
 
 
+@pytest.mark.slow
 @FEW
 @given(kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)), dilation=st.integers(1, 2), data=st.data())
 def test_convolution_with_same_padding(kernel: tuple[int, int], dilation: int, data: st.DataObject) -> None:
@@ -93,6 +95,7 @@ def test_convolution_with_same_padding(kernel: tuple[int, int], dilation: int, d
         check_local(case, data, kernel=chosen)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), groups=st.sampled_from([1, 2]), kernel=st.sampled_from(KERNELS), rows=st.integers(4, 9),
        extra=st.booleans(), data=st.data())  # fmt: skip
@@ -125,6 +128,7 @@ class Computed(nn.Module):
         return self.FUNCTIONS[type(self.inner)](x, weight, None if bias is None else bias + 1.0, *options)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), groups=st.sampled_from([1, 2]), transposed=st.booleans(), rows=sizes, bias=st.booleans(),
        data=st.data())  # fmt: skip
@@ -137,12 +141,14 @@ def test_convolution_with_a_computed_weight(
     check_local(case, data)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), ceil=st.booleans(), rows=sizes, columns=sizes, data=st.data())
 def test_max_pooling(window: dict[str, Any], ceil: bool, rows: int, columns: int, data: st.DataObject) -> None:
     check_local(Case.of(lambda x: F.max_pool2d(x, **window, ceil_mode=ceil), (2, rows, columns)), data)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(ceil=st.booleans(), rows=sizes, columns=sizes, data=st.data())
 def test_halving_takes_the_first_of_equals(ceil: bool, rows: int, columns: int, data: st.DataObject) -> None:
@@ -162,6 +168,7 @@ def test_halving_takes_the_first_of_equals(ceil: bool, rows: int, columns: int, 
     assert torch.equal(gradient, leaf.grad)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), ceil=st.booleans(), count=st.booleans(), divisor=st.sampled_from([None, None, 3]), rows=sizes,
        columns=sizes, data=st.data())  # fmt: skip
@@ -176,6 +183,7 @@ def test_average_pooling(
     check_local(case, data)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(size=st.tuples(st.integers(2, 9), st.integers(2, 9)), rows=sizes, columns=sizes, data=st.data())
 def test_adaptive_average_pooling(size: tuple[int, int], rows: int, columns: int, data: st.DataObject) -> None:
@@ -207,7 +215,7 @@ DEEP_RESAMPLED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("what", DEEP_RESAMPLED)
 def test_up_sampling_of_volumes(what: str) -> None:
     case = Case.of(lambda x: F.interpolate(x, **DEEP_RESAMPLED[what]), (2, 4, 5, 3))
@@ -220,7 +228,7 @@ def test_up_sampling_of_volumes(what: str) -> None:
     run()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize("what", RESAMPLED)
 def test_up_sampling(what: str) -> None:
     case = Case.of(lambda x: F.interpolate(x, **RESAMPLED[what]), (2, 7, 9))
@@ -253,7 +261,7 @@ COMBINED: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=30)
 @pytest.mark.parametrize("what", POINTWISE)
 def test_activation(what: str) -> None:
     case = Case.of(POINTWISE[what], (3, 8, 11))
@@ -266,7 +274,7 @@ def test_activation(what: str) -> None:
     run()
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=21)
 @pytest.mark.parametrize("second", [(3, 8, 11), (3, 1, 1), (1, 1, 1)])
 @pytest.mark.parametrize("what", COMBINED)
 def test_two_maps_or_a_map_and_what_all_tiles_have(what: str, second: tuple[int, ...]) -> None:
@@ -280,6 +288,7 @@ def test_two_maps_or_a_map_and_what_all_tiles_have(what: str, second: tuple[int,
     run()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("function", [lambda x: x + x, lambda x: x * x])
 def test_one_map_twice(function: Callable[[Tensor], Tensor]) -> None:
     @FEW
@@ -321,7 +330,7 @@ BESIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("what", BESIDE)
 def test_along_axes_that_are_not_cut(what: str) -> None:
     case = Case.of(BESIDE[what](), (4, 7, 9))
@@ -392,6 +401,7 @@ POOLED: dict[str, Callable[[Tensor, dict[str, Any]], Tensor]] = {
 }
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("what", POOLED)
 def test_pooling_of_volumes(what: str) -> None:
     @FEW
@@ -480,7 +490,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=26)
 @pytest.mark.parametrize("what", MOVES)
 def test_moves_and_drops(what: str) -> None:
     function, shapes = MOVES[what]
@@ -494,6 +504,7 @@ def test_moves_and_drops(what: str) -> None:
     run()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("function", [lambda x: F.dropout(x, 0.3), lambda x: F.alpha_dropout(x, 0.3, training=True)])
 def test_in_evaluation_nothing_is_dropped(function: Callable[[Tensor], Tensor]) -> None:
     resting = replace(CONTEXT, training=False)
@@ -527,7 +538,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("adjoint", [True, False])
 @pytest.mark.parametrize("what", NORMS)
 def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:
@@ -541,7 +552,7 @@ def test_norms_over_all_tiles(what: str, adjoint: bool) -> None:
     run()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("adjoint", [True, False])
 @pytest.mark.parametrize("what", DEEP_NORMS)
 def test_norms_of_volumes_over_all_tiles(what: str, adjoint: bool) -> None:
@@ -601,6 +612,7 @@ def test_batch_norm_by_running_statistics(data: st.DataObject) -> None:
     assert torch.allclose(found, case.made[out.slices()], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_numbers_that_tiles_add_up() -> None:
     def sums(function: Callable[..., Tensor]) -> tuple[str, int, int]:
         op = Case.of(function, (6, 7, 9)).operator().op
@@ -613,6 +625,7 @@ def test_numbers_that_tiles_add_up() -> None:
     assert sums(lambda x: x.new_zeros(x.shape[0], 1, 1, 1)) == ("pool", 0, 0)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("function", [nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(3), nn.LeakyReLU(0.1)])
 def test_single_precision(function: Callable[..., Tensor]) -> None:
     @FEW

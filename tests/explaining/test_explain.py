@@ -150,6 +150,7 @@ def test_full_memory_that_costs_nothing_is_not_binding() -> None:
     assert found.binding.kind == "compute"
 
 
+@pytest.mark.slow
 def test_the_critical_path_is_the_whole_step_whatever_the_plan(tiny: Network) -> None:
     """Of every plan that was looked at: nothing is left out, nothing counts twice."""
     cluster = preset("env-d")
@@ -167,6 +168,7 @@ def test_the_critical_path_is_the_whole_step_whatever_the_plan(tiny: Network) ->
             assert mine <= own.busy_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_what_ifs_are_plans_for_the_changed_cluster(tiny: Network) -> None:
     cluster = preset("env-d")
     profile = estimate_cluster(tiny, cluster)

@@ -85,6 +85,7 @@ def seen(plan: Plan, stage: int, device: str, factor: float) -> TimingEvidence:
     return evidence(work.geometry(stage), NETWORK, device, factor)
 
 
+@pytest.mark.slow
 @given(ladders(), st.sampled_from(sorted(PLANS)), st.data(), st.floats(1 / MOST, MOST))
 def test_a_stage_takes_what_it_took_and_nothing_else_changes(
     own: DeviceProfile, kind: str, data: st.DataObject, factor: float
@@ -208,6 +209,7 @@ def test_a_step_may_be_wrong_though_every_stage_was_right() -> None:
     assert "manyhands profile --refresh --run run" in said
 
 
+@pytest.mark.slow
 def test_the_table_is_short_and_the_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = [StageTimes(n // 20, f"d{n}", (n // 20, n // 20 + 1), 0.1, 0.1 + n / 100, 1.0, 30) for n in range(40)]
     found = PredictionAccuracy(1.0, 1.2, tuple(stages))

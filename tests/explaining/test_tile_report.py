@@ -83,6 +83,7 @@ SHARES = [
 ]
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("share", SHARES, ids=str)
 @pytest.mark.parametrize("reduce", ["allreduce", "gateway"])
 def test_bytes_by_use_are_all_that_the_plan_sends(network: Network, share: ByTiles, reduce: str) -> None:
@@ -103,6 +104,7 @@ def test_bytes_by_use_are_all_that_the_plan_sends(network: Network, share: ByTil
     )
 
 
+@pytest.mark.slow
 def test_of_volumes_the_two_directions_that_are_cut_most_are_shown(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1)).double()
     network = mh.capture(module, torch.zeros(2, 1, 9, 8, 6, dtype=torch.float64)).network
@@ -138,7 +140,7 @@ def test_a_stream_hands_its_outputs_back(network: Network) -> None:
     assert traffic.sent[COORDINATOR]["feed"] == sum(traffic.fed.values()) > BATCH * 64 * 8
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("share", SHARES, ids=str)
 def test_the_map_shows_what_is_exchanged(network: Network, share: ByTiles, tmp_path: Path) -> None:
     schedule = Schedule(tiled(network, share), network)

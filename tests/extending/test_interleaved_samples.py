@@ -39,6 +39,7 @@ def task_for(network: Any, names: tuple[str, ...] = THREE, batch_size: int = 6) 
     return Task(network, cluster(names), even_profile(network, names), batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_auto_prices_it_among_all_strategies_and_it_can_be_asked_for() -> None:
     task = task_for(chain(4))
@@ -106,6 +107,7 @@ def stages_of(case: str, layers: int) -> list[Stage]:
 CASES = ("one stage", "three devices", "gateway", "after samples", "before one device", "after tiles", "twice")
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["norms", "skips"])
@@ -229,6 +231,7 @@ print("loaded")
 """
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_another_process_has_it_where_its_package_is_installed(tmp_path: Path, is_installed: bool) -> None:
     """By the package's entry point, as on a worker's machine: nothing of it comes over the wire."""

@@ -182,6 +182,7 @@ def test_cut_points_are_exact() -> None:
     assert cut_points(3 * 10**17, [1, 1, 1]) == (0, 10**17, 2 * 10**17, 3 * 10**17)
 
 
+@pytest.mark.slow
 @more
 @given(st.data())
 def test_layout_checks_against_points(data: st.DataObject) -> None:

@@ -206,6 +206,7 @@ REFUSED: list[tuple[list[Any], object, type[ManyhandsError], str]] = [
 ]
 
 
+@pytest.mark.quick(every=19)
 @pytest.mark.parametrize(("path", "value", "kind", "message"), REFUSED, ids=[f"{i}" for i in range(len(REFUSED))])
 def test_every_mistake_is_refused_by_its_path(
     path: list[Any], value: object, kind: type[ManyhandsError], message: str
@@ -333,6 +334,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(draw(st.text(max_size=10)), devices, draw(link_facts), links)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(clusters())
 def test_written_and_read_back_every_digit_is_the_same(cluster: Cluster) -> None:
@@ -347,6 +349,7 @@ plain: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([path for path, *_ in REFUSED if path != ["devices", 3]]), plain)
 def test_no_document_breaks_the_reader(path: list[Any], value: object) -> None:

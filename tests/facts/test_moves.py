@@ -105,6 +105,7 @@ def test_moves_errors() -> None:
         moves(left, Layout.whole((8,), ["a"]))
 
 
+@pytest.mark.slow
 @more
 @given(exchanges(source_partial=False, target_partial=False))
 def test_a_value_arrives_once_wherever_it_is_wanted(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -117,6 +118,7 @@ def test_a_value_arrives_once_wherever_it_is_wanted(drawn: tuple[tuple[int, ...]
     assert_same(apply(plan, replicas_of(tensor, source), target.devices, shape), replicas_of(tensor, target))
 
 
+@pytest.mark.slow
 @more
 @given(exchanges(source_partial=False, target_partial=False))
 def test_only_what_a_device_lacks_travels(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -132,6 +134,7 @@ def test_only_what_a_device_lacks_travels(drawn: tuple[tuple[int, ...], Layout, 
         assert count == sum(move.box.volume for move in plan if (move.source, move.target) == (sender, receiver))
 
 
+@pytest.mark.slow
 @more
 @given(exchanges(source_partial=True, target_partial=False))
 def test_every_term_arrives_once_at_every_holder_of_the_sum(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -152,6 +155,7 @@ def test_every_term_arrives_once_at_every_holder_of_the_sum(drawn: tuple[tuple[i
     assert all(order == [name for name in source.devices if name in order] for order in orders.values())
 
 
+@pytest.mark.slow
 @more
 @given(exchanges(source_partial=True, target_partial=True))
 def test_every_term_goes_to_one_holder_of_the_partial_sum(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -167,6 +171,7 @@ def test_every_term_goes_to_one_holder_of_the_partial_sum(drawn: tuple[tuple[int
     assert volume(plan) == source.total_volume - kept
 
 
+@pytest.mark.slow
 @more
 @given(exchanges(source_partial=False, target_partial=True))
 def test_a_value_becomes_one_term_and_zeros(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -201,6 +206,7 @@ def test_the_adjoint_identity_holds_exactly(drawn: tuple[tuple[int, ...], Layout
     ]
 
 
+@pytest.mark.slow
 @few
 @given(st.booleans().flatmap(lambda one: st.booleans().flatmap(lambda two: exchanges(one, two))))
 def test_moves_are_never_empty_and_always_the_same(drawn: tuple[tuple[int, ...], Layout, Layout]) -> None:
@@ -210,6 +216,7 @@ def test_moves_are_never_empty_and_always_the_same(drawn: tuple[tuple[int, ...],
     assert plan == moves(source, target)
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_an_exchange_with_itself_is_local(data: st.DataObject) -> None:

@@ -73,12 +73,14 @@ typed_options = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(names, typed_options, st.lists(st.tuples(names, typed_options), max_size=2))
 def test_is_typed_as_it_is_read(name: str, given: dict[str, Any], schedule: list[tuple[str, dict[str, Any]]]) -> None:
     optimizer = Optimizer(name, schedule=schedule, milestones=[3] if len(schedule) == 2 else None, **given)
     assert parse(optimizer.to_text()) == optimizer
 
 
+@pytest.mark.slow
 @given(drawn)
 def test_survives_json_and_copying(optimizer: Optimizer) -> None:
     again = Optimizer.from_dict(json.loads(json.dumps(optimizer.to_dict(), allow_nan=False)))

@@ -22,6 +22,7 @@ CHAIN = chain(6)
 CLUSTER = cluster([f"d{i}" for i in range(12)] + ["phone"])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(plans(CHAIN))
 def test_a_plan_survives_being_written_down(plan: Plan) -> None:
@@ -31,6 +32,7 @@ def test_a_plan_survives_being_written_down(plan: Plan) -> None:
     assert Plan.from_dict(yaml.safe_load(yaml.safe_dump(document))) == plan
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(plans(CHAIN, repeats=True))
 def test_a_drawn_plan_is_accepted_and_resolving_again_changes_nothing(plan: Plan) -> None:

@@ -49,7 +49,7 @@ def check_evicted(trip: Trip, device: str, words: str, plan: str) -> None:
     assert recovered[0]["seconds"] < RECOVERY_SECONDS
 
 
-@pytest.mark.quick("samples-b-backward", "tiles-b-forward")
+@pytest.mark.quick("samples-b-backward")
 @pytest.mark.parametrize(
     ("plan", "device", "place"),
     [
@@ -69,6 +69,7 @@ def test_a_device_that_hangs_is_evicted(plan: str, device: str, place: str) -> N
     check_evicted(trip, device, "no progress" if place != "all-reduce" else "", plan)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("plan", "pair", "gone"),
@@ -103,6 +104,7 @@ def break_link(cluster: FaultCluster) -> None:
     cluster.workers["a"].endpoint.lose("b")
 
 
+@pytest.mark.slow
 def test_a_device_that_sends_other_sizes_than_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver refuses it and waits for the right one, which never comes."""
     fault = Fault("b", "all-reduce", "called", step=FAULT_STEP, does=send_too_much)
@@ -111,6 +113,7 @@ def test_a_device_that_sends_other_sizes_than_the_plan_says(monkeypatch: pytest.
     check_evicted(trip, "b", "not in the plan", "samples")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "device"), [("hybrid", "c"), pytest.param("pipeline", "b", marks=pytest.mark.slow)])
 def test_a_device_whose_copies_are_not_what_it_announced(plan: str, device: str) -> None:
     """No round is fed while copies are missing: the others have nothing to wait for."""
@@ -143,6 +146,7 @@ def test_a_device_that_says_it_is_further_than_it_can_be() -> None:
     check_evicted(trip, "b", "it says that it has done step 7", "samples")
 
 
+@pytest.mark.slow
 def test_a_device_that_says_it_is_done_and_sends_nothing() -> None:
     """Within what it was fed the lie is not absurd: the others wait for its gradients."""
 
@@ -155,6 +159,7 @@ def test_a_device_that_says_it_is_done_and_sends_nothing() -> None:
     check_evicted(trip, "b", "for what it was to send", "samples")
 
 
+@pytest.mark.slow
 def test_two_that_hang_at_once() -> None:
     """The second is found when it is asked what state it holds."""
     faults = [Fault(name, "backward", "hung", step=FAULT_STEP) for name in ("b", "c")]

@@ -73,7 +73,7 @@ def single_faults() -> list[Any]:
     return found
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("plan", "device", "place", "kind"), single_faults())
 def test_one_is_lost(plan: str, device: str, place: str, kind: str) -> None:
     step = 4 if place in BACKUPS else FAULT_STEP
@@ -103,7 +103,7 @@ def recovery_faults() -> list[Any]:
     return found
 
 
-@pytest.mark.quick(every=4)
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize(("plan", "first", "second", "place", "kind"), recovery_faults())
 def test_another_is_lost_while_the_job_recovers(plan: str, first: str, second: str, place: str, kind: str) -> None:
     """Where the second takes the last copy of something with it, all goes on from the start, and that is told."""
@@ -120,6 +120,7 @@ def test_another_is_lost_while_the_job_recovers(plan: str, first: str, second: s
         assert not rewound
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("plan", "device", "place", "kind"),
     [
@@ -137,6 +138,7 @@ def test_one_is_lost_after_the_last_step(plan: str, device: str, place: str, kin
     assert trip.saved == [STEPS]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("first_steps", [FAULT_STEP - 1, FAULT_STEP])
 def test_copies_of_an_earlier_job_are_not_taken_for_this_ones(first_steps: int) -> None:
     """Every device has all weights of the first job, after as many steps as the second goes back to."""
@@ -160,6 +162,7 @@ def test_one_after_another_until_one_is_left() -> None:
     assert [facts["devices"] for facts in trip.outcome.recoveries] == [["a", "c"], ["a"]]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("plan", ["pipeline", "tiles+single"])
 def test_the_same_one_is_lost_twice(plan: str) -> None:
     """Started again it joins again, under its name; nothing of its first life counts."""
@@ -173,6 +176,7 @@ def test_the_same_one_is_lost_twice(plan: str) -> None:
     assert [facts["devices"] for facts in trip.facts("lost")] == [["b"], ["b"]]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("plan", "pair"), [("samples", "ac"), ("hybrid", "bc"), ("tiles+single", "bc"), ("tiles", "bc")]
 )
@@ -185,6 +189,7 @@ def test_two_at_once_whose_state_others_have(plan: str, pair: str) -> None:
     assert trip.outcome.recoveries[-1]["step"] >= 2
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(("plan", "pair"), [("pipeline", "ab"), ("pipeline", "bc"), ("hybrid", "ac"), ("tiles", "ac")])
 @pytest.mark.parametrize("saved", [0, 3])
 def test_two_at_once_who_had_something_alone(plan: str, pair: str, saved: int) -> None:
@@ -203,6 +208,7 @@ def test_two_at_once_who_had_something_alone(plan: str, pair: str, saved: int) -
     assert trip.saved == ([saved, STEPS] if saved else [STEPS])
 
 
+@pytest.mark.slow
 def test_everybody_is_lost_and_others_come() -> None:
     with FaultCluster(NAMES, Fault("a", "forward", step=7, also=("b", "c"))) as cluster:
 
@@ -246,6 +252,7 @@ def test_it_gives_up_where_nothing_is_ever_done() -> None:
         assert cluster.strange == []
 
 
+@pytest.mark.slow
 def test_adam_goes_on_as_if_nothing_had_happened() -> None:
     one = Fault("a", "step", step=3)
     trip = travelled("hybrid", one, Fault("c", "backward", "silent", step=6, after=one), optimizer=ADAM)
@@ -268,6 +275,7 @@ def test_copies_that_come_after_the_last_round_that_was_fed(monkeypatch: pytest.
     assert len(between) >= STEPS
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("backup_every", [0, 1, 3, 100])
 def test_however_often_copies_are_made(backup_every: int) -> None:
     trip = travelled("pipeline", Fault("b", "backward", step=FAULT_STEP), backup_every=backup_every)
@@ -276,6 +284,7 @@ def test_however_often_copies_are_made(backup_every: int) -> None:
     assert recovery["step"] in {0: (0,), 1: (3, 4, 5), 3: (3,), 100: (0,)}[backup_every]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("plan", ["samples", "pipeline"])
 def test_one_comes_back_with_nothing_while_a_plan_is_made(plan: str) -> None:
     """It was asked what it has, it was lost, and another of its name is here when it is to give that."""
@@ -313,7 +322,7 @@ def test_everybody_is_lost_while_a_plan_is_made() -> None:
 # Old generations
 
 
-@pytest.mark.quick("hybrid", "tiles")
+@pytest.mark.quick("hybrid")
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_one_taken_for_dead_speaks_again(plan: str) -> None:
     """All that it sent meanwhile comes when the others are at work again: none of it is taken for something else."""
@@ -323,6 +332,7 @@ def test_one_taken_for_dead_speaks_again(plan: str) -> None:
     trip.check(reference(SIZES[plan]), generations=2)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("plan", "to"), [("samples", "b"), ("pipeline", "b"), ("tiles+single", "c"), ("tiles", "c")])
 def test_a_link_breaks_between_two_who_live(plan: str, to: str) -> None:
     trip = travelled(plan, Fault("a", "forward", "unlinked", step=FAULT_STEP, to=to))
@@ -334,6 +344,7 @@ def test_a_link_breaks_between_two_who_live(plan: str, to: str) -> None:
 # Coming and going
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_one_joins(plan: str) -> None:
     with FaultCluster(NAMES) as cluster:
@@ -351,6 +362,7 @@ def test_one_joins(plan: str) -> None:
         assert recovery["bytes_moved"] > 0
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", ["a", "d"])
 def test_somebody_is_lost_while_one_joins(device: str, kind: str) -> None:
@@ -362,6 +374,7 @@ def test_somebody_is_lost_while_one_joins(device: str, kind: str) -> None:
     assert set(trip.outcome.recoveries[-1]["devices"]) == {*NAMES, "d"} - {device}
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("plan", "device"),
     [
@@ -423,6 +436,7 @@ def test_one_that_the_plan_does_not_need_goes_at_once() -> None:
     assert trip.facts("left") == [{"device": "c"}]
 
 
+@pytest.mark.slow
 def test_two_leave_and_two_join_at_once() -> None:
     with FaultCluster(NAMES) as cluster:
 
@@ -479,6 +493,7 @@ def test_one_that_does_not_wait_until_it_may_go() -> None:
     assert set(trip.outcome.recoveries[0]["devices"]) == {"a", "c"}
 
 
+@pytest.mark.slow
 def test_it_waits_for_enough() -> None:
     with FaultCluster(NAMES, Fault("b", "backward", step=FAULT_STEP)) as cluster:
         trip = cluster.travel(

@@ -149,7 +149,7 @@ def whole(cluster: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Ran
     return train(cluster, shared(names(cluster), BATCH), tmp_path_factory.mktemp("whole"), steps=STEPS)
 
 
-@pytest.mark.quick("model", "state")
+@pytest.mark.quick("model")
 @pytest.mark.xdist_group("full_disk")
 @pytest.mark.parametrize("kind", BREAKS)
 def test_a_run_that_fills_the_disk(
@@ -239,7 +239,7 @@ def divide(*_: Any, **__: Any) -> Any:
     return 1 // 0
 
 
-@pytest.mark.quick("closing", "new files")
+@pytest.mark.quick("closing")
 @pytest.mark.xdist_group("full_disk")
 @pytest.mark.parametrize("kind", LATE)
 def test_a_finished_run_keeps_its_result(

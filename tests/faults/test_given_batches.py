@@ -74,6 +74,7 @@ def assert_replayed(loaded: Recorded, wanted: dict[int, list[Tensor]]) -> None:
             assert torch.equal(batch, wanted[step][0]), step
 
 
+@pytest.mark.slow
 @pytest.mark.quick("samples-0-files")
 @pytest.mark.parametrize(
     ("plan", "workers", "keeps"),
@@ -91,6 +92,7 @@ def test_what_is_replayed_is_bit_identical(plan: str, workers: int, keeps: str, 
     assert list(tmp_path.iterdir()) == [], "files go with the run"
 
 
+@pytest.mark.slow
 def test_batches_since_the_last_checkpoint_are_kept_though_copies_were_safe() -> None:
     """Two are lost at once, with all copies of a stage: the run goes back before the step whose copies were safe."""
     reference, wanted = undisturbed("pipeline", 0)

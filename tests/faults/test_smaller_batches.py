@@ -122,7 +122,7 @@ def check(trip: Trip, sizes: tuple[int, ...] = SIZES, steps: int = STEPS, **want
     assert trip.outcome.smaller == expected
 
 
-@pytest.mark.quick("samples-sizes0", "pipeline-sizes1", "tiles+single-sizes0", "gateway-sizes1")
+@pytest.mark.quick("samples-sizes0")
 @pytest.mark.parametrize("sizes", [SIZES, (BATCH, 1)])
 @pytest.mark.parametrize("plan", WHOLE)
 def test_it_equals_one_device(plan: str, sizes: tuple[int, ...]) -> None:
@@ -143,6 +143,7 @@ def test_the_last_step_of_all_may_be_smaller() -> None:
     assert {log.rounds for log in trip.outcome.logs.values()} == {4}
 
 
+@pytest.mark.slow
 def test_batches_of_one_size_are_one_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     real = elastic_job.Run
@@ -159,7 +160,7 @@ def test_batches_of_one_size_are_one_generation(monkeypatch: pytest.MonkeyPatch)
     assert made == [BATCH, 5, BATCH, 5, BATCH]
 
 
-@pytest.mark.quick("samples-a-killed-backward", "pipeline-b-silent-forward", "tiles+single-b-killed-step")
+@pytest.mark.quick("samples-a-killed-backward")
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 @pytest.mark.parametrize("kind", ["killed", "silent"])
 @pytest.mark.parametrize("device", ["a", "b"])
@@ -172,6 +173,7 @@ def test_a_worker_lost_in_the_smaller_step(plan: str, device: str, kind: str, pl
     assert lost["devices"] == [device]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("plan", ["samples", "pipeline"])
 def test_a_worker_lost_while_nothing_is_computed(plan: str) -> None:
     """The first question of what there is comes between the last whole batch and the smaller one."""
@@ -192,6 +194,7 @@ def test_a_worker_lost_in_the_smaller_step_of_a_loop() -> None:
     assert pushed.samples_at(STEPS - 1) == BATCH
 
 
+@pytest.mark.slow
 def test_a_worker_lost_that_had_no_sample_of_it() -> None:
     """Of two samples a and b have one each: c is lost meanwhile, and the plan after it is for the others."""
     fault = Fault("a", "backward", "called", step=SMALL, does=lambda worker: cluster.transport.cut("c"))
@@ -202,6 +205,7 @@ def test_a_worker_lost_that_had_no_sample_of_it() -> None:
     assert [set(plan.devices) for plan in trip.plans] == [{"a", "b"}]
 
 
+@pytest.mark.slow
 def test_who_had_a_sample_alone_is_lost_with_what_came_of_it() -> None:
     """b alone computes the smaller batch: the others have the state of before, and run it again."""
     sizes, plan = (BATCH, 1), Plan("Sequential", BATCH, (Stage((0, LAYERS), NAMES, BySamples((3, 6, 3))),))
@@ -211,6 +215,7 @@ def test_who_had_a_sample_alone_is_lost_with_what_came_of_it() -> None:
     assert trip.outcome.replayed_steps >= 1
 
 
+@pytest.mark.slow
 def test_a_worker_joins_in_the_smaller_step() -> None:
     fault = Fault("a", "backward", "called", step=SMALL, does=lambda worker: cluster.start("c"))
     cluster = FaultCluster(("a", "b"), fault)
@@ -230,6 +235,7 @@ def test_a_worker_leaves_in_the_smaller_step() -> None:
     assert "b" not in trip.plans[0].devices
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("after", [SMALL - 1, SMALL])
 def test_it_is_stopped_before_and_after_the_smaller_step(after: int) -> None:
     stops: list[int] = []
@@ -244,6 +250,7 @@ def test_it_is_stopped_before_and_after_the_smaller_step(after: int) -> None:
         torch.testing.assert_close(tensor, weights[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_it_is_validated_and_saved_after_every_epoch() -> None:
     results: list[Validated] = []
     requests = CheckpointRequests()

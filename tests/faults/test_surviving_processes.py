@@ -92,6 +92,7 @@ def check(ran: Ran, one: Ran) -> None:
         assert abs(own - other) <= 1e-10 * max(1.0, abs(other))
 
 
+@pytest.mark.slow
 @pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("kind", ["samples", "pipeline"])
 def test_a_killed_worker_is_done_without(

@@ -63,7 +63,7 @@ def reference() -> Reference:
     return Reference(trip.outcome.losses, trip.outcome.state)
 
 
-@pytest.mark.quick("c-step", "a-all-reduce")
+@pytest.mark.quick("c-step")
 @pytest.mark.parametrize("place", ["forward", "backward", "all-reduce", "step", "keep"])
 @pytest.mark.parametrize("device", NAMES[:3])
 def test_a_holder_is_lost(device: str, place: str) -> None:

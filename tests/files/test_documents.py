@@ -25,6 +25,7 @@ plain: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ".JSON"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=plain)
@@ -35,6 +36,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, suffix: str, data: object)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -43,6 +43,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             read_link_trace(text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="the recorded traces are not here")
 def test_the_recorded_traces_are_read() -> None:
     files = sorted(SHARED.glob("*/*.txt"))

@@ -41,6 +41,7 @@ def in_this_process(targets: dict[str, Target]) -> list[Target]:
     return [target for target in targets.values() if not target.may_crash]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("fuzz")
 def test_good_inputs_are_good(targets: dict[str, Target]) -> None:
     """Else nothing of what lies behind the first check would be reached."""
@@ -55,6 +56,7 @@ def test_good_inputs_are_good(targets: dict[str, Target]) -> None:
         assert taken > 0 or not target.takes_seeds, target.name
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("fuzz")
 def test_parsers_stand_hostile_inputs(targets: dict[str, Target]) -> None:
     judge, bad = Judge(seconds=10.0), []
@@ -79,6 +81,7 @@ def test_the_same_seed_gives_the_same_inputs(targets: dict[str, Target]) -> None
 # Parsers that misbehave
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("run", "what"),
     [

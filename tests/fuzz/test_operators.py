@@ -28,6 +28,7 @@ def test_every_operator_has_a_valid_call() -> None:
     assert set(CALLS) == ops.ALLOWED
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("part", range(8))
 def test_valid_calls_are_taken_and_run(part: int) -> None:
     for target in sorted(CALLS)[part::8]:

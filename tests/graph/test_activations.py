@@ -20,6 +20,7 @@ from manyhands.graph.weights import Weights
 BOUNDED = "aten.hardtanh.default"
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-9, 9, width=32), min_size=1, max_size=40), st.floats(-2, 0), st.floats(0.5, 6), st.booleans()
 )
@@ -56,6 +57,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize(
     "activation", [nn.ReLU6, nn.Hardswish, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Hardsigmoid, nn.Mish]
 )

@@ -30,6 +30,7 @@ class Regions(nn.Module):
         return self.second(y.to(self.second.weight.dtype))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(("enabled", "checkpointed"), [(False, False), (True, False), (False, True), (True, True)])
 def test_a_region_gives_the_modules_own_gradients(enabled: bool, checkpointed: bool) -> None:
     torch.manual_seed(0)
@@ -41,6 +42,7 @@ def test_a_region_gives_the_modules_own_gradients(enabled: bool, checkpointed: b
     assert ("bfloat16" in types) == enabled
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_a_parametrised_weight_gives_the_modules_own_gradients(parametrize: object) -> None:
     torch.manual_seed(0)

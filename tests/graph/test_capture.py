@@ -67,6 +67,7 @@ class TakesDict(nn.Module):
         return {"sum": self.a(batch["x"]) + batch["more"][0], "parts": [batch["more"][1] * 2]}
 
 
+@pytest.mark.slow
 def test_inputs_as_tuple_and_as_keywords() -> None:
     graph = check(TwoInputs(), (randn(2, 3), randn(2, 5)), other=(randn(5, 3), randn(5, 5)))
     assert [spec.name for spec in graph.inputs] == ["left", "right"]
@@ -359,6 +360,7 @@ def helper(x: Tensor) -> Tensor:
     return y if bool((y > 1).all()) else x  # mark
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize(
     ("module", "guilty"),
@@ -409,6 +411,7 @@ def test_the_captured_output_does_not_depend_on_the_example() -> None:
     assert_close(made[graph.outputs[0]].detach(), detached(module(randn(9, 3))), "output")
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_recurrent_layers_are_captured_without_unrolling(kind: type[nn.Module], both_ways: bool) -> None:

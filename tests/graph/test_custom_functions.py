@@ -28,6 +28,7 @@ def captured(module: nn.Module, batch: Tensor) -> Graph:
     return capture(module, batch, loss=F.cross_entropy, target=CLASSES)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("name", LINEAR)
 def test_gradients_are_those_of_the_function(name: str) -> None:
     module = Between(LINEAR[name]).double()
@@ -56,6 +57,7 @@ class Dense(nn.Module):
         return Linear.apply(reverse(self.body(x)[0], 0.7)[:, -1], self.weight, self.offset)
 
 
+@pytest.mark.slow
 def test_weights_of_a_function_and_what_comes_before_it() -> None:
     """After a recurrent layer, which is traced by its shapes only; gradients of a weight and a bias."""
     torch.manual_seed(0)
@@ -73,6 +75,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_graph_can_hold_is_refused_with_its_place(name: str) -> None:
     function, words = REFUSED[name]
@@ -87,6 +90,7 @@ def test_inference_needs_no_gradient() -> None:
     assert graph.loss is None
 
 
+@pytest.mark.slow
 def test_a_function_in_the_loss() -> None:
     module = Between(torch.tanh).double()
 

@@ -53,7 +53,7 @@ def captured(function: Callable[[Tensor], Tensor]) -> Graph:
     return capture(module, x, loss=F.mse_loss, target=target, verify=True)
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_computes_what_the_module_does_for_each_sample_alone(name: str) -> None:
     torch.set_default_dtype(torch.float64)
@@ -70,6 +70,7 @@ def test_what_has_no_decomposition_is_refused_by_its_name() -> None:
         captured(lambda x: torch.cdist(x.reshape(-1, 2, 4), x.reshape(-1, 2, 4)))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "function",
     [lambda x: torch.cumprod(x, 0), lambda x: torch.logaddexp(x, x.flip(0)), lambda x: x.unfold(0, 1, 1)],

@@ -66,7 +66,7 @@ def held_by_autograd(graph: Graph, batch: Any, samples: int) -> list[int]:
     return held
 
 
-@pytest.mark.quick("2-tiny", "2-bilstm")
+@pytest.mark.quick("2-tiny")
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 @pytest.mark.parametrize("samples", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
@@ -86,7 +86,7 @@ def test_saved_bytes_are_what_autograd_holds(name: str, samples: int) -> None:
     assert sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in layers) == sum(held)
 
 
-@pytest.mark.quick("tiny-blocks", "chair-blocks", "din-operators", "unet-blocks", "resnet18-operators")
+@pytest.mark.quick("tiny-blocks")
 @pytest.mark.parametrize("granularity", ["blocks", "operators"])
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> None:
@@ -98,6 +98,7 @@ def test_every_cut_carries_one_row_per_sample(name: str, granularity: str) -> No
     assert {spec.name for spec in net.cut(len(net.layers))} >= set(net.outputs)
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("name", by_name("described", NAMES, slow=("mobilenetv3-large",)))
 def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     blocks, operators = network(name, "blocks"), network(name, "operators")
@@ -120,7 +121,7 @@ def test_layers_tile_the_operators_and_sums_add_up(name: str) -> None:
     assert blocks.fingerprint == operators.fingerprint
 
 
-@pytest.mark.quick("tiny", "chair")
+@pytest.mark.quick("tiny")
 @pytest.mark.parametrize("name", ["tiny", "resnet18", "chair", "din"])
 def test_macs_and_parameters_are_the_registry_s(name: str) -> None:
     module, entry = registry.build(name), registry.ZOO[name]
@@ -129,6 +130,7 @@ def test_macs_and_parameters_are_the_registry_s(name: str) -> None:
     assert describe(graph).macs == entry.macs
 
 
+@pytest.mark.slow
 def test_a_cut_under_a_skip_connection_carries_both_tensors() -> None:
     resnet, unet = network("resnet18", "operators"), network("unet", "blocks")
     assert max(len(resnet.cut(index)) for index in range(len(resnet.layers))) >= 2
@@ -147,6 +149,7 @@ def test_what_leaves_a_layer_is_what_later_layers_read() -> None:
         assert set(layer.outputs) == {n for op in net.ops[layer.first : layer.last] for n in op.outputs if n in later}
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_told_from_mixing() -> None:
     class Mixes(nn.Module):
         def __init__(self) -> None:
@@ -196,6 +199,7 @@ def test_unknown_granularity() -> None:
         describe(captured("tiny"), "atoms")
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("equation", "shape", "macs"),
     [

@@ -51,6 +51,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("source", DRAWS)
 def test_a_layer_that_is_never_skipped_is_captured(source: str) -> None:
     module = LayerDrop(0.0, DRAWS[source])

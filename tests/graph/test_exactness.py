@@ -391,12 +391,14 @@ def _is_apart(function: Function) -> tuple[bool, bool]:
     return torch.allclose(torch.cat(parts), whole), not any(op.mixes_samples for op in graph.network.ops)
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("name", MIXING)
 def test_operators_that_mix_samples_are_told(name: str) -> None:
     assert _is_apart(MIXING[name]) == (False, False)
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("name", APART)
 def test_operators_that_keep_samples_apart_are_told(name: str) -> None:
@@ -406,6 +408,7 @@ def test_operators_that_keep_samples_apart_are_told(name: str) -> None:
 # Normalisation
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "norm",
     [
@@ -475,6 +478,7 @@ MASKED = torch.ones(5, 5, dtype=torch.bool)
 MASKED[2] = False
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("heads", "options"),
     [(4, {}), (2, {"enable_gqa": True}), (4, {"attn_mask": MASKED}), (4, {"is_causal": True, "scale": 0.3})],

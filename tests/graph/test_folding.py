@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +72,7 @@ def test_the_same_answers_with_fewer_operators() -> None:
     assert {spec.name for spec in folded.weights} == set(folded.state)
 
 
+@pytest.mark.slow
 def test_layers_stay_as_many() -> None:
     graph = capture(registry.build("resnet18").eval(), registry.example_batch("resnet18", 2, input_shape=(3, 32, 32)))
     folded = at_rest(graph)

@@ -101,6 +101,7 @@ def chain(*steps: tuple[str, int, int], returned: tuple[int, ...] = ()) -> tuple
     return module, x, *at_rest(module, x)
 
 
+@pytest.mark.quick(every=12)
 @needs_onednn
 @pytest.mark.parametrize(
     ("steps", "returned", "left", "overwrites"),

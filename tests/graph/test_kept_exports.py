@@ -57,6 +57,7 @@ def test_the_same_network_is_exported_once_and_keeps_weights_apart(kept: KeptExp
         assert "first.weight" in graph.state
 
 
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize(
     "other",
     [
@@ -80,6 +81,7 @@ def test_values_of_constants_count(kept: KeptExports) -> None:
     assert 3.0 in values[1] - values[0]
 
 
+@pytest.mark.slow
 def test_another_forward_another_example_and_autocast_count(kept: KeptExports, monkeypatch: pytest.MonkeyPatch) -> None:
     capture(Network(), EXAMPLE)
     capture(Network(), EXAMPLE[:3])

@@ -94,7 +94,7 @@ def captured() -> dict[str, tuple[Graph, torch.Tensor]]:
             for name, (module, shape) in CONVOLUTIONS.items()}  # fmt: skip
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=66)
 @pytest.mark.parametrize("kernel", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_is_the_same_by_every_kernel(captured: dict[str, Any], name: str, kernel: Kernel) -> None:
@@ -121,6 +121,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.quick(every=19)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_packed_weight_gives_the_same_and_comes_back_unchanged(captured: dict[str, Any], name: str) -> None:
     module, shape = CONVOLUTIONS[name]

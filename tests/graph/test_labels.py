@@ -38,6 +38,7 @@ def test_an_example_with_a_wrong_label_is_not_taken_for_a_strange_loss(label: in
     assert ("13 outputs" if label == 12 else "Number the classes from 0") in caught.value.hint
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_every_batch_is_looked_at(reduction: Any) -> None:
     captured = graph(lambda output, target: functional.cross_entropy(output, target, reduction=reduction))
@@ -62,6 +63,7 @@ def test_labels_of_every_pixel() -> None:
         check_labels(captured, target)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("loss", "target"),
     [

@@ -28,6 +28,7 @@ def taggers() -> dict[int, Graph]:
     return {length: capture(module, x, loss=every_word, target=x) for length, x in words.items()}
 
 
+@pytest.mark.slow
 def test_each_step_has_its_graph() -> None:
     lengths = LengthGraphs(taggers(), 3, [SHORT, LONG, LONG, SHORT])
     assert [lengths.length(step) for step in range(2, 8)] == [None, SHORT, LONG, LONG, SHORT, None]

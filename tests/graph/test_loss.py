@@ -218,24 +218,26 @@ SHOWN_BY_NOTHING = {"random", "not rows of samples", "a target for all"}
 """Only the walk tells: no example here does, or there is nothing to split."""
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=42)
 @pytest.mark.parametrize("name", MEANS)
 def test_means(name: str) -> None:
     assert captured(*MEANS[name]).loss_combination == "mean"
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.parametrize("name", SUMS)
 def test_sums(name: str) -> None:
     assert captured(*SUMS[name]).loss_combination == "sum"
 
 
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weighted(name: str) -> None:
     graph = captured(*WEIGHTED[name])
     assert graph.loss_combination == graph.network.loss_combination == "weighted"
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=24)
 @pytest.mark.parametrize("name", WHOLES)
 def test_neither(name: str) -> None:
     """By the walk; and by the run alone, where an example shows it."""
@@ -275,7 +277,7 @@ def test_a_matrix_of_samples_by_samples_is_whole() -> None:
     assert graph.loss_combination == "whole"
 
 
-@pytest.mark.quick("din", "tiny")
+@pytest.mark.quick("din")
 @pytest.mark.parametrize(
     "name", by_name("zoo", registry.ZOO, slow=("resnet50", "mobilenetv2", "mobilenetv3-large", "yolov2"))
 )
@@ -286,7 +288,7 @@ def test_zoo_losses_are_means(name: str) -> None:
     assert ignored_class(graph) == (-100 if registry.ZOO[name].loss == "cross_entropy" else None)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("samples", [1, 2, 3, 8])
 def test_any_number_of_examples_will_do(samples: int) -> None:
     labels = torch.zeros(samples, dtype=torch.long)
@@ -323,6 +325,7 @@ def test_the_run_finds_a_false_proof(name: str) -> None:
     assert not agrees(graph.loss, "sum", given)
 
 
+@pytest.mark.quick(every=11)
 @pytest.mark.parametrize(
     ("loss", "target", "expected"),
     [
@@ -356,6 +359,7 @@ def test_without_a_loss() -> None:
 # Stored
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["mean", "sum", "weighted", "whole"])
 def test_it_is_stored(name: str, tmp_path: Path) -> None:
     graph = captured(*{

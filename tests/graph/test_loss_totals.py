@@ -187,7 +187,7 @@ def shared_out(graph: Graph, output: Tensor, target: Any, counts: list[int]) -> 
     return value, torch.cat(gradients)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=30)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=10)
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 10_000))
@@ -206,6 +206,7 @@ def test_shares_add_up(name: str, counts: list[int], seed: int) -> None:
         torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", SCALED)
 def test_how_totals_are_scaled(name: str) -> None:
     assert _combination(captured(name))[1] == SCALED[name]
@@ -246,6 +247,7 @@ def test_a_mean_whose_example_ignores_nothing_is_shared_with_totals() -> None:
     assert value == pytest.approx(float(F.cross_entropy(output, target)), rel=1e-13)
 
 
+@pytest.mark.slow
 def test_totals_do_not_look_at_outputs() -> None:
     """For every case: they are there when no output is."""
     for name in CASES:
@@ -264,6 +266,7 @@ def loss_of(function: LossFunction, target: Any) -> LossTotals | None:
     return totals_of(graph.loss)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "function",
     [

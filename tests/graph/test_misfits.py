@@ -19,6 +19,7 @@ def captured(loss: Any, target: Tensor, outputs: int = 10) -> None:
     capture(nn.Linear(3, outputs), torch.randn(4, 3), loss=loss, target=target)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("loss", "target", "outputs", "said", "typed"),
     [

@@ -27,6 +27,7 @@ FORMS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("before", [True, False], ids=["after a convolution", "first"])
 def test_saved_bytes_are_the_operators(form: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:

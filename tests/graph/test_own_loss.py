@@ -166,6 +166,7 @@ def exact(graph: Graph, module: nn.Module, batch: Any, target: Any) -> None:
     assert any(bool(gradient.any()) for gradient in wanted.values() if gradient is not None)
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_the_modules_own(name: str, tmp_path: Path) -> None:
     make, batch, target, combination = CASES[name]
@@ -274,6 +275,7 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
 }
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_name_the_line(name: str) -> None:
     make, text = REFUSED[name]

@@ -66,6 +66,7 @@ def same_as_plain(graph: Graph, module: nn.Module, loss: Loss) -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("name", ["all", "norms", "direct", "times", "mixed in"])
 def test_gradients_are_the_modules_own(name: str) -> None:
     module = Net()
@@ -76,6 +77,7 @@ def test_gradients_are_the_modules_own(name: str) -> None:
     assert graph.loss_combination == "mean"
 
 
+@pytest.mark.slow
 def test_a_penalty_stays_in_the_layer_of_its_weight() -> None:
     module = Net()
     graph = capture(module, BATCH, loss=losses(module)["all"], target=CLASSES, granularity="operators")

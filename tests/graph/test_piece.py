@@ -49,7 +49,7 @@ def example(request: pytest.FixtureRequest) -> Example:
     return zoo(request.param)
 
 
-@pytest.mark.quick("resnet18", "din", "tiny")
+@pytest.mark.quick("resnet18")
 def test_zoo_trains_exactly(example: Example) -> None:
     graph = example.graph
     batch, target = example.batch(3), example.target(3)
@@ -111,6 +111,7 @@ def draws_as_numpy(name: str, first_sample: int, monkeypatch: pytest.MonkeyPatch
     return by_pieces(graph, bounds_of(graph, "blocks"), batch, target, context), wanted
 
 
+@pytest.mark.slow
 @pytest.mark.quick("bilstm")
 @pytest.mark.parametrize(
     "name", by_name("zoo", ["bilstm", "vgg16", "bert-small", "efficientnet-b1"], slow=("bert-small",))
@@ -138,6 +139,7 @@ def test_shares_of_a_batch_add_up_to_the_batch() -> None:
     assert_same_gradients({name: 0.4 * one[name] + 0.6 * other[name] for name in whole.gradients}, whole.gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("zoo bert-small")
 def test_wrong_offset_draws_other_masks() -> None:
     example = zoo("bert-small", still=False)

@@ -63,7 +63,7 @@ def _in_float32(x: Tensor) -> Tensor:
         return torch.softmax(x.float(), 1)
 
 
-@pytest.mark.quick("bf16-resized", "bf16-decomposed", "fp16-attention")
+@pytest.mark.quick("bf16-resized")
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @pytest.mark.parametrize("precision", sorted(LOWER))
 def test_a_graph_trains_as_the_module_does_under_autocast(precision: str, name: str) -> None:
@@ -82,6 +82,7 @@ def test_a_graph_trains_as_the_module_does_under_autocast(precision: str, name: 
     assert {spec.dtype for spec in graph.weights} == {"float32"}
 
 
+@pytest.mark.slow
 def test_float64_is_not_cast() -> None:
     x, y = batch()
     targets = []
@@ -117,6 +118,7 @@ class Counting(nn.Module):
         return out
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("precision", [*LOWER, "float32"])
 def test_a_module_that_computes_something_else_is_refused(precision: str) -> None:
     x, y = torch.randn(4, 6), torch.randint(3, (4,))

@@ -156,6 +156,7 @@ def noisy() -> Graph:
     return capture(Noisy().double(), torch.randn(2, 3, 4, 5).double(), loss=noisy_loss, target=torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_shares_draw_their_part_in_every_operator(noisy: Graph) -> None:
     x = torch.randn(6, 3, 4, 5, dtype=torch.float64)
     context = {"seed": 2**40 + 1, "step": 9}
@@ -190,6 +191,7 @@ def test_nothing_is_dropped_in_evaluation(noisy: Graph) -> None:
     assert torch.allclose(attended, nn.functional.scaled_dot_product_attention(x, x, x))
 
 
+@pytest.mark.slow
 def test_attention_with_dropout_is_attention_under_a_mask() -> None:
     """Independently written: softmax, numpy's mask, product; and without a draw it is torch's own."""
 

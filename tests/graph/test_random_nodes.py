@@ -44,6 +44,7 @@ def test_stochastic_depth_trains_and_rests_as_the_module() -> None:
     assert not torch.equal(whole, at_rest)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     "compared",
     [

@@ -139,6 +139,7 @@ def windows(draw: st.DrawFn) -> dict[str, int]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), groups=st.sampled_from([1, 2, 4]), data=st.data())
 def test_convolution(window: dict[str, int], groups: int, data: st.DataObject) -> None:
@@ -151,6 +152,7 @@ def test_convolution(window: dict[str, int], groups: int, data: st.DataObject) -
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(kernel=st.integers(1, 4), dilation=st.integers(1, 2), data=st.data())
 def test_convolution_with_same_padding(kernel: int, dilation: int, data: st.DataObject) -> None:
@@ -160,6 +162,7 @@ def test_convolution_with_same_padding(kernel: int, dilation: int, data: st.Data
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), groups=st.sampled_from([1, 2]), extra=st.integers(0, 1), data=st.data())
 def test_transposed_convolution(window: dict[str, int], groups: int, extra: int, data: st.DataObject) -> None:
@@ -171,6 +174,7 @@ def test_transposed_convolution(window: dict[str, int], groups: int, extra: int,
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(window=windows(), ceil=st.booleans(), data=st.data())
 def test_pooling(window: dict[str, int], ceil: bool, data: st.DataObject) -> None:
@@ -269,7 +273,7 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=36)
 @pytest.mark.parametrize("what", {**POINTWISE, **MOVES, **SUMS})
 def test_one_operator(what: str) -> None:
     function, shapes = {**POINTWISE, **MOVES, **SUMS}[what]
@@ -282,6 +286,7 @@ def test_one_operator(what: str) -> None:
     run()
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 def test_padding_by_own_elements(mode: str) -> None:
     @SETTINGS
@@ -294,6 +299,7 @@ def test_padding_by_own_elements(mode: str) -> None:
     run()
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(start=st.integers(-7, 5), end=st.sampled_from([END, 6, -1]), step=st.integers(2, 4), data=st.data())
 def test_slices_with_steps(start: int, end: int, step: int, data: st.DataObject) -> None:
@@ -301,6 +307,7 @@ def test_slices_with_steps(start: int, end: int, step: int, data: st.DataObject)
     check(lambda x: SLICE(x, 2, start, end, step), (1, 7, 2), data=data, tight=True)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_reads_its_row_whole(bias: bool) -> None:
     weights: dict[str, Any] = {"weight": randn(3, 4)} | ({"bias": randn(3)} if bias else {})
@@ -322,6 +329,7 @@ def test_norms_of_maps_read_rows_and_columns_one_by_one() -> None:
         assert read.rules == (Window(0), channels, Window(2), Window(3))
 
 
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("factor", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("extent", [1, 7, 608])
 def test_up_sampling_by_whole_factors_reads_no_more_than_blocks(factor: int, extent: int) -> None:

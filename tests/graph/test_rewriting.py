@@ -59,7 +59,7 @@ def returned(graph: Graph, x: Tensor) -> Tensor:
     return Piece(graph, Weights.copied(graph))(bind_inputs(graph, x))[graph.outputs[0]]
 
 
-@pytest.mark.quick(every=5)
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("order", list(permutations((1, 3, 5))))
 @pytest.mark.parametrize("kind", [ToDepth, ToSpace])
 def test_space_to_depth_and_back(kind: Callable[..., nn.Module], order: tuple[int, ...]) -> None:
@@ -109,6 +109,7 @@ class ComputedNorm(nn.Module):
         return functional.instance_norm(x, None, None, self.weight * 2, self.bias * 3)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("kind", ["weight of a batch norm", "bias of a batch norm", "group norm", "instance norm"])
 def test_norms_with_computed_weights(kind: str) -> None:
     module, x = ComputedNorm(kind).double(), torch.randn(3, 4, 5, 6, dtype=torch.float64)

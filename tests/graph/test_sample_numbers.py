@@ -29,6 +29,7 @@ class Masked(nn.Module):
         return scores.masked_fill(~looked_up, 0.0).sum((1, 2))
 
 
+@pytest.mark.slow
 def test_samples_that_look_up_their_own_rows_are_not_mixed() -> None:
     torch.manual_seed(0)
     module, x = Masked().double(), torch.randn(6, 5, 8, dtype=torch.float64)
@@ -65,6 +66,7 @@ def test_no_cut_lies_where_a_number_is_still_needed() -> None:
     assert len(network.layers) > 1
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "function",
     [

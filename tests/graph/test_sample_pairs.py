@@ -94,6 +94,7 @@ def captured(loss: str = "softmax", make: type[TwoTowers] = TwoTowers) -> tuple[
     return module, capture(module, inputs, loss=LOSSES[loss], target=target, verify=True)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_contrastive_loss_is_exact_at_any_number_of_samples(name: str, tmp_path: Path) -> None:
     module, graph = captured(name)
@@ -107,6 +108,7 @@ def test_a_contrastive_loss_is_exact_at_any_number_of_samples(name: str, tmp_pat
                 assert_same(by_pieces(known, cuts, inputs, target), wanted)
 
 
+@pytest.mark.slow
 def test_samples_that_meet_inside_the_network() -> None:
     module, (inputs, target) = Squared(), batch(4)
     loss = lambda output, target: F.cross_entropy(output["texts"], target)  # noqa: E731

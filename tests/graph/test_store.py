@@ -78,6 +78,7 @@ def same(one: Graph, other: Graph) -> None:
             assert getattr(one, field) == getattr(other, field), field
 
 
+@pytest.mark.slow
 def test_what_is_saved_comes_back(graph: Graph, tmp_path: Path) -> None:
     assert graph.aliases
     assert graph.loss is not None
@@ -103,6 +104,7 @@ def test_documents_are_plain_json(graph: Graph) -> None:
     same(store.from_document(document, store.state_of(graph)), graph)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", by_name("zoo", ["unet", "bilstm", "din"]))
 def test_zoo_models_come_back(name: str, tmp_path: Path) -> None:
     example = zoo(name)
@@ -240,6 +242,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(every=20)
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what: str, plain: Graph) -> None:
     change, says = REFUSED[what]
@@ -420,6 +423,7 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=350, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_mutated_documents_are_read_or_refused(data: st.DataObject, plain: Graph) -> None:
@@ -449,6 +453,7 @@ def test_mutated_documents_are_read_or_refused(data: st.DataObject, plain: Graph
     assert back.network.layers
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_mutated_weight_files_are_read_or_refused(data: st.DataObject, plain: Graph, tmp_path: Path) -> None:

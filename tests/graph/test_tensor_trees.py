@@ -79,6 +79,7 @@ LOSSES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_reads_the_fields(kind: str) -> None:
     module, loss = Net(kind), LOSSES[kind]

@@ -68,6 +68,7 @@ LEFT_ALONE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("what", LEFT_ALONE)
 def test_other_forms_are_not(what: str) -> None:
     network = captured(LEFT_ALONE[what])

@@ -110,6 +110,7 @@ def repeated(batch: Any) -> Any:
     return torch.cat([batch, batch[:1] + 1])
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_the_modules_own(name: str, tmp_path: Path) -> None:
     make, batch, combination = CASES[name]

@@ -38,6 +38,7 @@ class Noisy(nn.Module):
         return x * kept + 0.1 * torch.randn_like(x) + 0.1 * torch.rand_like(x)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -56,6 +57,7 @@ def test_agreement_to_the_last_bits(layers: tuple[nn.Module, ...]) -> None:
     assert 0 < found.seconds < 60
 
 
+@pytest.mark.slow
 def test_attention_with_dropout_and_a_second_opinion() -> None:
     """Another kernel rounds otherwise than the module's: float64 decides."""
     torch.manual_seed(0)

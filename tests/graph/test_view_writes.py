@@ -81,6 +81,7 @@ class Applied(nn.Module):
         return self.function(self.before(x))
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("function", WRITES, ids=lambda function: function.__name__)
 def test_values_and_gradients_are_the_modules_own(function: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def compared(path: Path, model: nn.Module, inputs: torch.Tensor) -> float:
     return float((torch.from_numpy(answer) - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=slow_if(n != "tiny")) for n in ("tiny", "resnet18", "mobilenetv2")]
 )
@@ -56,6 +57,7 @@ class Two(nn.Module):
         return left * 2 + right
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("named", [False, True])
 def test_several_inputs(named: bool, tmp_path: Path) -> None:
     onnxruntime = needed()
@@ -73,6 +75,7 @@ class Unwilling(nn.Module):
         return x if float(x.sum()) > 0 else -x
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match=r"ends in \.onnx"):
         check_path(tmp_path / "model.pt")
@@ -93,6 +96,7 @@ def test_without_onnx_it_says_what_to_type(tmp_path: Path, monkeypatch: pytest.M
         mh.export_onnx(nn.Linear(3, 2), torch.zeros(2, 3), tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_large_weights_lie_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed()
     monkeypatch.setattr("manyhands.inference.export.MOST_BYTES", 1000)

@@ -80,6 +80,7 @@ def test_the_likeliest_tokens_are_those_of_one_device(
     assert generated.restarts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.quick("3")
 def test_drawn_tokens_are_those_of_one_device(cluster: Coordinator, decoder: TinyDecoder, count: int) -> None:

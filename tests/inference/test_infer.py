@@ -96,6 +96,7 @@ def assert_near(one: Tensor, other: Tensor) -> None:
     assert float((one - other).abs().max()) <= 1e-10 * float(other.abs().max())
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("kind", ["single", "samples", "pipeline", "tiles", "channels", "interleaved"])
 def test_every_way_of_sharing_gives_what_the_module_gives(
     cluster: Coordinator, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +215,7 @@ def test_inputs_that_are_none(cluster: Coordinator, inputs: Any, words: str) -> 
         mh.infer(used(), inputs, cluster=cluster, plan=plan_called("single", names(cluster)))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kind", ["model", "graph", "array"])
 def test_a_forgotten_batch_axis_is_said_to_be(kind: str) -> None:
     model, sample = used(), Pictures(1).pictures[0]
@@ -230,6 +232,7 @@ def test_inputs_of_a_wrong_shape_are_not_said_to_lack_an_axis() -> None:
         mh.infer(used(), torch.zeros(4, 7, 8, 8), cluster="away.yaml")
 
 
+@pytest.mark.slow
 def test_plans_of_every_kind(cluster: Coordinator, tmp_path: Path) -> None:
     model, pictures, devices = used(), Pictures(3).pictures, names(cluster)
     wanted = answers(model, pictures)

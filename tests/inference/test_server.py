@@ -174,6 +174,7 @@ def test_what_is_accepted_is_listed() -> None:
             assert kind in lines[0]["hint"]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_get_says_what_to_send_and_its_command_works(host: str) -> None:
     """The line is run as it stands, with its token and its key where it has them."""
@@ -228,6 +229,7 @@ def test_the_command_fits_every_shape(shape: tuple[int, ...]) -> None:
 # Refusals
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(
     ("body", "headers", "path", "status", "words"),
     [

@@ -42,7 +42,7 @@ def expected(model: nn.Module, data: Pictures) -> tuple[float, float]:
     )
 
 
-@pytest.mark.quick("29-7", "3-1")
+@pytest.mark.quick("29-7")
 @pytest.mark.parametrize(("samples", "batch_size"), [(24, 12), (29, 12), (5, 12), (29, 7), (3, 1)])
 def test_it_equals_the_module(cluster: Coordinator, samples: int, batch_size: int) -> None:
     model, data = used(), Pictures(samples)

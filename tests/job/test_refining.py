@@ -245,6 +245,7 @@ def test_a_run_that_switches_its_plan_trains_as_one_device(
     assert_close(again.state, state)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("given", ["plan", "tune", "start", "thorough"])
 def test_where_nothing_is_to_change_nothing_is_refined(
     given: str, cluster: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,7 @@ def test_listing_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("name", ZOO)
 def test_sizes_and_shapes(name: str) -> None:
     entry = ZOO[name]
@@ -200,6 +201,7 @@ def test_din_features_match_split_table_3() -> None:
     assert 32 * model.head[0].in_features * 4 / 2**20 == 0.125
 
 
+@pytest.mark.slow
 def test_small_image_features_match_split_table_3() -> None:
     picture = torch.empty(2, 3, 32, 32, device="meta")
     resnet: Any = build_meta("resnet50", num_classes=10, small_images=True)
@@ -212,7 +214,7 @@ def test_small_image_features_match_split_table_3() -> None:
     assert build_meta("mobilenetv2", small_images=True)(picture).shape == (2, 1000)
 
 
-@pytest.mark.quick("din", "tiny")
+@pytest.mark.quick("din")
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # nn.LSTM refreshes its list of weights
 @pytest.mark.parametrize("name", by_name("exported", ZOO, slow=("mobilenetv3-large", "resnet50", "yolov2")))
 def test_exports_with_a_free_batch_size(name: str) -> None:
@@ -222,7 +224,7 @@ def test_exports_with_a_free_batch_size(name: str) -> None:
     assert not isinstance(output.args[0][-1].meta["val"].shape[0], int)
 
 
-@pytest.mark.quick("din", "tiny")
+@pytest.mark.quick("din")
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("name", ["tiny", "din", "bilstm", "chair"])
 def test_an_exported_model_computes_the_same_for_another_batch_size(name: str) -> None:
@@ -233,6 +235,7 @@ def test_an_exported_model_computes_the_same_for_another_batch_size(name: str) -
     torch.testing.assert_close(call(program.module(), inputs), call(model, inputs))
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     "name",
     ["tiny", "din", "bilstm", "chair", "resnet18", "mobilenetv2", "mobilenetv3-large", "efficientnet-b1"],
@@ -248,6 +251,7 @@ def test_loss_and_gradients(name: str) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("name", ZOO)
 def test_loss_takes_the_output_and_target(name: str) -> None:
     shape = small_input(name)
@@ -296,6 +300,7 @@ def test_stochastic_depth_keeps_the_mean() -> None:
     assert torch.equal(layer.eval()(ones), ones)
 
 
+@pytest.mark.slow
 def test_bert_ignores_padding() -> None:
     torch.manual_seed(0)
     model = registry.build("bert-small", vocabulary=1000, max_length=16).eval()
@@ -353,6 +358,7 @@ def test_region_loss_does_not_depend_on_padding_and_descends() -> None:
     assert region_loss(output - 0.05 * slope, target) < loss
 
 
+@pytest.mark.slow
 def test_region_loss_exports() -> None:
     class Loss(nn.Module):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:

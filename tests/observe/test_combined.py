@@ -120,6 +120,7 @@ def test_nothing_at_all_is_a_trace_too() -> None:
     assert combined_trace([], [], title="")["traceEvents"] == []
 
 
+@pytest.mark.slow
 def test_picture_of_both(tmp_path: Path) -> None:
     odd = [
         MeasuredSpan("a", "disk", 0.0, 1.0, "forward", ""),

@@ -75,6 +75,7 @@ def test_layers_are_as_wide_as_their_work_but_none_is_lost() -> None:
     assert edges == pytest.approx([n / 6 for n in range(7)])
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -14,6 +14,7 @@ from manyhands.observe.figures import short_name
 from manyhands.observe.plots import MOST_POINTS, _thinned, draw_losses, draw_utilisation, running_mean
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "losses",
     [[], [0.7], [math.nan], [2.0, math.nan, math.inf, 1.0], [1e308, -1e299, 3.0], [5.0] * 40],
@@ -41,6 +42,7 @@ def test_running_mean_is_the_mean_around() -> None:
     assert means[[0, 1, 5, 6]].tolist() == pytest.approx([1.5, 3.0, 2.0, 2.5])
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("predicted", [None, {}, {"a": 0.4, "only predicted": 1.0}])
 def test_utilisation_is_drawn(predicted: dict[str, float] | None, tmp_path: Path) -> None:
     busy = {"a": 0.5, "b $x$": 1.2, "c": math.nan, "d": -0.1}
@@ -55,6 +57,7 @@ def test_long_names_keep_their_ends() -> None:
     assert len(short_name("x" * 500)) == 28
 
 
+@pytest.mark.slow
 def test_the_users_matplotlib_is_left_alone(tmp_path: Path) -> None:
     """Importing draws nothing in; drawing loads no pyplot, which would choose a backend for everybody."""
     code = (

@@ -35,7 +35,7 @@ def group(
     return GroupMap(way, number, "layers a $x$ .. b", (8, *size), owned, halos, exchanged, ("a note",))
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     "groups",
     [
@@ -108,6 +108,7 @@ def test_a_name_stands_upright_in_a_narrow_tile_and_is_left_out_of_a_tiny_one() 
     assert _label("pi-1", Box.of((0, 2), (0, 2)), 1.0) is None
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("budgets", [None, {"a": 4e9, "b": 30.0}, {"c": 1.0}])
 def test_memory_is_drawn(budgets: dict[str, float] | None, tmp_path: Path) -> None:
     parts = {"a": {"features": 10, "deltas": 5, "weights": 3, "buffers": -2}, "b $x$": {"other": 7}, "c": {}}

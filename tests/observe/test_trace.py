@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def test_events_have_tracks_and_microseconds() -> None:
     assert names == ["compute", "send", "receive"]
 
 
+@pytest.mark.slow
 def test_picture_is_drawn(tmp_path: Path) -> None:
     spans = [Spot(f"d{i}", "compute", 0.0, 1.0 + i, "forward", f"forward s0 m{i} 0:4") for i in range(50)]
     path = draw_timeline(spans, [f"d{i}" for i in range(50)], 60.0, tmp_path / "t.png", title="many")

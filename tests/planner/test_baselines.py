@@ -36,6 +36,7 @@ def price_of(task: Task) -> baselines.Price:
     return price
 
 
+@pytest.mark.slow
 def test_every_baseline_plans_as_it_says(tiny: Network) -> None:
     task = task_on(tiny, preset("env-c"), 96, batch_norm="local")
     plans = {name: plan for name, plan in baselines.every_baseline(task, price_of(task)) if isinstance(plan, Plan)}
@@ -93,6 +94,7 @@ def test_volume_is_equation_2() -> None:
     assert simulate(mixed, network, machines, task.profile).total_bytes == baselines.volume(mixed, task)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("environment", ["env-a", "env-c", "env-d"])
 def test_ours_is_never_slower_than_a_baseline(tiny: Network, environment: str) -> None:
     table = compare(tiny, preset(environment), batch_size=256, batch_norm="local")

@@ -41,6 +41,7 @@ def test_what_cuts_carry_is_what_the_network_says(network: Network) -> None:
         assert returning[layer] == sum(one.bytes_per_sample for one in tensors if one.differentiable)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_ladders_are_read_as_profiles_are(data: st.DataObject) -> None:

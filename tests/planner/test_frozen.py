@@ -49,6 +49,7 @@ def planned(frozen: int, **facts: float) -> mh.Plan:
     return mh.plan(tower(frozen), devices, batch_size=64, strategy="pipeline", micro_batches=8).plan
 
 
+@pytest.mark.slow
 def test_the_cut_moves_to_where_the_work_is() -> None:
     """A trained layer takes three passes, a frozen one below all that trains takes one."""
     cuts = {}

@@ -120,6 +120,7 @@ def test_a_dear_exchange_makes_one_group(yolo: Network) -> None:
     assert found.forward.best.cost == found.forward.one_group
 
 
+@pytest.mark.slow
 def test_groups_as_a_plan_names_them(yolo: Network) -> None:
     """A layer's number where one begins; a pooling inside a block is named by its operator."""
     layers = kernel_layers(yolo)
@@ -145,6 +146,7 @@ def drawn_chains(draw: st.DrawFn) -> tuple[KernelLayer, ...]:
 PRICE = st.sampled_from((0.0, 0.1, 1.0, 2.5, 100.0))
 
 
+@pytest.mark.slow
 @given(drawn_chains(), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.builds(Costs, PRICE, PRICE, PRICE))
 def test_no_grouping_is_cheaper(layers: tuple[KernelLayer, ...], grid: tuple[int, int], costs: Costs) -> None:
     """The shortest path against every grouping there is; of the cheapest it has the fewest groups."""
@@ -221,6 +223,7 @@ def test_maps_end_where_the_classifier_begins(model: str, count: int) -> None:
     assert group_tiles(layers, (2, 2), Costs(0, 1)).forward.best.starts[0] == 0
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("model", "said"),
     [

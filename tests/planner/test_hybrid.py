@@ -115,6 +115,7 @@ def instances(draw: st.DrawFn, most_layers: int = 6, most_devices: int = 4, same
     return Instance(network, machines, Profile(profiles), batch)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(instances())
 def test_the_plan_equals_exhaustive_search(instance: Instance) -> None:

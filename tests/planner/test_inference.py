@@ -189,6 +189,7 @@ def test_dense_layers_behind_each_other_are_had_by_all_where_that_saves_waiting(
 # ---- The fastest of all
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(cluster=CLUSTERS)
 def test_auto_is_never_slower_than_what_it_looks_at(cluster: Cluster) -> None:
@@ -227,6 +228,7 @@ def test_auto_for_throughput_is_never_slower_than_what_it_looks_at(cluster: Clus
     assert sample_seconds(found.plan, decoupled, cluster, profile, "throughput") == found.candidates[0].seconds
 
 
+@pytest.mark.slow
 def test_one_device_alone_wins_over_slow_links_and_loses_over_fast_ones(decoupled: Network) -> None:
     slow = plan_for(decoupled, machines((0.1, 0.1, 0.3), Link(1e5, 0.5)))
     assert slow.plan.devices == ("d2",)
@@ -240,6 +242,7 @@ def test_a_device_that_only_slows_it_is_left_out(decoupled: Network) -> None:
     assert set(found.plan.devices) == {"d0", "d1"}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_in_memory_is_refused_with_the_reason(decoupled: Network) -> None:
     weights = sum(weight.bytes for weight in decoupled.weights.values())
     cluster = machines((0.1, 0.1, 0.1, 0.1), Link(1e7, 1e-4), memory_bytes=weights + 8 * 1024)
@@ -257,6 +260,7 @@ def test_what_does_not_fit_in_memory_is_refused_with_the_reason(decoupled: Netwo
         plan_for(decoupled, machines((0.1, 0.1), Link(1e7, 0.0), memory_bytes=1024), strategy="single")
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 @pytest.mark.parametrize("strategy", INFERENCE_STRATEGIES[1:])
 def test_every_strategy_by_name_has_a_plan(tiny: Network, strategy: str, objective: str) -> None:
@@ -311,6 +315,7 @@ def test_samples_make_the_slowest_device_fastest(speeds: list[float], size: int)
     assert slowest(list(counts.values())) == pytest.approx(min(map(slowest, ways)))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("strategy", ["single", "channels", "pipeline"])
 def test_a_stream_goes_in_batches_where_they_pay(strategy: str) -> None:
     """Where an operator costs as much for eight samples as for one, and not where it costs eight times as much."""
@@ -535,6 +540,7 @@ def test_the_papers_table_3() -> None:
 # ---- When devices come and go
 
 
+@pytest.mark.slow
 def test_after_a_loss_the_same_strategy_or_any_that_can(decoupled: Network) -> None:
     cluster = machines((0.1,) * 4, Link(1e9, 1e-5))
     profile = estimate_cluster(decoupled, cluster)
@@ -584,6 +590,7 @@ def test_the_table_says_what_each_plan_costs(decoupled: Network) -> None:
     assert (refused["seconds_per_sample"], "single sample" in refused["reason"]) == (None, True)
 
 
+@pytest.mark.slow
 def test_the_command_plans_inference() -> None:
     runner = CliRunner()
     asked = ["plan", "--model", "tiny", "--cluster", "home", "--for"]

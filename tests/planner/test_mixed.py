@@ -176,6 +176,7 @@ def test_asked_for_by_name(tiny: Network) -> None:
         make_plan(tiny, Cluster.local(1), batch_size=16, strategy="mixed")
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @example(of_40_megabytes(2), 4)
 @given(drawn_clusters(), st.sampled_from((1, 4, 16)))

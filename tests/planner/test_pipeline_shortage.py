@@ -31,6 +31,7 @@ def of_memory(kilobytes: int, count: int = 6) -> Cluster:
     return Cluster("small", tuple(devices), Link(1e7, 1e-3))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("strategy", ["samples", "single", "tiles"])
 def test_weights_that_fit_no_device_are_not_the_batch(tiny: Network, strategy: str) -> None:
     """Eight samples were cut into micro-batches of four, fewer than devices, and those were blamed."""
@@ -43,6 +44,7 @@ def test_weights_that_fit_no_device_are_not_the_batch(tiny: Network, strategy: s
     )
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("strategy", ["pipeline", "mixed"])
 def test_a_layer_that_fits_no_device(tiny: Network, strategy: str) -> None:
     with pytest.raises(OutOfMemory, match=r"\(features#3\) needs 318 kB with one sample; d1 has 200 kB") as caught:
@@ -60,6 +62,7 @@ def test_a_mixed_plan_still_takes_two_devices(tiny: Network) -> None:
         make_plan(tiny, of_memory(10_000, 1), batch_size=8, strategy="mixed")
 
 
+@pytest.mark.slow
 def test_auto_says_what_helps(tiny: Network) -> None:
     with pytest.raises(BadPlan, match="samples: d0 would hold") as caught:
         make_plan(tiny, of_memory(200), batch_size=8)

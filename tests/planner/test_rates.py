@@ -430,6 +430,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.skipif(not TRACES.exists(), reason="the recorded traces are not here")
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_links(kind: str) -> None:

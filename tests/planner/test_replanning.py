@@ -88,6 +88,7 @@ def changes(draw: st.DrawFn, network: Network, **options: object) -> tuple[Plan,
     return plan, (*kept, *joined), known
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes(CHAIN))
 def test_a_adapted_plan_is_sound(drawn: tuple[Plan, tuple[str, ...], Profile]) -> None:
@@ -116,6 +117,7 @@ def test_orders_that_are_decided_under_way(drawn: tuple[Plan, tuple[str, ...], P
     assert found.plan.order == plan.order
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes(CHAIN, kinds=("single", "samples", "tiles"), orders=("1f1b",)), st.sampled_from((None, 0.001, 1e6)))
 def test_auto_is_never_slower_than_either_unless_it_is_near_the_ideal(
@@ -137,6 +139,7 @@ def test_auto_is_never_slower_than_either_unless_it_is_near_the_ideal(
         assert auto.seconds == pytest.approx(min(light.seconds, heavy.seconds))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(changes(CHAIN, kinds=("single", "samples")), st.integers(4_000, 60_000))
 def test_memory_is_respected_or_refused(drawn: tuple[Plan, tuple[str, ...], Profile], memory: int) -> None:
@@ -433,6 +436,7 @@ def as_large_as_mobilenet() -> Network:
     return chain(34, operators_per_layer=6, statistics=range(1, 204, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "environment"),
     [

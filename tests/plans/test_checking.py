@@ -74,6 +74,7 @@ def network_of(case: str) -> Network:
     return capture(make(), torch.randn(4, *shape), name=case).network
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("case", CASES)
 def test_a_way_applies_where_there_is_a_plan(case: str) -> None:
     network = network_of(case)
@@ -187,6 +188,7 @@ def test_a_network_that_is_not_captured() -> None:
     assert asdict(result)["sharing"] == ()
 
 
+@pytest.mark.slow
 def test_by_name() -> None:
     result = check_model("tiny", (1, 24, 24))
     assert result.is_captured

@@ -17,6 +17,7 @@ def large() -> Graph:
     return capture_model("tiny", (1, 128, 128))
 
 
+@pytest.mark.slow
 def test_bands_divide_every_map_and_are_not_too_narrow(large: Graph, tiny: Graph) -> None:
     assert possible_parts(large.network) == (1, 2), "its smallest map has two rows"
     assert possible_parts(tiny.network) == (1,), "16 rows in all"
@@ -33,6 +34,7 @@ def test_only_layers_over_maps_take_as_many_times_as_long(large: Graph) -> None:
     assert whole_seconds(large.network, [1.0, 2.0], 1) == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_network_too_large_is_measured_all_the_same(large: Graph) -> None:
     said: list[str] = []
     free = needed_bytes(large.network, 4) - 1

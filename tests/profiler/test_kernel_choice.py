@@ -40,6 +40,7 @@ def _mixed_is_best(name: str) -> float:
     return 1e-3 if "channels_last+native" in name else 2e-3
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
 def test_the_choice_never_loses(tiny: Graph, seconds: list[float]) -> None:

@@ -19,6 +19,7 @@ from manyhands.profiler.measure import _Layers, measure_network
 from manyhands.profiler.this_machine import identify
 
 
+@pytest.mark.slow
 def test_every_layer_of_tiny_takes_time(tiny: Graph) -> None:
     said: list[str] = []
     profile = measure_network(tiny, ladder=(1, 2, 4), threads=1, seconds=6.0, on_progress=said.append)
@@ -50,6 +51,7 @@ def test_a_ladder_must_increase(tiny: Graph, ladder: tuple[int, ...]) -> None:
         measure_network(tiny, ladder=ladder)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("model", ["bilstm", "din"])
 def test_networks_of_words_and_tables_are_measured_too(model: str) -> None:
     graph = capture(build(model), example_batch(model, 2, input_shape=(8,)), name=model)

@@ -57,6 +57,7 @@ def test_no_layer_is_begun_after_the_limit(tiny: Graph, limit: float, monkeypatc
         assert all(timing.forward_seconds > 0 and timing.backward_seconds > 0 for timing in layer.ladder)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("bilstm")
 @pytest.mark.parametrize("model", ["mobilenetv2", "bilstm"])
 def test_layers_that_were_not_reached_are_estimated_at_the_rate_of_the_others(

@@ -39,6 +39,7 @@ def test_it_is_measured_once() -> None:
         this_machine(threads=1, refresh=True, timer=_never)
 
 
+@pytest.mark.slow
 def test_the_real_clock_gives_sensible_numbers() -> None:
     device = this_machine(threads=1)
     assert 0.01 < device.gflops < 1e5

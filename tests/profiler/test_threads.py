@@ -34,6 +34,7 @@ print(own / everyone)
 """
 
 
+@pytest.mark.slow
 def test_a_convolution_on_two_threads_leaves_none_behind() -> None:
     """In a process of its own: what is computed on one thread there is computed by that thread alone."""
     ran = subprocess.run([sys.executable, "-c", _AFTER_TWO], capture_output=True, text=True, check=True, env=os.environ)

@@ -15,6 +15,7 @@ from manyhands.profiler.measure import measure_network
 from manyhands.profiler.whole import scaled_to_steps
 
 
+@pytest.mark.slow
 def test_every_layer_is_scaled_alike_to_what_steps_take() -> None:
     graph = capture(build("tiny"), example_batch("tiny", 4), name="tiny")
     measured = measure_network(graph, ladder=(4, 8), seconds=30, kernels={}, threads=1)

@@ -100,6 +100,7 @@ def drifts(worker: Worker) -> None:
         weight.view(-1)[0] += 1e-6
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("device", NAMES)
 def test_a_device_that_sends_a_wrong_sum(device: str) -> None:
     """The others hold the same, which is not what it formed."""
@@ -123,6 +124,7 @@ def test_a_device_that_adds_up_wrongly() -> None:
     check_evicted(trip, "c", "its sum of the gradients is not the sum of what it was given")
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("plan", ["samples", "tiles"])
 def test_a_device_whose_weights_drift(plan: str) -> None:
     fault = Fault("b", "forward", "called", step=FAULT_STEP, does=drifts)
@@ -147,6 +149,7 @@ def test_a_gradient_that_is_not_finite_is_blamed_on_its_device() -> None:
     check_evicted(trip, "b", f"at step {FAULT_STEP} its gradient was not finite")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_in_a_hybrid_pipeline() -> None:
     fault = Fault("a", "backward", "called", step=FAULT_STEP, nth=2, does=spoilt_gradients(float("inf")))
     with FaultCluster(NAMES, fault) as cluster:

@@ -98,6 +98,7 @@ def test_a_device_that_changes_the_copies_it_holds() -> None:
     check_evicted(trip, "b", f"for the second time the copy of a's state after step {BACKUP} that b received")
 
 
+@pytest.mark.slow
 def test_a_device_whose_own_copy_changes_before_it_is_sent() -> None:
     fault = Fault("a", "send copy", "called", step=BACKUP, does=lambda worker: flip(worker, BACKUP))
     with FaultCluster(NAMES, fault) as cluster:
@@ -107,6 +108,7 @@ def test_a_device_whose_own_copy_changes_before_it_is_sent() -> None:
     check_evicted(trip, "a", f"its copy of its state after step {BACKUP} has changed while it was kept", steps=24)
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_changes_is_not_saved() -> None:
     """The coordinator compares what comes with what was offered; the same step is saved after it was run again."""
     fault = Fault("a", "send copy", "called", step=5, does=lambda worker: flip(worker, 5))

@@ -95,6 +95,7 @@ def test_a_frozen_worker_is_ended_too(mark: str) -> None:
     assert not marked(mark)
 
 
+@pytest.mark.slow
 def test_closing_may_be_interrupted(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C while workers are waited for: they are killed at once."""
     coordinator = Coordinator.local_cluster(mh.Cluster.local(1))

@@ -260,6 +260,7 @@ def verdict(name: str, number: int, *arguments: int, audit: int | None = None) -
 REFUSED, UNKNOWN, NO_FAMILY = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", list(seccomp.ARCHITECTURES))
 def test_every_verdict(name: str) -> None:
     own = seccomp.ARCHITECTURES[name]

@@ -67,6 +67,7 @@ def trained(controller: Steps, *faults: Fault, **options: object) -> Trip:
         return cluster.travel(split(1), controller=controller, rewrite=controller.plan, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("backup_every", [0, 2])
 @pytest.mark.parametrize("changes", [(1,), (2, 3), (4,), (5, 6), (STEPS - 1,), (STEPS,)])
 def test_a_change_at_any_step(changes: tuple[int, ...], backup_every: int) -> None:
@@ -113,6 +114,7 @@ def test_a_pause_waits_for_the_checkpoint_of_a_step_before_it(monkeypatch: pytes
     assert trip.saved == [4, STEPS]
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("stops", [(1,), (3, 6), (4,), (STEPS,)])
 def test_a_plan_that_ends_at_a_step(stops: tuple[int, ...]) -> None:
     controller = Steps(stops=stops)

@@ -57,6 +57,7 @@ def test_nobody_who_is_heard_often_enough_is_given_up(turns: list[tuple[int, lis
         assert set(detector.suspects) == {name for name in probed if name in heard}
 
 
+@pytest.mark.slow
 @given(st.lists(grains(1, PERIOD_GRAINS), min_size=LIMIT_GRAINS * 2), grains(0, LIMIT_GRAINS))
 def test_a_silent_one_is_given_up_within_the_limit_and_one_period(steps: list[int], last: int) -> None:
     """Looked after at least every quarter of the limit, and heard for the last time at any moment."""

@@ -47,6 +47,7 @@ def connections(process: psutil.Process) -> list[tuple[str, int, str, int, str]]
     ]
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_and_goes_in_the_middle_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in this process: it is cut off, the edge goes on alone, and it is invited again."""
     monkeypatch.setattr(inviting, "PAUSES_SECONDS", (0.02, 0.05))

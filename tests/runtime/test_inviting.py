@@ -233,6 +233,7 @@ def test_whoever_says_nothing_is_not_waited_for() -> None:
         channel.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_silent_coordinator_makes_way(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its link broke and nobody was told; the same one, or another, dials again."""
     with Listening() as server:
@@ -278,6 +279,7 @@ def test_a_long_word_on_a_slow_link_is_no_silence() -> None:
 # Data
 
 
+@pytest.mark.slow
 def test_data_goes_in_at_the_same_port(coordinator: Coordinator) -> None:
     """And it is dialled though its name is the smallest, by whoever has its token from the coordinator."""
     with Listening("a") as server, Listening("zz") as edge:

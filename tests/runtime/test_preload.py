@@ -43,6 +43,7 @@ def travelled(plan: str, *faults: Fault) -> tuple[Trip, Counter[str]]:
     return trip, given
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("plan", FED)
 def test_numbers_travel_and_the_weights_are_the_same(plan: str) -> None:
     trip, given = travelled(plan)

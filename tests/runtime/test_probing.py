@@ -11,6 +11,7 @@ from manyhands.runtime import probing
 from manyhands.transport.switchboard import Switchboard
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("extent", [replace(probing.WHOLE, alone_seconds=0.02), probing.QUICK], ids=["whole", "quick"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_everybody_gets_what_was_announced(count: int, extent: probing.Extent, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ def test_every_file_is_valid_at_any_moment(
     assert mh.read_plan(folder / "plan.yaml", ran.planned.network) == ran.result.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [SGD, pytest.param(Optimizer("Adam", lr=1e-3, betas=(0.8, 0.9)), marks=pytest.mark.slow)],

@@ -34,6 +34,7 @@ def verdict(devices: dict[str, Observed], steps_fed: int = 6) -> str | None:
 names = st.sampled_from(("a", "b", "c", COORDINATOR))
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(("a", "b", "c")),

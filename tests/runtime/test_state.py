@@ -84,6 +84,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     return Drawn({name: draw(some) for name in sorted(names)}, saved, draw(STEPS))
 
 
+@pytest.mark.slow
 @given(drawn())
 def test_the_latest_complete_step_is_found(one: Drawn) -> None:
     found = located(one.holdings, one.scalars, WEIGHTS, one.most_steps, one.saved)
@@ -119,6 +120,7 @@ def test_a_step_whose_optimizer_state_is_gone_is_not_found() -> None:
     assert found.steps_done == 3
 
 
+@pytest.mark.slow
 @given(drawn(), st.data())
 def test_everybody_gets_what_it_wants_from_somebody_who_has_it(one: Drawn, data: st.DataObject) -> None:
     found = located(one.holdings, one.scalars, WEIGHTS, one.most_steps, one.saved)

@@ -58,6 +58,7 @@ def check_goes_on(trip: Trip, plan: Plan, step: int) -> int:
     return done
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("name", "step", "backup_every"),
     [
@@ -99,6 +100,7 @@ def test_a_pilot_is_not_asked_any_more() -> None:
     check_goes_on(trip, split(1), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "nth"),
     [
@@ -139,6 +141,7 @@ def test_while_others_are_waited_for_it_ends_at_once() -> None:
     assert cluster.trip.saved == [2]
 
 
+@pytest.mark.slow
 def test_asked_after_the_last_step_it_is_just_finished() -> None:
     trip = stopped(PLANS["samples"], STEPS - 1)
     trip.check(reference(1))

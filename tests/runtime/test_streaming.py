@@ -139,6 +139,7 @@ def streaming(plan: str | Plan, *faults: Fault, names: str = "abc", **options: A
             assert len(fault.fired) == 1, fault
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("name", list(PLANS))
 def test_answers_are_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_whole_batches(monkeypatch)
@@ -152,6 +153,7 @@ def test_answers_are_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert found.logged == []
 
 
+@pytest.mark.slow
 def test_weights_are_laid_out_for_kernels_when_they_have_come() -> None:
     """Before that they are empty; after a loss they come, and are laid out, anew."""
     module = network(dtype=torch.float32).eval()
@@ -192,7 +194,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(("plan", "device", "place", "kind"), FAULTS)
 def test_one_is_lost(plan: str, device: str, place: str, kind: str) -> None:
     """In the middle: what is under way is run once more, what was answered is not."""

@@ -70,6 +70,7 @@ class Followed:
             assert one.samples == HELD_OUT
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("plan", PLANS)
 def test_it_equals_the_plain_module_at_every_step_it_is_due(plan: str) -> None:
     """The last step is one of them: what is saved of it is saved after it."""
@@ -79,7 +80,7 @@ def test_it_equals_the_plain_module_at_every_step_it_is_due(plan: str) -> None:
     assert [one.epoch for one in followed.results] == [0, 1]
 
 
-@pytest.mark.quick("samples", "pipeline", "tiles+single")
+@pytest.mark.quick("samples")
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_goes_on_to_the_last_bit(plan: str) -> None:
     with FaultCluster(NAMES) as cluster:
@@ -105,7 +106,7 @@ def in_the_midst(device: str, kind: str) -> tuple[Fault, Fault]:
     return begun, Fault(device, "forward", kind, step=EVERY + 1, after=begun)
 
 
-@pytest.mark.quick("samples-b-killed", "pipeline-b-killed", "hybrid-a-silent")
+@pytest.mark.quick("samples-b-killed")
 @pytest.mark.parametrize("kind", ["killed", "silent"])
 @pytest.mark.parametrize("device", ["a", "b"])
 @pytest.mark.parametrize("plan", ["samples", "pipeline", "hybrid", "tiles+single"])
@@ -120,6 +121,7 @@ def test_a_worker_lost_in_the_midst_of_it(plan: str, device: str, kind: str) -> 
     assert recovery["replayed"] == 0 or plan == "pipeline"
 
 
+@pytest.mark.slow
 def test_a_worker_lost_after_it_does_not_make_it_run_again() -> None:
     """It has its state of that step alone: those since the last backup are run again, and the results stay."""
     followed = Followed("pipeline", Fault("b", "load", step=EVERY, nth=2), backup_every=3)
@@ -128,6 +130,7 @@ def test_a_worker_lost_after_it_does_not_make_it_run_again() -> None:
     assert recovery["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_worker_joins_in_the_meantime() -> None:
     joined: list[str] = []
 
@@ -151,6 +154,7 @@ def test_a_worker_joins_in_the_meantime() -> None:
     assert "c" in trip.outcome.plan.devices
 
 
+@pytest.mark.slow
 def test_preloaded_samples_stay_on_the_devices() -> None:
     """They travel once: a validation in between leaves them there."""
     followed = Followed("samples", is_preloaded=True, every=2)

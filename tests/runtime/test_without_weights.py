@@ -126,6 +126,7 @@ class Offers:
         patch.setattr(Worker, "_send", listening)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("kind", PLANS)
 def test_devices_without_weights_train_like_one_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, graph, offers = plan_called(kind), captured(), Offers(monkeypatch)
@@ -139,6 +140,7 @@ def test_devices_without_weights_train_like_one_device(kind: str, monkeypatch: p
     check(trip)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     ("kind", "device", "place"),
     [

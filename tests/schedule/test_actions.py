@@ -93,6 +93,7 @@ actions = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(actions)
 def test_an_action_survives_being_printed(action: Action) -> None:
@@ -100,6 +101,7 @@ def test_an_action_survives_being_printed(action: Action) -> None:
     assert parse_action(f"  {action}\n") == action
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(device_names, st.lists(actions, max_size=5).map(tuple), max_size=4))
 def test_any_schedule_survives_being_printed(schedule: dict[str, tuple[Action, ...]]) -> None:

@@ -40,6 +40,7 @@ def work_of(plan: Plan) -> dict[str, DeviceWork]:
     return {name: work[name] for name in resolved.devices}
 
 
+@pytest.mark.slow
 @given(plan=plans(NETWORK))
 def test_one_that_is_lost_takes_nothing_with_it(plan: Plan) -> None:
     """Drawn plans of every kind, and every device of each: neither weights nor, with a gateway, its optimizer state."""

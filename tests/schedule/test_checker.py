@@ -35,6 +35,7 @@ def shared(share: BySamples | ByTiles) -> Plan:
     return resolve(Plan("chain", 4, (Stage((0, 4), ("d0", "d1"), share),), 2), CHAIN)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("network", [CHAIN, SKIPPING], ids=["chain", "skips"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())

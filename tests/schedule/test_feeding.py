@@ -28,6 +28,7 @@ def two_stages(share: tuple[int, ...] = (3, 1), homes: dict[str, str] | None = N
     return Plan("chain", sum(share), stages, homes=homes or {})
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(plans(SKIPPING, kinds=("single", "samples")))
 def test_every_sample_is_fed_once_to_each_stage_that_reads_it(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def rounds(draw: st.DrawFn) -> list[Glimpse]:
     return spans
 
 
+@pytest.mark.slow
 @given(rounds(), st.integers(1, 40))
 def test_few_are_left_and_none_is_made_up(spans: list[Glimpse], most: int) -> None:
     found = thinned(spans, most)

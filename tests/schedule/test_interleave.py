@@ -47,6 +47,7 @@ def passes(result: Simulation) -> dict[str, list[Action]]:
     return {device: list(own) for device, own in result.log.items()}
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("network", [CHAIN, SKIPPING], ids=["chain", "skips"])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

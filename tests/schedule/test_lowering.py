@@ -51,6 +51,7 @@ def sent_by(work: DeviceWork) -> list[tuple[str, Message]]:
     return [(action.to, action.message) for action in actions if isinstance(action, Send)]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("network", [CHAIN, SKIPPING], ids=["chain", "skips"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -86,6 +87,7 @@ def test_what_arrives_was_sent_by_one_who_has_it(plan: Plan) -> None:
             assert any(own.contains(box) for own in producer.owned(tensor).boxes(source))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(plans(SKIPPING, orders=("1f1b",), kinds=("single", "samples", "channels")))
 def test_gradients_return_as_the_values_came(plan: Plan) -> None:
@@ -98,6 +100,7 @@ def test_gradients_return_as_the_values_came(plan: Plan) -> None:
         assert backward == forward
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(plans(SKIPPING, orders=("1f1b",)))
 def test_bytes_are_elements_times_their_size_or_packed_bits(plan: Plan) -> None:
@@ -390,6 +393,7 @@ def test_nothing_is_split_where_nothing_is_sent_or_there_are_no_two_parts() -> N
     assert [a.first for a in actions if isinstance(a, Backward) and a.part == ""] == [0]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(plans(SKIPPING, orders=("1f1b",), kinds=("tiles", "single")))
 def test_every_operator_is_differentiated_once(plan: Plan) -> None:
@@ -403,6 +407,7 @@ def test_every_operator_is_differentiated_once(plan: Plan) -> None:
                 assert order == [op for g in reversed(work.geometries) for op in range(g.last - 1, g.first - 1, -1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(plans(SKIPPING, orders=("1f1b",), kinds=("tiles",)))
 def test_one_packed_message_for_each_peer_at_each_group_start(plan: Plan) -> None:
@@ -463,6 +468,7 @@ def test_an_interior_is_computed_while_the_halo_travels() -> None:
         assert actions[-1] == last
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(plans(SKIPPING, orders=("1f1b", "stream"), kinds=("tiles", "single")))
 def test_every_operator_is_computed_once(plan: Plan) -> None:
@@ -534,6 +540,7 @@ def test_a_device_in_two_stages_passes_the_checker(order: Order, reduce: str) ->
     assert checked.most_micro_batches_held == {"a": held, "b": held}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(plans(SKIPPING, orders=("sequential", "gpipe"), repeats=True))
 def test_every_element_comes_by_message_or_is_handed_over(plan: Plan) -> None:

@@ -107,6 +107,7 @@ def test_eager_is_1f1b_where_nothing_is_late() -> None:
     assert fixed.seconds == pytest.approx(eager.seconds, rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(plans(CHAIN, kinds=("single", "samples"), orders=("eager",)))
 def test_every_eager_plan_ends_and_its_log_is_a_schedule(plan: Plan) -> None:

@@ -50,6 +50,7 @@ modes: st.SearchStrategy[ReplayMode] = st.sampled_from(("grouped", "window"))
 links = st.builds(Link, st.sampled_from((1e3, 1e5, 1e6, 1e8, 1e12)), st.sampled_from((0.0, 1e-3, 1.0)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 14), st.one_of(st.none(), st.integers(0, 6)), modes, links, st.none() | st.integers(1, 9))
 def test_every_run_ends_within_its_bound(
@@ -95,6 +96,7 @@ def test_a_group_waits_for_all_of_the_last(count: int, k: int, link: Link) -> No
             done += 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 5), links)
 def test_a_window_is_never_wider_than_its_bound(count: int, k: int, link: Link) -> None:

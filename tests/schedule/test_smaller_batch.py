@@ -22,6 +22,7 @@ DRAWN = resolve(
 """That of the drawing in the module."""
 
 
+@pytest.mark.slow
 @given(plans(CHAIN, kinds=("single", "samples", "tiles"), orders=("sequential", "gpipe", "1f1b")), st.data())
 def test_drawn_plans_are_cut_down(plan: Plan, data: st.DataObject) -> None:
     if plan.batch_size < 2 or "phone" in plan.homes.values():
@@ -55,6 +56,7 @@ def test_drawn_plans_are_cut_down(plan: Plan, data: st.DataObject) -> None:
     assert set(Schedule(small, CHAIN).actions) == set(small.devices), "it can be lowered"
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_samples_are_divided_in_proportion(counts: list[int], data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, sum(counts)))

@@ -211,6 +211,7 @@ def squeezed(order: Order = "1f1b") -> TileGeometry:
     return geometry
 
 
+@pytest.mark.slow
 def test_what_is_made_from_a_pooled_map_is_replicated() -> None:
     geometry, network = squeezed(), squeezing()
     whole = {n for n, spec in network.tensors.items() if n not in geometry.maps and spec.batch_axis == 0}

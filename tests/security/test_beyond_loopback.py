@@ -60,6 +60,7 @@ def test_plain_connections_are_refused(coordinator: Coordinator, purpose: Purpos
         enter(coordinator, purpose, Security(TOKEN, encrypted=False))
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("purpose", list(Purpose))
 @pytest.mark.parametrize(
     "change",

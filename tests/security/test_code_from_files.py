@@ -100,6 +100,7 @@ def test_weights_do_not_choose_their_model(marker: Path) -> None:
     assert _same_model("", RunNames(model="resnet18"), "run") == "resnet18"
 
 
+@pytest.mark.slow
 def test_the_current_folder_hides_no_package(tmp_path: Path, marker: Path) -> None:
     """A file called like one is not imported in its place: not by a name that was typed, nor at the start."""
     for name in ("msgspec.py", "torch.py", "typer.py", "numpy.py"):

@@ -134,7 +134,7 @@ def long_message(parts: Parts, size: int) -> bytes:
     return first + repeated * (size // len(repeated)) + last
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=9)
 @pytest.mark.parametrize("parts", FROM_WORKER)
 def test_a_long_message_of_a_worker_is_bounded_in_memory(parts: Parts) -> None:
     """Before, 60 MiB of JSON took up to 1.5 GB."""
@@ -145,6 +145,7 @@ def test_a_long_message_of_a_worker_is_bounded_in_memory(parts: Parts) -> None:
         assert most_bytes() <= MOST_FROM_WORKER_BYTES < 5 * len(message)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("parts", FROM_COORDINATOR)
 def test_a_long_message_of_a_coordinator_is_bounded_in_memory(parts: Parts) -> None:
     message = long_message(parts, 60 * MIB)
@@ -154,7 +155,7 @@ def test_a_long_message_of_a_coordinator_is_bounded_in_memory(parts: Parts) -> N
         assert most_bytes() <= MOST_FROM_COORDINATOR_BYTES <= 5 * len(message)
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("parts", FROM_WORKER + FROM_COORDINATOR)
 def test_what_is_counted_before_is_no_less_than_what_it_takes(parts: Parts) -> None:
     decode = decode_from_worker if parts in FROM_WORKER else decode_from_coordinator

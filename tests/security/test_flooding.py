@@ -119,6 +119,7 @@ def test_a_member_floods_a_run_that_it_has_no_part_in(
     assert_as_alone(coordinator, attacked, seconds, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("flooding")
 def test_what_a_run_leaves_behind_is_private_and_holds_no_secret(
     coordinator: Coordinator, alone: tuple[Ran, float], tmp_path: Path

@@ -23,6 +23,7 @@ def test_there_are_lines() -> None:
     assert len(LINES) > 20
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split("|")[1].strip()[:60])
 def test_a_line_names_tests_that_exist(line: str) -> None:
     attack, defence, tests = (cell.strip() for cell in line.strip("|").split("|"))

@@ -87,6 +87,7 @@ def test_keys_are_compared_in_linear_time(tmp_path: Path) -> None:
     assert read_document(path) == json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_yaml_is_counted_while_it_is_read(tmp_path: Path) -> None:
     """Four megabytes of small lists took over a minute and more than a gigabyte before they were refused."""
     path = tmp_path / "lists.yaml"

@@ -318,6 +318,7 @@ def test_rates_are_max_min_fair(drawn: tuple[Cluster, list[tuple[str, str]]]) ->
     assert [got[str(number)] for number in range(len(flows))] == pytest.approx([float(rate) for rate in expected])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(crowds(), st.data())
 def test_rates_are_fair_again_when_one_has_ended(
@@ -335,6 +336,7 @@ def test_rates_are_fair_again_when_one_has_ended(
     assert [transfers[str(n)].rate for n in rest] == pytest.approx([float(rate) for rate in expected])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(crowds(), st.lists(st.integers(1, 100), min_size=7, max_size=7))
 def test_everything_sent_arrives_and_no_limit_is_broken(

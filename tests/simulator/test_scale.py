@@ -92,6 +92,7 @@ def both_ways(plan: Plan, network: Network, made: Cluster, monkeypatch: pytest.M
     assert as_arrays == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_drawn_plans_are_shared_as_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     @settings(max_examples=25, deadline=None)
     @given(plans(MIXED, orders=FIXED_ORDERS, repeats=True), st.integers(0, 999), st.booleans())
@@ -117,6 +118,7 @@ def even(devices: int, samples: int) -> tuple[int, Share]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rings_and_wide_sums_are_shared_as_plainly(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More devices than add up directly, beside a stage that they send to."""
@@ -200,6 +202,7 @@ def timed(plan: Plan, made: Cluster, limit: float) -> Simulation:
 WIDE = [(200, 20), pytest.param(1000, 60, marks=pytest.mark.slow)]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("batch_norm", ["local", "synchronised"])
 @pytest.mark.parametrize(("count", "limit"), WIDE)
 def test_a_pipeline_of_wide_stages(count: int, limit: float, batch_norm: str) -> None:
@@ -209,6 +212,7 @@ def test_a_pipeline_of_wide_stages(count: int, limit: float, batch_norm: str) ->
     timed(plan, made, limit)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("batch_norm", ["local", "synchronised"])
 @pytest.mark.parametrize(("count", "limit"), WIDE)
 def test_one_stage_by_samples(count: int, limit: float, batch_norm: str) -> None:

@@ -92,6 +92,7 @@ def test_the_norm_waits_for_the_sums_and_costs_a_delay(count: int) -> None:
     assert with_norm.total_bytes - without.total_bytes == exactly(16 * count * (count - 1))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6 * WEIGHT_BYTES), st.integers(2, 4), st.floats(1e4, 1e7), st.floats(0, 0.05))
 @settings(max_examples=60, deadline=None)
 def test_buckets_are_never_slower(bucket: int, count: int, rate: float, delay: float) -> None:
@@ -292,6 +293,7 @@ def drawn_cluster(rate: float = 2e5, delay: float = 0.002) -> Cluster:
     return cluster(NAMES, Link(rate, delay), up_bytes_per_second=3e5, watts_active=5, watts_idle=2, watts_transfer=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(plans(MIXED, repeats=True))
 def test_drawn_plans_keep_to_every_bound(plan: Plan) -> None:
@@ -324,6 +326,7 @@ def test_drawn_plans_keep_to_every_bound(plan: Plan) -> None:
     assert result.joules == exactly(sum(one.joules for one in result.devices.values()))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(MIXED, repeats=True))
 def test_a_faster_world_is_not_slower(plan: Plan) -> None:

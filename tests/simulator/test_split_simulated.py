@@ -21,7 +21,7 @@ MEASURED = even_profile(NETWORK, ["edge", "server"], 0.002, 0.004)
 PROFILE = Profile({"edge": slowed(MEASURED.of("edge"), 4), "server": MEASURED.of("server")})
 
 
-@pytest.mark.quick(every=3)
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("side", ["upstream", "downstream"])
 @pytest.mark.parametrize("mode", ["grouped", "window"])
 @pytest.mark.parametrize("k", [0, 1, 5, None])

@@ -70,6 +70,7 @@ def test_samples_are_drawn(graph: Graph, sets: tuple[CalibrationSet, Calibration
     assert not torch.equal(first[0], first[2])
 
 
+@pytest.mark.slow
 def test_a_real_calibration(graph: Graph, sets: tuple[CalibrationSet, CalibrationSet]) -> None:
     said: list[str] = []
     found = calibrate(
@@ -91,6 +92,7 @@ def test_a_real_calibration(graph: Graph, sets: tuple[CalibrationSet, Calibratio
             assert one.is_enough == (mean >= found.reference - 0.05 - found.spread)
 
 
+@pytest.mark.slow
 def test_losses_where_there_are_no_classes() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 6)
@@ -106,6 +108,7 @@ def test_losses_where_there_are_no_classes() -> None:
     assert all(one.is_enough == (one.scores[0] <= 1.2 * found.reference) for one in found.tried if not one.later)
 
 
+@pytest.mark.quick(every=15)
 @pytest.mark.parametrize("need", [*WIDTHS, UNPACKED])
 @pytest.mark.parametrize("most", [0, *KS, 100])
 def test_searches_find_what_is_so(

@@ -229,6 +229,7 @@ def test_labels_at_the_cloud_do_not_travel(three: Coordinator, whole: dict[str, 
         train(two(three, "edge-a", "server"), tmp_path / "edge", labels="cloud", cut="edge", data=Pairs())
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
@@ -281,6 +282,7 @@ class Mixed(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_where_edges_meet() -> None:
     example = {"left": torch.zeros(4, 6), "right": torch.zeros(4, 4)}
     graph = capture(Both(), example, granularity="operators")
@@ -324,6 +326,7 @@ def test_what_edges_have_in_common_goes_with_each() -> None:
     assert last.devices == ("server",)
 
 
+@pytest.mark.slow
 def test_the_coordinator_has_numbers_in_place_of_data(three: Coordinator) -> None:
     with joined(network(), None, None, cloud=three) as found:
         assert found.holders == SILOS

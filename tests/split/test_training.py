@@ -83,6 +83,7 @@ def graph_network(dtype: torch.dtype = torch.float64) -> Any:
     return capture(network(dtype=dtype), torch.zeros(4, 1, 8, 8, dtype=dtype)).network
 
 
+@pytest.mark.slow
 @pytest.mark.quick("2-window")
 @pytest.mark.parametrize(("cut", "mode"), [(1, "grouped"), (2, "window")])
 def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path: Path, cut: int, mode: str) -> None:
@@ -376,6 +377,7 @@ def test_rivals_run_on_the_same_engine(two: Two, tmp_path: Path, rival: str) -> 
     assert len(result.losses) == 8
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [

@@ -80,6 +80,7 @@ def assert_alike(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("plan", ["samples", "pipeline", "tiles"])
 def test_several_steps_make_one_update(cluster: Coordinator, tmp_path: Path, plan: str) -> None:
     """A pause in the midst of an update takes its gradients along."""
@@ -95,6 +96,7 @@ def test_several_steps_make_one_update(cluster: Coordinator, tmp_path: Path, pla
     assert_alike(model, plain)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_in_the_midst_of_an_update(tmp_path: Path) -> None:
     plain, losses = alone()
     model = network(dropout=0.0)

@@ -50,6 +50,7 @@ def averaged(cluster: Coordinator, plan: Any, folder: Path, **options: Any) -> R
     return train(cluster, plan, folder, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("samples")
 @pytest.mark.parametrize("way", ["samples", "pipeline"])
 def test_the_average_is_that_of_pytorch(
@@ -86,6 +87,7 @@ def test_a_run_that_loses_a_worker_has_the_same_average(
     assert_close(ran.result.ema, expected)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_averaging(cluster: Coordinator, expected: dict[str, Tensor], tmp_path: Path) -> None:
     plan = shared(names(cluster), 3, 4, 5)
     averaged(cluster, plan, tmp_path, steps=3)

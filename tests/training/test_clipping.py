@@ -74,6 +74,7 @@ def written_norms(folder: Path) -> list[float]:
         return [float(row["grad_norm"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 @pytest.mark.quick("samples")
 @pytest.mark.parametrize("way", ["samples", "line", "auto"])
 def test_training_clips_as_pytorch(
@@ -121,6 +122,7 @@ def test_a_run_that_loses_a_worker_has_the_same_norms(
     assert written_norms(tmp_path) == ran.result.grad_norms
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_clipping(
     cluster: Coordinator, expected: tuple[dict[str, Tensor], list[float]], tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_tiles_have_the_loss_curve_of_one_device(cluster: Coordinator, data: Dat
     assert tiled.result.test.loss == pytest.approx(one.result.test.loss, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_the_mean_average_precision_is_that_of_the_plain_module(
     cluster: Coordinator, data: DataSets, tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_the_model_is_told_the_classes_and_the_loss_is_the_detectors(data: DataS
     assert loss_of("mine:detector", data) is region_loss
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(
     ("model", "shape", "message"),
     [

@@ -117,6 +117,7 @@ def test_a_loader_trains_as_an_ordinary_loop_over_it(
     assert 0 <= ran.result.data_wait_share <= 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_batches_it_would_have_had(cluster: Coordinator, tmp_path: Path) -> None:
     plain, model = network(dropout=0.0), network(dropout=0.0)
     wanted = loop(plain, loaded("augmented"), 2)
@@ -165,6 +166,7 @@ def loop_with_rest(model: nn.Module, epochs: int) -> tuple[list[float], list[flo
     return losses, validated
 
 
+@pytest.mark.slow
 @pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("plan", ["samples", "tiles", "pipeline"])
 def test_a_smaller_last_batch_is_trained_as_an_ordinary_loop_does(

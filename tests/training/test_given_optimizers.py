@@ -103,6 +103,7 @@ def test_each_way_of_sharing(cluster: mh.Coordinator, tmp_path: Path, how: str) 
     assert_alike(model, plain, optimizer, expected)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_equal(cluster: mh.Coordinator, tmp_path: Path) -> None:
     def run(folder: str, **options: Any) -> tuple[nn.Module, Any]:
         model = network()

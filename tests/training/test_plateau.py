@@ -69,6 +69,7 @@ def train(cluster: mh.Coordinator, folder: Path, **options: Any) -> tuple[nn.Mod
     return model, optimizer
 
 
+@pytest.mark.slow
 def test_a_plateau_is_that_of_a_loop(cluster: mh.Coordinator, tmp_path: Path) -> None:
     expected, rates = by_pytorch()
     assert len(set(rates)) > 2, "the rate falls"

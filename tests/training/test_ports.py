@@ -32,6 +32,7 @@ def test_it_changes_at_most_five_lines(name: str) -> None:
     assert 0 < lines_changed(before, after) <= MOST_LINES
 
 
+@pytest.mark.slow
 @pytest.mark.quick("port_segmentation")
 @pytest.mark.parametrize("name", sorted(NEEDS))
 def test_it_ends_with_the_same_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,7 @@ def test_bf16_on_two_workers_is_pytorchs(cluster: Coordinator, tmp_path: Path) -
     assert any(event["event"] == "verified" for event in events)
 
 
+@pytest.mark.slow
 def test_fp16_skips_and_goes_on_where_it_was(cluster: Coordinator, tmp_path: Path) -> None:
     """The second of four steps overflows. A run that is stopped after it and resumed ends as one that was not."""
     data, said = rows((1.0, 3e4, 1.0, 1.0)), list[str]()
@@ -126,6 +127,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_memory_and_time_are_planned_in_the_lower_precision() -> None:
     """Bytes saved for the backward pass, and those of a cut, are half as many; weights keep theirs."""
     x = torch.randn(4, 3, 8, 8)

@@ -203,6 +203,7 @@ class PartlyUsed(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_used_does_not_keep_the_state_back(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(3)
     plain, _ = alone(given, PartlyUsed())
@@ -234,6 +235,7 @@ def test_losses_behave_as_numbers(cluster: Coordinator, tmp_path: Path) -> None:
         step(given[0])
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("behind", [0, 2])
 def test_a_worker_that_is_lost_in_the_loop_costs_nothing(tmp_path: Path, behind: int) -> None:
     """Batches are overwritten as soon as the step returns: those that are run again were kept."""
@@ -258,6 +260,7 @@ def test_a_worker_that_is_lost_in_the_loop_costs_nothing(tmp_path: Path, behind:
     assert_alike(model, plain)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loop_leaves_a_trained_model_and_no_process(tmp_path: Path) -> None:
     given = batches(3)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -287,6 +290,7 @@ def workers_of(step: PreparedStep) -> set[int]:
     return {member.facts.pid for member in step._training.job.session.coordinator.members.values()}
 
 
+@pytest.mark.slow
 def test_forgetting_to_close(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(2)
     model = network(dropout=0.0)
@@ -302,6 +306,7 @@ def test_forgetting_to_close(cluster: Coordinator, tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "training"]
 
 
+@pytest.mark.slow
 def test_preparing_a_module_again_closes_the_step_before(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(2)
     model = network(dropout=0.0)
@@ -369,6 +374,7 @@ def test_plans_without_a_loss_after_each_step_are_refused(cluster: Coordinator, 
         prepare(network(), functional.cross_entropy, SGD, epochs=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_a_loop_resumes_at_its_checkpoint(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(4)
     with prepared(cluster, tmp_path) as step:
@@ -383,6 +389,7 @@ def test_a_loop_resumes_at_its_checkpoint(cluster: Coordinator, tmp_path: Path) 
     assert_alike(model, alone(given)[0])
 
 
+@pytest.mark.slow
 def test_a_loop_with_all_its_lines_trains_alike(cluster: Coordinator, tmp_path: Path) -> None:
     """PyTorch's optimizer and scheduler as they were, with groups; what else was in the loop does nothing."""
     given = batches(6)

@@ -157,6 +157,7 @@ class Judging(nn.Module):
         return answer
 
 
+@pytest.mark.slow
 @pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("way", ["samples", "pipeline"])
 def test_a_network_that_computes_its_own_loss(cluster: Coordinator, tmp_path: Path, way: str) -> None:
@@ -186,6 +187,7 @@ def test_a_network_that_computes_its_own_loss(cluster: Coordinator, tmp_path: Pa
     assert evaluated.loss == pytest.approx(wanted.loss.item(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_loss_of_a_field_of_the_output(cluster: Coordinator, tmp_path: Path) -> None:
     """The loss gets the dataclass itself, in training and in evaluation; without it accuracy is that of `logits`."""
     ran = train(

@@ -78,7 +78,7 @@ DATA: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("autoencoder by samples", "views")
+@pytest.mark.quick("autoencoder by samples")
 @pytest.mark.parametrize(
     ("make", "way", "kind"),
     [
@@ -114,6 +114,7 @@ def test_a_network_without_labels_trains_as_on_one_device(
         assert ran.result.test.loss == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_held_out_data_for_pairs_of_samples_is_refused_before_training(cluster: Coordinator, tmp_path: Path) -> None:
     with pytest.raises(BadValue, match=r"every two samples[\s\S]*test_unlabelled_training.py:\d+"):
         train(cluster, "pipeline", tmp_path, model=Views(), data=PICTURES, loss=None, steps=2, test=PICTURES)

@@ -118,6 +118,7 @@ def plainly_trained(steps: int, every: int, parts: int) -> list[dict[str, float]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.quick("samples")
 @pytest.mark.parametrize("kind", ["samples", "pipeline"])
 def test_it_equals_plain_pytorch_at_every_validation(cluster: Coordinator, tmp_path: Path, kind: str) -> None:
@@ -150,6 +151,7 @@ def test_it_equals_plain_pytorch_at_every_validation(cluster: Coordinator, tmp_p
     assert [float(row["top2"]) for row in rows] == [one.metrics["top2"] for one in ran.result.validation]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_it_was(cluster: Coordinator, tmp_path: Path) -> None:
     """The weights, the results and the state of callbacks are those of a run without a break."""
     plan = shared(names(cluster)[:2], 8, 4)
@@ -181,6 +183,7 @@ def test_a_resumed_run_goes_on_where_it_was(cluster: Coordinator, tmp_path: Path
     assert without_seconds("parts") == without_seconds("whole")
 
 
+@pytest.mark.slow
 def test_it_stops_early_and_keeps_the_best(cluster: Coordinator, tmp_path: Path) -> None:
     """At a rate this high the loss grows; the best is of the first validation, and loads into the plain module."""
     optimizer = mh.Optimizer("SGD", lr=3.0)
@@ -240,7 +243,7 @@ def broken(predictions: Any, targets: Any) -> float:
     ],
     ids=["step", "validation", "end", "metric", "no number"],
 )  # fmt: skip
-@pytest.mark.quick("step", "metric")
+@pytest.mark.quick("step")
 def test_what_raises_ends_the_run_with_a_checkpoint(
     cluster: Coordinator, tmp_path: Path, options: dict[str, Any], message: str, saved: int
 ) -> None:
@@ -275,6 +278,7 @@ def test_after_a_metric_that_raised_it_is_validated_first(cluster: Coordinator, 
     assert len(result.losses) == EPOCH_STEPS
 
 
+@pytest.mark.quick(every=17)
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

@@ -37,6 +37,7 @@ def send_many(channel: Channel, size: int, limit_seconds: float) -> None:
         channel.send(bytes(size), limit_seconds)
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("size", [0, 1, 2**16 - 1, 2**16, 2**20])
 def test_both_ways(pair: Pair, size: int) -> None:
     message = os.urandom(size)

@@ -51,6 +51,7 @@ def test_a_frame_comes_back_as_it_was(header: Header) -> None:
     assert read(encode(header)) == header
 
 
+@pytest.mark.slow
 @given(headers(), st.data())
 def test_a_header_cut_short_is_no_header(header: Header, data: st.DataObject) -> None:
     frame = encode(header)
@@ -112,6 +113,7 @@ def test_only_frames_without_an_origin_are_for_the_engine(header: Header) -> Non
     assert not is_control(msgspec.structs.replace(header, generation=0))
 
 
+@pytest.mark.slow
 @given(st.sampled_from([HEARTBEAT.topic, OFFER, ANSWER]), headers())
 def test_what_is_for_the_engine_is_small_and_whole(topic: str, header: Header) -> None:
     said = msgspec.structs.replace(header, origin="", generation=-1, topic=topic)

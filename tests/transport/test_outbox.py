@@ -20,6 +20,7 @@ def zeros(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 def test_urgent_messages_have_the_port_to_themselves(encrypted: bool) -> None:
     """Meanwhile only the frame that had begun arrives elsewhere, and one beside the last of the urgent message."""

@@ -82,6 +82,7 @@ def some_frames(rate: float, fractions: list[float]) -> list[int]:
 fractions = st.lists(st.floats(0, 1), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(rates, fractions, st.data())
 def test_a_link_never_carries_more_than_its_rate_and_a_burst(
@@ -94,6 +95,7 @@ def test_a_link_never_carries_more_than_its_rate_and_a_burst(
     assert_within(ideal.written[0], rate, burst_bytes(rate))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.tuples(rates, fractions), min_size=1, max_size=4), st.data())
 def test_a_port_never_carries_more_than_its_rate_and_a_burst(
@@ -242,6 +244,7 @@ def best_of(attempts: int, measure: Callable[[int], float], least: float, most: 
     raise AssertionError(f"{min(found):.4f} s at best; {least:.4f} to {most:.4f} were asked for")
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("mbit_per_second", [0.5, 5, 50, 400])
 def test_rates(security: Security, mbit_per_second: float) -> None:
     rate = mbit_per_second * MBIT

@@ -41,6 +41,7 @@ def pieces(content: bytes | bytearray, cuts: list[float]) -> list[memoryview]:
 cuts = st.lists(st.floats(0, 1), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.booleans(), cuts, cuts), max_size=40), st.integers(0, 2**32))
 def test_what_goes_in_comes_out(moves: list[tuple[int, bool, list[float], list[float]]], seed: int) -> None:

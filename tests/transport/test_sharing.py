@@ -103,6 +103,7 @@ def test_small_messages_alone_make_nothing(security: Security) -> None:
         assert sharing(b, "a").emptying is None
 
 
+@pytest.mark.quick(every=2)
 def test_released_memory_may_change_with_a_ring(security: Security) -> None:
     count, topics = 40 * CHUNK_BYTES, [f"x{number}" for number in range(3)]
     with joined(security, TOPICS | dict.fromkeys(topics, count)) as (a, b):
@@ -120,6 +121,7 @@ def test_released_memory_may_change_with_a_ring(security: Security) -> None:
             assert torch.equal(torch.frombuffer(b.mailbox.take("a", 0, topic), dtype=torch.uint8), content)
 
 
+@pytest.mark.quick(every=2)
 def test_a_full_ring_holds_nobody_up(security: Security) -> None:
     """The receiver takes nothing: the ring fills, then the link. Small messages pass as soon as it does again."""
     setting = SharingSetting(2 * CHUNK_BYTES)
@@ -145,6 +147,7 @@ def test_a_full_ring_holds_nobody_up(security: Security) -> None:
         assert a.sent_bytes["b"] == b.mailbox.received_bytes["a"] == count + 100 + LARGE
 
 
+@pytest.mark.quick(every=2)
 def test_a_refused_message_frees_its_room(security: Security) -> None:
     setting = SharingSetting(2 * CHUNK_BYTES)
     with joined(security, TOPICS, sharing=setting) as (a, b):
@@ -167,6 +170,7 @@ def test_a_new_generation_in_the_middle(security: Security) -> None:
         pass_on(a, b, 0, "large", LARGE)
 
 
+@pytest.mark.quick(every=2)
 def test_nothing_is_left_after_a_close_with_rings(security: Security) -> None:
     with joined(security, TOPICS):
         pass  # the certificate, and whatever else is made once
@@ -404,6 +408,7 @@ def test_by_hand(security: Security) -> None:
         ring.close()
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -428,6 +433,7 @@ def test_an_offer_that_does_not_hold_is_answered_by_nothing(security: Security, 
         b.mailbox.receive("a", 0, "x", [torch.zeros(100, dtype=torch.uint8)])
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     ("place", "length"), [(0, CHUNK_BYTES + 1), (CHUNK_BYTES, 1), (2**62, 100), (CHUNK_BYTES, 0)], ids=str
 )
@@ -464,6 +470,7 @@ SAID = {
 }
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("kind", SAID)
 def test_nonsense_ends_the_connection(security: Security, kind: str) -> None:
     topic, content, reason = SAID[kind]
@@ -495,6 +502,7 @@ def test_a_wrong_answer_is_no_proof(security: Security) -> None:
         assert len(content) == SMALLEST_SHARED_BYTES
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_an_offer_that_does_not_hold_or_none(noise: bytes) -> None:
@@ -514,6 +522,7 @@ numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(0, 64))
 hosts = st.tuples(st.one_of(st.just("127.0.0.1"), st.text(max_size=10)), numbers)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=80), numbers, st.binary(max_size=40), hosts, hosts, st.booleans())
 def test_any_offer_but_a_true_one_is_answered_by_nothing(

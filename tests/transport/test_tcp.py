@@ -37,6 +37,7 @@ def random_bytes(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8)
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("count", [0, 1, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, 5 * CHUNK_BYTES + 17])
 @pytest.mark.parametrize("is_posted", [True, False], ids=["posted", "early"])
 def test_sizes(security: Security, count: int, is_posted: bool) -> None:
@@ -53,6 +54,7 @@ def test_sizes(security: Security, count: int, is_posted: bool) -> None:
         a.flush(5)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("encrypted")
 def test_released_memory_may_change(security: Security) -> None:
     """Far more than a link holds: most of it has not left when the sender changes it, and nothing gets stuck."""
@@ -86,6 +88,7 @@ def test_many_parts_to_many_destinations(security: Security) -> None:
         assert torch.equal(torch.cat(parts), torch.cat(into))
 
 
+@pytest.mark.quick(every=2)
 def test_all_pairs_at_once_from_many_threads(security: Security) -> None:
     sizes = {f"{number}": 1 + 100_000 * number for number in range(12)}
     with joined(security, sizes, "a", "b", "c") as endpoints:
@@ -125,6 +128,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_a_refused_frame_is_thrown_away_and_the_next_one_read(security: Security, kind: str) -> None:
     changes, reason = REFUSALS[kind]
@@ -168,6 +172,7 @@ def test_a_frame_byte_by_byte(security: Security) -> None:
         guest.wire.close()
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"mhf1\xff\xff\xff\xff", b"mhf1\x04\0\0\0\xc1\xc1\xc1\xc1"]
 )
@@ -184,6 +189,7 @@ def test_garbage_ends_that_connection_only(security: Security, garbage: bytes) -
         other.wire.close()
 
 
+@pytest.mark.quick(every=2)
 def test_an_urgent_message_overtakes_a_large_one(security: Security) -> None:
     """The guest does not read until both were handed over."""
     size = 32 * 2**20
@@ -271,6 +277,7 @@ def test_connecting_again_keeps_live_connections(security: Security) -> None:
         assert a._connections["b"] is before
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["a", "b"], ids=["it connects", "it is connected to"])
 def test_another_process_under_a_known_name(security: Security, name: str) -> None:
     """The end of the first one was not heard of: the connection to it must not pass for the other one's."""
@@ -314,6 +321,7 @@ def test_another_token_is_refused(security: Security) -> None:
         c.mailbox.receive("b", 0, "x", [random_bytes(1)])
 
 
+@pytest.mark.quick(every=2)
 def test_a_name_that_is_taken(security: Security) -> None:
     with joined(security, {"x": 1}) as (_, b):
         second = TcpEndpoint("a", security)
@@ -325,6 +333,7 @@ def test_a_name_that_is_taken(security: Security) -> None:
         assert b.is_connected("a")
 
 
+@pytest.mark.quick(every=2)
 def test_a_name_nobody_knows(security: Security, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "PENDING_SECONDS", 0.1)
     b = TcpEndpoint("b", security, silence_seconds=0.4)
@@ -386,6 +395,7 @@ def test_a_taken_port(security: Security) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.quick(every=2)
 def test_nothing_is_left_after_a_close(security: Security) -> None:
     with joined(security, {"x": 1}):
         pass  # the certificate, and whatever else is made once

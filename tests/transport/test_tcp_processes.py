@@ -16,6 +16,7 @@ from manyhands.facts.errors import WorkerLost
 from manyhands.transport.security import Security
 
 
+@pytest.mark.slow
 @pytest.mark.quick("encrypted")
 def test_there_and_back(security: Security) -> None:
     with with_peer(security, "echo", 10) as (b, _):
@@ -27,6 +28,7 @@ def test_there_and_back(security: Security) -> None:
         assert b.sent_bytes["a"] == b.mailbox.received_bytes["a"] == SIZE
 
 
+@pytest.mark.quick(every=2)
 def test_a_peer_killed_in_the_middle_of_a_message(security: Security) -> None:
     with with_peer(security, "stall", 30) as (b, process):
         into = torch.zeros(SIZE, dtype=torch.uint8)

@@ -37,7 +37,7 @@ def sent(sender: TcpEndpoint, receiver: TcpEndpoint, sizes: dict[str, int], step
     return receiver.mailbox.take_timed()
 
 
-@pytest.mark.quick(every=2)
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize(
     ("mbit", "size"), [(2, 10_000), (8, 40_000), (40, 20_000), (100, 60_000), (100, 2 * CHUNK_BYTES)]
 )
@@ -83,6 +83,7 @@ def test_small_messages_and_state_are_not_timed(security: Security) -> None:
         assert sent(a, b, {"state": 20_000}) == []
 
 
+@pytest.mark.quick(every=2)
 def test_a_message_that_takes_long_is_told_of_while_it_comes(security: Security) -> None:
     size = 40_000
     with joined(security, {"x": size}) as (a, b):

@@ -75,6 +75,7 @@ def test_a_digest_tells_weights_apart() -> None:
     assert len({digest(), digest(1), digest(0, 1), digest(0, 0, 1), digest(count=9), digest(dtype=torch.bfloat16)}) == 6
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_frozen_weights_goes_on_only_from_the_same(tmp_path: Path) -> None:
     """Those of a mapped file stay in it; another file of the same shapes is not what the run was started with."""
     graphs: list[Graph] = []

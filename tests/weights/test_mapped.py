@@ -145,6 +145,7 @@ def test_trained_weights_are_put_back_without_touching_the_others(real: Network,
     assert torch.equal(module.embedding.weight, real.embedding.weight)
 
 
+@pytest.mark.slow
 def test_a_part_of_mapped_weights_trains_as_from_memory_and_the_rest_stays_in_its_file(
     real: Network, file: Path, tmp_path: Path
 ) -> None:

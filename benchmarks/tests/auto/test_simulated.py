@@ -20,6 +20,7 @@ def answer(corners: tuple[float, float, float, float], seconds: float, mixed: bo
     )
 
 
+@pytest.mark.slow
 def test_two_small_scenarios_are_answered_and_auto_is_never_behind_a_corner() -> None:
     devices = [{"name": "a", "kind": "pi4"}, {"name": "b", "kind": "pi5"}]
     link = {"rate": "1000 Mbit/s", "delay": "0.3 ms"}

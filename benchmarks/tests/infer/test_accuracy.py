@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from infer_methods import TINY
@@ -18,6 +19,7 @@ from manyhands_bench.infer.site import interleaved
 from manyhands_bench.parts import failed
 
 
+@pytest.mark.slow
 def test_the_drawn_networks_answer_with_numbers(library: Library) -> None:
     graph = library.graph(TINY, decoupled=True)
     assert all(bool(torch.isfinite(value).all()) for value in graph.state.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from infer_methods import measured, methods
 from manyhands_bench.infer.accuracy import Accuracy, DecoupledVariant
 from manyhands_bench.infer.drawn import draw_lab, draw_memory, draw_scores, draw_simulated
@@ -18,6 +20,7 @@ from manyhands_bench.infer.simulated import (
 )
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     tables = {"net": {pair: methods(0.3, 0.2, 0.1) for pair in PAIRS}}
     found = Simulated(tables, {"net": methods(0.5, 0.4, 0.3)}, {}, 7.0)  # type: ignore[arg-type]

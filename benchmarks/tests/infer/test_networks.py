@@ -14,6 +14,7 @@ from manyhands_bench.infer.simulated import (
 )
 
 
+@pytest.mark.slow
 def test_a_network_on_a_slower_machine(library: Library) -> None:
     known = library.profiled(TINY, decoupled=False)
     assert known.scaled(3.0).seconds == pytest.approx(3 * known.seconds)
@@ -23,6 +24,7 @@ def test_a_network_on_a_slower_machine(library: Library) -> None:
     assert sample_seconds(single, known.network, cluster, profile) == pytest.approx(3 * known.seconds)
 
 
+@pytest.mark.slow
 def test_a_bare_half_is_half_of_the_network_and_exchanges_nothing(library: Library) -> None:
     subject = DecnnNetwork("resnet18", 1.5, (3, 64, 64))
     whole, half = library.graph(subject, decoupled=True).network, half_graph(subject).network

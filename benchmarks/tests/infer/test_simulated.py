@@ -36,6 +36,7 @@ def test_ours_is_compared_with_the_best_baseline() -> None:
     assert ahead_of(own, (ONE,)) == pytest.approx((5.0, 10.0))
 
 
+@pytest.mark.slow
 def test_methods_over_a_weak_link(library: Library) -> None:
     original, decoupled = (library.profiled(TINY, decoupled=one) for one in (False, True))
     cluster = devices_of(WEAK)
@@ -50,6 +51,7 @@ def test_methods_over_a_weak_link(library: Library) -> None:
     assert len(devices_of(SCALING, 2).names) == 2
 
 
+@pytest.mark.slow
 def test_figures_of_what_was_simulated(library: Library, tmp_path: Path) -> None:
     figures, found = bench_simulated(library, [TINY], TINY, (WEAK,), 1, lambda text: None)
     assert figures["profile_machine"] == this_host().slug

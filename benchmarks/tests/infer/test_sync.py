@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from infer_methods import TINY
 from manyhands_bench.infer.networks import GROUPS, Library
 from manyhands_bench.infer.sync import bench_sync
 
 
+@pytest.mark.slow
 def test_channels_wait_for_each_other_at_shuffles_only(library: Library) -> None:
     figures = bench_sync(library, TINY, lambda text: None)
     shuffles = sum(op.channels == "shuffle" for op in library.graph(TINY, decoupled=True).network.ops)

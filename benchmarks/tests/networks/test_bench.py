@@ -52,6 +52,7 @@ def test_a_walk_goes_on_after_a_crash_and_where_it_was_stopped(study: Path, monk
     assert examined(study)[len(NAMES) :] == ["timm:crash"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_figures_and_failures(study: Path) -> None:
     words = ["networks", "--processes", "1", "--out", str(study)]
     ran = CliRunner().invoke(app, [*words, "--json"])

@@ -11,6 +11,7 @@ def quiet(text: str) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_no_gap_to_exhaustive_search() -> None:
     figures = bench.bench_optimality(True, quiet)
     assert abs(float(figures["optimality_gap"])) < 1e-9

@@ -11,6 +11,7 @@ from manyhands_bench.recovery.plots import Passage, draw_passages, throughput
 pytestmark = pytest.mark.xdist_group("bench_recovery")
 
 
+@pytest.mark.slow
 def test_throughput_is_nothing_until_rounds_begin_again(tmp_path: Path) -> None:
     rounds = (-1.5, -1.0, -0.5, 1.0, 1.5)
     edges, rates = throughput(Passage("light", rounds, 0.5, samples=8))

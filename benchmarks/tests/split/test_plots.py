@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from manyhands_bench.split.plots import Course, Study, draw_course, draw_lines, draw_studies
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     rates = [(0.01 * place, 5.0 + place % 3) for place in range(1000)]
     course = Course(rates, rates, [(0.0, 3), (6.0, 9)], [(0.0, 10.0), (6.0, 4.0)], 10.0, 12)

@@ -28,6 +28,7 @@ def test_studies_are_drawn(subject: TiledNetwork, tmp_path: Path) -> None:
     assert alone > shared
 
 
+@pytest.mark.slow
 def test_baselines_share_a_batch_by_samples_and_by_layers(subject: TiledNetwork) -> None:
     pis = Pis(subject, 2, 2)
     names = pis.cluster.names

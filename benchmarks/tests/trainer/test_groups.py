@@ -16,6 +16,7 @@ def test_what_is_compared_differs_between_optimizers() -> None:
     assert difference(by_pytorch(no_decay), by_pytorch(muon_and_adamw)) > 0.01
 
 
+@pytest.mark.slow
 def test_tiles_then_samples_are_exact(tmp_path: Path) -> None:
     with Coordinator.local_cluster(mh.Cluster.local(2), threads=1) as cluster:
         model = trained("mixed", no_decay, cluster, tmp_path)

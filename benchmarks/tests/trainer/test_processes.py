@@ -55,6 +55,7 @@ def test_each_prints_its_own(tmp_path: Path) -> None:
     assert printed_by(task("first", tmp_path)) == expected[0]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("name", "error"), [("fails", ManyhandsError), ("hangs", TimedOut)])
 def test_one_that_fails_or_hangs_ends_all(name: str, error: type[Exception], tmp_path: Path) -> None:
     before = {child.pid for child in psutil.Process().children()}
