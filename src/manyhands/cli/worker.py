@@ -51,6 +51,10 @@ def worker(
             "--allow-optimizer", help="package.Class of an optimizer that jobs may name, beside PyTorch's. Repeatable."
         ),
     ] = None,
+    interface: Annotated[
+        str,
+        typer.Option("--interface", help="Meet other workers on this interface, like tailscale0. Default: any way."),
+    ] = "",
     relay: Annotated[
         bool, typer.Option("--relay", help="Relay between devices that do not reach each other, before others do.")
     ] = False,
@@ -79,6 +83,10 @@ def worker(
     compute = parse_compute(compute)
     check_slowdown(slowdown)
     check_wait(wait)
+    if interface and not print_service:
+        from manyhands.runtime.identity import interface_address
+
+        interface_address(interface)  # fails now rather than when a coordinator was found
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     if print_service:
@@ -88,6 +96,7 @@ def worker(
         options = {"name": name, "join": join, "threads": str(threads or ""), "silo": silo and os.path.abspath(silo)}
         options |= {"slots": str(slots) if slots > 1 else "", "compute": compute if compute != "cpu" else ""}
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
+        options |= {"interface": interface, "relay": "yes" if relay else ""}
         program = (sys.executable, "-P", "-m", "manyhands")
         typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
@@ -121,7 +130,7 @@ def worker(
             name, parent = divide_into(name or socket.gethostname(), slots)
         joining = Joining(
             host, port, token, name, compute, threads, wait, encrypted, timeout_factor, parent, slowdown, silo,
-            is_named, confinement=confinement, is_relay=relay,
+            is_named, confinement=confinement, interface=interface, is_relay=relay,
         )  # fmt: skip
         say = (lambda text: typer.echo(plain(text))) if is_typed else None
         if say is not None:

@@ -13,6 +13,7 @@ from manyhands.doctor.firewall import firewall_here, remedy
 from manyhands.doctor.machine import WORKER_BYTES
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.link import Link
 from manyhands.facts.units import format_bytes, format_rate, format_seconds
 from manyhands.profiler.this_machine import identify
@@ -201,7 +202,7 @@ def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeA
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
         host = member.channel.local_host
     fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
-    failure = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
+    failure = f"{_shown(target)} at {host_and_port(answer.host, answer.port)}: {answer.outcome} ({answer.text or 'no reason given'})"
     return Check("reach", BROKEN, failure, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
 
 

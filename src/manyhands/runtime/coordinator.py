@@ -27,6 +27,7 @@ from manyhands.data.silo import SiloContent
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.runtime.assembly import JOIN_SECONDS, Assembly
 from manyhands.runtime.audit import AuditLog
@@ -306,8 +307,7 @@ class Coordinator:
     def join_command(self) -> str:
         """Return the command by which a worker joins, for hints. Hints end up in logs, so the token is left out."""
         host, port = self.address
-        shown = "HOST" if host in EVERY_ADDRESS else f"[{host}]" if ":" in host else host
-        return f"manyhands worker --join {shown}:{port}"
+        return f"manyhands worker --join {host_and_port('HOST' if host in EVERY_ADDRESS else host, port)}"
 
     def invite(
         self, host: str, port: int, token: str, *, limit_seconds: float = INVITE_SECONDS, once: bool = False,

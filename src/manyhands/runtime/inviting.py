@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.endpoint import Address
 from manyhands.transport.keys import Credentials
 from manyhands.transport.security import Security
@@ -112,7 +113,7 @@ class Inviting:
         is_news = failure and failure != self.failure and not self._closing.is_set()
         self.failure = failure
         if is_news:
-            self.coordinator.on_event(f"{self.host}:{self.port} could not be invited: {failure:.300}")
+            self.coordinator.on_event(f"{host_and_port(self.host, self.port)} could not be invited: {failure:.300}")
 
     def close(self) -> None:
         """End the thread: it invites no more. A worker that is a member stays."""

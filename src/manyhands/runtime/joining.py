@@ -48,6 +48,9 @@ class Joining:
     """An id that distinguishes this worker from others of its name; it stays the same when the worker reconnects."""
     confinement: Confinement | None = None
     """The confinement of this process; None: the worker is not a process of its own."""
+    interface: str = ""
+    """The interface on whose address the worker listens for other workers; empty: the one that leads to the
+    coordinator."""
     is_relay: bool = False
     """Whether it offers to relay the connections of others, before the coordinator does."""
     credentials: Callable[[], Credentials | None] = worker_credentials

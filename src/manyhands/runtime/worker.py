@@ -56,6 +56,7 @@ from manyhands.runtime.control_messages import (
 )
 from manyhands.runtime.control_parts import Standing
 from manyhands.runtime.handshake import hello_of, pin_coordinator, welcome_from
+from manyhands.runtime.identity import interface_address
 from manyhands.runtime.joining import Joining, prepare_gpu, reach
 from manyhands.runtime.keeping import Keeping
 from manyhands.runtime.link_shaping import LinkShaping
@@ -102,10 +103,11 @@ class Worker:
         self._credentials = reached.security.credentials
         self._peers = LaterSecurity("", reached.security.encrypted, reached.security.timeout_factor)
         """The security of connections to other workers: the coordinator sends the secret when it welcomes this one."""
-        self.endpoint = self.transport.endpoint(
-            name, self._peers, host=self.channel.local_host, listener=reached.listener
-        )
-        self.probes = MemberProbes(name, self._peers, self.channel.local_host)
+        host = self.channel.local_host
+        if joining.interface:
+            host = interface_address(joining.interface, host)
+        self.endpoint = self.transport.endpoint(name, self._peers, host=host, listener=reached.listener)
+        self.probes = MemberProbes(name, self._peers, host)
         self.commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.prepared: Assignment | None = None
         self.keeping = Keeping(self.endpoint)

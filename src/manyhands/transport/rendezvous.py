@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.dialling import dial
 from manyhands.transport.endpoint import Address, Peers
 from manyhands.transport.limiter import ProofLimiter
@@ -184,7 +185,7 @@ class PeerRendezvous:
         away."""
         host, port = address.host, address.port
         security = address.security or self._security
-        where = f"{peer} at {host}:{port}"
+        where = f"{peer} at {host_and_port(host, port)}"
         refusal: Refused | None = None
         while not self._is_connected(peer):
             try:
@@ -210,7 +211,7 @@ class PeerRendezvous:
                     refusal = Refused(f"{where} is connected to a {self.name} already.", hint=hint)
                 else:
                     raise Refused(
-                        f"{host}:{port} is {name or 'somebody else'}, not {peer}.",
+                        f"{host_and_port(host, port)} is {name or 'somebody else'}, not {peer}.",
                         hint="Its address has changed: let it join again.",
                     )
             if self._is_closing or time.monotonic() + _RETRY_SECONDS > deadline:
@@ -257,7 +258,7 @@ class PeerRendezvous:
                     connected.close()
             if self._is_closing or time.monotonic() + _RETRY_SECONDS > deadline:
                 raise TimedOut(
-                    f"{self.name} could not reach {peer} through the relay {relay.name} at {relay.host}:{relay.port}: "
+                    f"{self.name} could not reach {peer} through the relay {relay.name} at {host_and_port(relay.host, relay.port)}: "
                     f"{failure}",
                     hint="Another device may relay: manyhands worker --relay, where both can reach it.",
                 )
