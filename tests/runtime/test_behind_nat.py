@@ -46,7 +46,7 @@ def joined(sites: NatSites, logs: Path, *, hub: bool = False) -> Iterator[tuple[
         coordinator.wait_for([*DEVICES, HUB] if hub else DEVICES, 180)
         yield coordinator, events
     for process in sites.processes.values():
-        process.wait(30)
+        process.wait(180)
     sites.processes.clear()
 
 
@@ -72,8 +72,10 @@ def test_two_sites_train_exactly_through_the_coordinator(sites: NatSites, tmp_pa
         one = train(coordinator, shared(("s2b",), BATCH), tmp_path / "single", steps=20)
         assert_close(ran.state, one.state)
     assert {(link.source, link.target) for link in links if link.relay} == FAR | {pair[::-1] for pair in FAR}
-    assert checks["s1a, s1b"].state == OK and "through" not in checks["s1a, s1b"].found
-    assert checks["s1a, s2b"].state == OK and "through the coordinator" in checks["s1a, s2b"].found
+    assert checks["s1a, s1b"].state == OK
+    assert "through" not in checks["s1a, s1b"].found
+    assert checks["s1a, s2b"].state == OK
+    assert "through the coordinator" in checks["s1a, s2b"].found
     assert {check.state for check in checks.values()} <= {OK, WARNING}
 
 
@@ -90,7 +92,7 @@ def test_the_relay_dies_and_another_takes_over(sites: NatSites, tmp_path: Path) 
     """The hub relays because it offers to; killed in the middle of the run, the coordinator relays instead."""
     fired: list[int] = []
     relays: list[set[str]] = []
-    with joined(sites, tmp_path, hub=True) as (coordinator, events):
+    with joined(sites, tmp_path, hub=True) as (coordinator, _events):
 
         def at_step(step: int, loss: float, seconds: float) -> None:
             if step == 4:

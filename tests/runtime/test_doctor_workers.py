@@ -16,7 +16,6 @@ from manyhands.doctor import report as doctor
 from manyhands.doctor.check import BROKEN, OK, WARNING, Check, PairRate
 from manyhands.doctor.network import clock_checks, pair_checks
 from manyhands.doctor.report import DoctorOptions, examine
-from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.runtime import measuring
 from manyhands.runtime.coordinator import Coordinator

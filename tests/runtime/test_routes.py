@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.runtime.member import Member
-from manyhands.runtime.routes import Route, Routes, is_behind
+from manyhands.runtime.routes import Routes, WayBetween, is_behind
 
 
 def member(name: str, own: str, seen: str = "", *, is_relay: bool = False, is_invited: bool = False) -> Member:
@@ -60,7 +60,7 @@ def test_who_reaches_the_other_one_connects() -> None:
     found = routes(A, B)
     found.note("a", "b", is_open=False)
     found.note("b", "a", is_open=True)
-    assert found.between("a", "b") == found.between("b", "a") == Route("b")
+    assert found.between("a", "b") == found.between("b", "a") == WayBetween("b")
     found.note("a", "b", is_open=True)
     assert found.between("a", "b") is None, "as any two"
 
@@ -72,7 +72,7 @@ def test_the_order_of_relays() -> None:
     found = shut(routes(A, B, c, hidden, invited, d))
     taken = []
     while relay := found.relay("a", "b"):
-        assert found.between("b", "a") == Route("a", relay)
+        assert found.between("b", "a") == WayBetween("a", relay)
         taken.append(relay)
         is_more = found.give_up([("b", "a")])
         assert is_more == bool(found.relay("a", "b"))

@@ -15,10 +15,10 @@ from peer_process import SIZE, random_messages
 
 from manyhands.transport.dialling import dial
 from manyhands.transport.frames import Header, encode
-from manyhands.transport.wire_hello import read_hello, write_hello
 from manyhands.transport.security import Purpose, Security
 from manyhands.transport.tcp import TcpEndpoint
 from manyhands.transport.wire import Wire, write_all
+from manyhands.transport.wire_hello import read_hello, write_hello
 
 
 def join_all(endpoints: list[TcpEndpoint], limit_seconds: float = 10.0) -> None:

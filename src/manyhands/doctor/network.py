@@ -192,7 +192,9 @@ def relayed(coordinator: Coordinator, first: str, second: str, relay: str) -> Ch
     fix += "manyhands worker --relay\n"
     fix += remedy(answer, first, coordinator.members[first].address[0], second, fixed_port=False)
     found = f"they do not reach each other; {relay_shown(relay)} relays between them"
-    return Check("reach", WARNING, found, f"{first} can connect to {second}, or the other way", fix, f"{first}, {second}")
+    return Check(
+        "reach", WARNING, found, f"{first} can connect to {second}, or the other way", fix, f"{first}, {second}"
+    )
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeAnswer) -> Check:
@@ -202,7 +204,8 @@ def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeA
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
         host = member.channel.local_host
     fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
-    failure = f"{_shown(target)} at {host_and_port(answer.host, answer.port)}: {answer.outcome} ({answer.text or 'no reason given'})"
+    where = host_and_port(answer.host, answer.port)
+    failure = f"{_shown(target)} at {where}: {answer.outcome} ({answer.text or 'no reason given'})"
     return Check("reach", BROKEN, failure, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
 
 

@@ -181,7 +181,9 @@ class _Describer:
         enough = max(waited.values()) / 2
         often = [key for key in waited if waited[key] >= enough]
         key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
-        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}", "relay": "the relay {}"}[key[0]].format(*key[1:])
+        name = {"up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}", "relay": "the relay {}"}[
+            key[0]
+        ].format(*key[1:])
         devices = legs.by_pair.most_common(1)[0][0] if key[0] == "relay" else key[1:]
         return name, rates[key], carried[key], devices
 

@@ -139,9 +139,7 @@ def scaled(cluster: Cluster, scale: float) -> Cluster:
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(
-        msgspec.structs.replace(directed, link=_scaled(directed.link, scale)) for directed in cluster.links
-    )
+    links = tuple(msgspec.structs.replace(directed, link=_scaled(directed.link, scale)) for directed in cluster.links)
     return Cluster(cluster.name, devices, _scaled(cluster.link, scale), links)
 
 

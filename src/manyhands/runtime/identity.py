@@ -88,7 +88,9 @@ def interface_address(interface: str, like: str = "") -> str:
         return address.is_link_local, address.version != wanted
 
     if addresses_there := sorted(candidates.get(interface, []), key=rank):
-        is_local = ipaddress.ip_address(addresses_there[0].partition("%")[0]).is_link_local and ":" in addresses_there[0]
+        is_local = (
+            ipaddress.ip_address(addresses_there[0].partition("%")[0]).is_link_local and ":" in addresses_there[0]
+        )
         return f"{addresses_there[0].partition('%')[0]}%{interface}" if is_local else addresses_there[0]
     listed = ", ".join(f"{name} ({sorted(hosts, key=rank)[0]})" for name, hosts in candidates.items() if hosts)
     problem = "has no address" if interface in candidates else "is not up" if interface in states else "is not here"

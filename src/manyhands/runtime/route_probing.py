@@ -39,7 +39,9 @@ def report_relays(coordinator: Coordinator, names: Iterable[str]) -> None:
     """Tell people which pairs are relayed, each time that this is new."""
     for (first, second), relay in coordinator.routes.relayed(tuple(names)).items():
         if coordinator.routes.is_news(first, second, relay):
-            coordinator.on_event(f"{first} and {second} do not reach each other: {relay_shown(relay)} relays between them")
+            coordinator.on_event(
+                f"{first} and {second} do not reach each other: {relay_shown(relay)} relays between them"
+            )
 
 
 def relay_shown(relay: str) -> str:

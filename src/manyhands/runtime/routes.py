@@ -28,7 +28,7 @@ from manyhands.transport.security import is_loopback
 Pair = frozenset[Member]
 
 
-class Route(NamedTuple):
+class WayBetween(NamedTuple):
     """The way that two workers connect to each other."""
 
     dialler: str
@@ -78,14 +78,16 @@ class Routes:
         self._reaches[self._members[source], self._members[target]] = is_open
         if any(member.is_lost for pair in self._reaches for member in pair):
             self._reaches = {
-                pair: is_open for pair, is_open in self._reaches.items() if not any(one.is_lost for one in pair)
+                pair: is_open for pair, is_open in self._reaches.items() if not any(member.is_lost for member in pair)
             }
-            self._suspects = {pair for pair in self._suspects if not any(one.is_lost for one in pair)}
-            self._failed = {pair: tried for pair, tried in self._failed.items() if not any(one.is_lost for one in pair)}
+            self._suspects = {pair for pair in self._suspects if not any(member.is_lost for member in pair)}
+            self._failed = {
+                pair: tried for pair, tried in self._failed.items() if not any(member.is_lost for member in pair)
+            }
 
     # What follows
 
-    def between(self, name: str, other: str) -> Route | None:
+    def between(self, name: str, other: str) -> WayBetween | None:
         """Return how two workers connect; None: as any two do, or one of them was invited."""
         pair = self._members.get(name), self._members.get(other)
         if not self.is_active or None in pair:
@@ -95,9 +97,9 @@ class Routes:
             return None
         there, back = self._reaches[first, second], self._reaches.get((second, first), False)
         if there != back:
-            return Route(name if there else other)
+            return WayBetween(name if there else other)
         relay = "" if there else self._relay(first, second)
-        return Route(min(name, other), relay) if relay else None
+        return WayBetween(min(name, other), relay) if relay else None
 
     def relay(self, name: str, other: str) -> str:
         """Return the relay of a pair; empty: none."""
@@ -139,7 +141,7 @@ class Routes:
 
     def give_up(self, pairs: Iterable[tuple[str, str]]) -> bool:
         """Note that these pairs could not be connected; return whether there is another way to try for each."""
-        return self.is_active and all([self._give_up(*pair) for pair in pairs])
+        return self.is_active and all(self._give_up(*pair) for pair in pairs)
 
     def _give_up(self, name: str, other: str) -> bool:
         first, second = self._members[name], self._members[other]
@@ -162,5 +164,5 @@ def is_behind(member: Member) -> bool:
     listens on this machine alone."""
     if member.is_invited:
         return False
-    own, seen = member.address[0], member.channel.peer_host
-    return is_loopback(own) or plain_host(own) != plain_host(seen)
+    host, seen = member.address[0], member.channel.peer_host
+    return is_loopback(host) or plain_host(host) != plain_host(seen)

@@ -260,7 +260,9 @@ class Worker:
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, ProbePeers):
-                self._send(PeersProbed(generation, self.probes.run(self._reachable(command.peers), command.limit_seconds)))
+                self._send(
+                    PeersProbed(generation, self.probes.run(self._reachable(command.peers), command.limit_seconds))
+                )
             elif isinstance(command, AskIds):
                 self._send(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):

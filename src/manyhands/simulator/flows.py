@@ -38,7 +38,7 @@ class Route(NamedTuple):
 
 class Wiring:
     """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the last one is for
-    flows inside a host, which cross none, and for flows without a relay. Behind them come relays that are no devices."""
+    flows inside a host, which cross none, and for flows without a relay. Behind it come relays that are no devices."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -100,11 +100,11 @@ class Wiring:
         """Return ports up and down, links and their limits, and what is crossed at a relay, of some routes by
         number."""
         if len(self._columns[0]) < len(self._routes):
-            known = list(self._routes.values())
+            made = list(self._routes.values())
             self._columns = (
-                numpy.array([route.up for route in known]), numpy.array([route.down for route in known]),
-                numpy.array([route.link for route in known]), numpy.array([route.limit for route in known]),
-                numpy.array([route.through[0] for route in known]), numpy.array([route.through[1] for route in known]),
+                numpy.array([route.up for route in made]), numpy.array([route.down for route in made]),
+                numpy.array([route.link for route in made]), numpy.array([route.limit for route in made]),
+                numpy.array([route.through[0] for route in made]), numpy.array([route.through[1] for route in made]),
             )  # fmt: skip
         ups, downs, links, limits, ins, outs = self._columns
         return ups[routes], downs[routes], links[routes], limits[routes], ins[routes], outs[routes]

@@ -122,7 +122,7 @@ class Relay:
 
     def _open(self, first: Wire, second: Wire) -> None:
         tunnel = _Tunnel((_End(first.socket), _End(second.socket)), time.monotonic())
-        if not all([_send(end.socket, OPEN) for end in tunnel.ends]):  # one has gone while it waited
+        if not all(_send(end.socket, OPEN) for end in tunnel.ends):  # one has gone while it waited
             for end in tunnel.ends:
                 end.socket.close()
             return
@@ -187,15 +187,15 @@ class Relay:
         except OSError:
             self._end(tunnel)
             return
-        if all(one.has_ended and one.first == one.last for one in tunnel.ends):
+        if all(side.has_ended and side.first == side.last for side in tunnel.ends):
             self._end(tunnel)
             return
-        for one in tunnel.ends:
-            wants = READ if not one.has_ended and one.first == one.last else 0
-            wants |= WRITE if len(tunnel.other(one).pending) else 0
-            if wants != one.events and one.is_watched:
-                one.events = wants
-                self._poller.modify(one.socket, wants, (tunnel, one))
+        for side in tunnel.ends:
+            wants = READ if not side.has_ended and side.first == side.last else 0
+            wants |= WRITE if len(tunnel.other(side).pending) else 0
+            if wants != side.events and side.is_watched:
+                side.events = wants
+                self._poller.modify(side.socket, wants, (tunnel, side))
 
     def _pass_on(self, source: _End, target: _End) -> None:
         """Send what has come from `source`; where it has ended and all has left, end the other way too."""
@@ -216,7 +216,7 @@ class Relay:
             wires = [self._waiting.pop(pair)[0] for pair in overdue]
         for wire in wires:
             _answer(wire, ABSENT)
-        for tunnel in [one for one in self._tunnels if now - one.used_at > IDLE_SECONDS]:
+        for tunnel in [idle for idle in self._tunnels if now - idle.used_at > IDLE_SECONDS]:
             self._end(tunnel)
 
     def _end(self, tunnel: _Tunnel) -> None:

@@ -258,8 +258,8 @@ class PeerRendezvous:
                     connected.close()
             if self._is_closing or time.monotonic() + _RETRY_SECONDS > deadline:
                 raise TimedOut(
-                    f"{self.name} could not reach {peer} through the relay {relay.name} at {host_and_port(relay.host, relay.port)}: "
-                    f"{failure}",
+                    f"{self.name} could not reach {peer} through the relay {relay.name} at "
+                    f"{host_and_port(relay.host, relay.port)}: {failure}",
                     hint="Another device may relay: manyhands worker --relay, where both can reach it.",
                 )
             time.sleep(_RETRY_SECONDS)

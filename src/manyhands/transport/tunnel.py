@@ -40,7 +40,9 @@ def tunnel(
         verdict = ABSENT
     except Broken as error:
         wire.close()
-        raise Refused(f"The relay {relay.name} at {host_and_port(relay.host, relay.port)} broke the connection off: {error}.") from None
+        raise Refused(
+            f"The relay {relay.name} at {host_and_port(relay.host, relay.port)} broke the connection off: {error}."
+        ) from None
     except BaseException:
         wire.close()
         raise
@@ -50,10 +52,13 @@ def tunnel(
     if verdict == ABSENT:
         raise TimedOut(
             f"{name} waited at the relay {relay.name} for {peer}, which has not come.",
-            hint=f"Can {peer} reach {host_and_port(relay.host, relay.port)}? manyhands doctor says who cannot reach whom.",
+            hint=f"Can {peer} reach {host_and_port(relay.host, relay.port)}? See: manyhands doctor",
         )
     why = "relays as many connections as it may" if verdict == FULL else "relays nothing between these two"
-    raise Refused(f"{relay.name} at {host_and_port(relay.host, relay.port)} {why}.", hint="Let another device relay: worker --relay")
+    raise Refused(
+        f"{relay.name} at {host_and_port(relay.host, relay.port)} {why}.",
+        hint="Let another device relay: worker --relay",
+    )
 
 
 def _verdict(wire: Wire, deadline: float, is_cancelled: Callable[[], bool]) -> bytes:
