@@ -191,9 +191,9 @@ def relayed(coordinator: Coordinator, first: str, second: str, relay: str) -> Ch
     fix = "Nothing needs to be done. To be faster, let them reach each other, or let a device relay that is near both: "
     fix += "manyhands worker --relay\n"
     fix += remedy(answer, first, coordinator.members[first].address[0], second, fixed_port=False)
-    found = f"they do not reach each other; {relay_shown(relay)} relays between them"
+    text = f"they do not reach each other; {relay_shown(relay)} relays between them"
     return Check(
-        "reach", WARNING, found, f"{first} can connect to {second}, or the other way", fix, f"{first}, {second}"
+        "reach", WARNING, text, f"{first} can connect to {second}, or the other way", fix, f"{first}, {second}"
     )
 
 

@@ -94,10 +94,10 @@ def measure_quickly_on(
 def learn_routes(coordinator: Coordinator, names: Iterable[str]) -> None:
     """Find out how those of these workers connect that may not reach each other."""
     generation, devices = coordinator.new_generation(), tuple(names)
-    asked = ask_for_routes(coordinator, devices, generation)
-    if asked:
+    answering = ask_for_routes(coordinator, devices, generation)
+    if answering:
         limit_seconds = ANSWER_LIMIT_SECONDS * coordinator.security.timeout_factor
-        answers = _answers(coordinator, generation, asked, PeersProbed, "reach the others", limit_seconds)
+        answers = _answers(coordinator, generation, answering, PeersProbed, "reach the others", limit_seconds)
         for name, answer in answers.items():
             note_routes(coordinator, name, answer)
     report_relays(coordinator, devices)

@@ -33,7 +33,7 @@ def _shorter_graphs(order: Order) -> tuple[LengthGraph, ...]:
 
 
 def _learn_routes(run: Run) -> None:
-    """Have the devices find out who reaches whom, where that is in doubt."""
+    """Find out which devices reach each other, where that is in doubt."""
     coordinator = run.coordinator
     missing = set(ask_for_routes(coordinator, run.participants, run.generation))
 

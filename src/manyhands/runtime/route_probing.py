@@ -16,7 +16,8 @@ ANSWER_LIMIT_SECONDS = 30.0
 
 
 def ask_for_routes(coordinator: Coordinator, names: Iterable[str], generation: int) -> tuple[str, ...]:
-    """Have the pairs among these workers whose ways are not known probe each other; return who will answer."""
+    """Ask the pairs among these workers whose ways are not known to probe each other; return the workers that will
+    answer."""
     members = coordinator.members
     targets: defaultdict[str, dict[str, Address]] = defaultdict(dict)
     for first, second in coordinator.routes.unknown(names):

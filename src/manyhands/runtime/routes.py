@@ -1,4 +1,4 @@
-"""How each pair of workers is connected: directly, from the side that can reach the other one, or through a relay.
+"""Decides how each pair of workers is connected: directly, from the side that reaches the other one, or by a relay.
 
 A worker behind a router that translates addresses (NAT) can be reached from its own site only; so can one that listens
 on loopback. Pairs with such a worker, and pairs that failed to connect, are probed from both sides before they are
@@ -38,7 +38,7 @@ class WayBetween(NamedTuple):
 
 
 class Routes:
-    """What is known of the ways between members, and what follows from it. A worker that joins again is another
+    """The known ways between members, and what follows from them. A worker that joins again is another
     member, of which nothing is known yet."""
 
     def __init__(self, members: Mapping[str, Member], *, is_active: bool) -> None:
@@ -63,7 +63,7 @@ class Routes:
         return [pair for pair in pairs if self._is_doubtful(*pair) and pair not in self._reaches]
 
     def suspect(self, names: Iterable[str]) -> None:
-        """Have all pairs among these workers probed before they are connected again."""
+        """Mark all pairs among these workers, so that they are probed before they are connected again."""
         if self.is_active:
             self._suspects.update(map(frozenset, combinations([self._members[name] for name in names], 2)))
 
