@@ -18,7 +18,7 @@ from manyhands.runtime.control import (
 )
 
 MESSAGES = (Path(__file__).parent / "control_messages.jsonl").read_bytes().splitlines()
-"""One message of each kind, every field of it filled, as protocol 14 encodes it."""
+"""One message of each kind, every field of it filled, as protocol 13 encodes it."""
 
 
 def tag_of(data: bytes) -> str:
@@ -40,4 +40,4 @@ def test_a_message_is_encoded_in_the_bytes_of_its_protocol(data: bytes) -> None:
 
 def test_every_message_is_among_them() -> None:
     assert {tag_of(data) for data in MESSAGES} == tags_of(FromWorker) | tags_of(FromCoordinator)
-    assert PROTOCOL == 14, "another protocol: write its messages anew"
+    assert PROTOCOL == 13, "another protocol: write its messages anew"

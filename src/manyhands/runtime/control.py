@@ -73,7 +73,7 @@ from manyhands.runtime.control_messages import (
     Welcome,
 )
 
-PROTOCOL = 14
+PROTOCOL = 13
 
 FromWorker = (
     Hello | Refusal | Ready | Progress | Stepped | State | Holds | Held | Holding | Ids | Leaving | Failed | Done

@@ -61,7 +61,17 @@ def measure_on(
     stepping = at_start(optimizer).to_dict() if optimizer is not None else None
     devices = list(coordinator.members_for(names))
     for name in devices:
-        command = Measure(generation, document, graph.network, ladder, seconds, kernel_document, stepping, training)
+        command = Measure(
+            generation,
+            document,
+            graph.network,
+            ladder,
+            seconds,
+            kernel_document,
+            stepping,
+            training,
+            gpu_math=coordinator.gpu_math,
+        )
         coordinator.send(name, command)
     task = f"measure {graph.name}"
     return _answers(coordinator, generation, devices, Measured, task, seconds + LIMIT_SECONDS)
@@ -85,7 +95,16 @@ def measure_quickly_on(
     devices = list(coordinator.members_for(names))
     for name in devices:
         command = Measure(
-            generation, document, graph.network, ladder, seconds, dict(kernels), stepping, is_quick=True, alone=alone
+            generation,
+            document,
+            graph.network,
+            ladder,
+            seconds,
+            dict(kernels),
+            stepping,
+            is_quick=True,
+            alone=alone,
+            gpu_math=coordinator.gpu_math,
         )
         coordinator.send(name, command)
     return _answers(coordinator, generation, devices, Measured, f"measure {graph.name}", seconds + LIMIT_SECONDS)
@@ -129,8 +148,8 @@ def _connected(
     coordinator: Coordinator, devices: tuple[str, ...], sizes: Mapping[str, int], *, is_quick: bool = False
 ) -> int:
     """Connect these devices to each other for a measurement, and return its generation. Where that fails though nobody
-    is lost, they are asked who reaches whom, and connect in another way where there is one."""
-    is_last = False
+    is lost, they are asked who reaches whom, and connect in another way as long as there is one."""
+    routes = coordinator.routes
     while True:
         learn_routes(coordinator, devices)
         generation = coordinator.new_generation()
@@ -141,11 +160,11 @@ def _connected(
             _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
             return generation
         except TimedOut:
-            if is_last or any(coordinator.members[name].is_lost for name in devices):
+            if any(coordinator.members[name].is_lost for name in devices):
                 raise
-            coordinator.routes.suspect(devices)
-            is_last = True
-            if not coordinator.routes.unknown(devices):
+            routes.suspect(devices)
+            relayed = routes.relayed(devices)
+            if not routes.unknown(devices) and not (relayed and routes.give_up(relayed)):
                 raise
 
 
