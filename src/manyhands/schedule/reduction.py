@@ -60,7 +60,7 @@ def gradient_rounds(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> R
 
 def _hops(devices: tuple[str, ...], level: Level) -> tuple[Hop, ...]:
     columns = (column.tolist() for column in level)
-    return tuple(Hop(devices[source], devices[target], *chunks, True) for source, target, *chunks in zip(*columns))
+    return tuple(Hop(devices[a], devices[b], first, last, True) for a, b, first, last in zip(*columns))
 
 
 def gradient_chunks(devices: Collection[str], places: tuple[str, ...] = ()) -> int:
