@@ -100,8 +100,8 @@ class Wiring:
     def columns(self, routes: Places) -> tuple[Places, Places, Numbers]:
         """Return the ports, the links and their limits of some routes, by number."""
         if len(self._columns[1]) < len(self._routes):
-            _, _, all_ports, all_links, all_limits, *_ = zip(*self._routes.values())
-            self._columns = numpy.array(all_ports).T, numpy.array(all_links), numpy.array(all_limits)
+            _, _, *columns = zip(*self._routes.values())
+            self._columns = numpy.array(columns[0]).T, numpy.array(columns[1]), numpy.array(columns[2])
         ports, links, limits = self._columns
         return ports[:, routes], links[routes], limits[routes]
 
