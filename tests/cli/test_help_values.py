@@ -26,7 +26,7 @@ STARTS = (
     "manyhands.profiler.store.profile_network", "manyhands.runtime.service.serve", "manyhands.runtime.serving.listen",
     "manyhands.doctor.report._checks", "manyhands_bench.results_page.write_page",
     "manyhands_bench.infer.bench.measure_parts",
-    "manyhands_bench.infer.bench.prepare_gpu", "manyhands_bench.auto.bench.measure_parts",
+    "manyhands_bench.infer.bench.check_gpu", "manyhands_bench.auto.bench.measure_parts",
     "manyhands.inference.export.export_run", "manyhands_bench.chaos.bench._run_all",
 )  # fmt: skip
 """Where something would start."""

@@ -163,7 +163,7 @@ def test_a_training_of_0_2_0_is_resumed_as_it_was(tmp_path: Path) -> None:
     text = (STORED / "train.yaml").read_text()
     (tmp_path / "config.yaml").write_text(text)
     config = train_config({"resume": str(tmp_path)})
-    new = {"depths": "", "precision": "float32", "validate_every": "", **NEW}
+    new = {"depths": "", "precision": "float32", "exact": False, "validate_every": "", **NEW}
     assert config.document() == yaml.safe_load(text)["wish"] | new
     assert (config.plan, config.silence_seconds, config.steps, config.seed) == ("samples", 5.0, 4, 3)
     with pytest.raises(BadValue, match="was started with --seed 3; it is now 4"):

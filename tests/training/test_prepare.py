@@ -494,4 +494,4 @@ def test_every_option_of_mh_train_is_the_loops_or_not() -> None:
         "epochs", "steps", "batch_size", "shuffle", "feed", "tune", "lengths", "pad", "test", "config", "on_step",
         "validate", "validate_every", "metrics", "callbacks", "ema",
     }  # fmt: skip
-    assert len(keywords_of(PrepareConfig)) == 27
+    assert len(keywords_of(PrepareConfig)) == 28

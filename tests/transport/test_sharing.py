@@ -544,3 +544,18 @@ def test_any_offer_but_a_true_one_is_answered_by_nothing(
         given.close()
         for one in (here, there, listening):
             one.close()
+
+
+def test_room_for_messages_that_are_larger_than_a_ring_usually_is(security: Security) -> None:
+    """All of it leaves though nothing is taken: without the room, the rest would wait or go over the connection."""
+    size = 4 * RING_BYTES
+    with joined(security, {**TOPICS, "huge": size}) as (a, b):
+        a.make_room("b", 2 * size)
+        agree(a, b)
+        before, content, into = shared_bytes(a, "b"), random_bytes(size), torch.zeros(size, dtype=torch.uint8)
+        b.mailbox.post("a", 0, "huge", [into])
+        with b.mailbox.writing:  # b takes nothing as long as this is held
+            a.send("b", 0, "huge", [content])
+            wait_until(lambda: shared_bytes(a, "b") - before == size)
+        b.mailbox.receive("a", 0, "huge", [into])
+        assert torch.equal(content, into)

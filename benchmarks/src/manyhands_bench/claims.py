@@ -345,6 +345,11 @@ CLAIMS: tuple[Claim, ...] = (
           form="seconds"),
     Claim("trainer", "trainings_at_once_profile_ratio",
           "what each of them measured over what it measures alone, the furthest from 1"),
+    # GPUs
+    Claim("gpu", "gpu_ratio_min", "a step of plain PyTorch over ours on one GPU, float32, worst of five networks",
+          aim=least(0.97)),
+    Claim("gpu", "gpu_ratio_bf16_min", "the same under bfloat16 autocast", aim=least(0.97)),
+    Claim("gpu", "exact_price", "a step with exact=True over one without, ResNet-50 at 224x224"),
     Claim("lab", "rate_error", "worst error of rates from 0.05 to 1000 Mbit/s", form="part", aim=most(0.1)),
     Claim("lab", "delay_error", "worst error of delays from 1 to 40 ms", form="part", aim=most(0.1)),
     Claim("lab", "cpu_error", "worst error of shares from 5 to 100 % of a core", form="part", aim=most(0.1)),

@@ -42,7 +42,7 @@ def everything(
         typer.Option(
             "--only",
             help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate, larger, trainer. Repeatable.",
+            "infer, infer-accuracy, networks, generate, larger, trainer, gpu. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -415,6 +415,29 @@ def trainer(
         return bench_trainer(quick=quick, only=only or (), out=out, on_progress=_lines(say))
 
     _measure("trainer", measured, quick, json)
+
+
+@app.command("gpu")
+def gpu(
+    only: Annotated[Only, typer.Option("--only", help="Run only this part: ratio, bf16, exact. Repeatable.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where figures are stored as they are measured.", show_default=False),
+    ] = None,
+    quick: Quick = False,
+    json: Json = False,
+) -> None:
+    """Measure one GPU by manyhands beside plain PyTorch on it: float32, bfloat16, and the price of exact=True.
+
+    Needs a GPU; the BERT needs transformers, the ViT torchvision. Figures go to standard output, settings to standard
+    error. About five minutes.
+    """
+    from manyhands_bench.gpu.bench import bench_gpu
+
+    def measured(say: Progress) -> Figures:
+        return bench_gpu(quick=quick, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("gpu", measured, quick, json)
 
 
 def _print_failures(rows: list[tuple[int, str, str, str]]) -> None:

@@ -34,11 +34,12 @@ WORDS = {
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer",
+    "gpu": "gpu",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}
 """Result -> the least number of cores it needs."""
-ON_GPU = ("infer-accuracy",)
+ON_GPU = ("infer-accuracy", "gpu")
 DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy", "networks")
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""

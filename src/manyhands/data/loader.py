@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 from torch.utils.data import Dataset, Subset, default_collate
 
+from manyhands.data.batch_memory import BatchMemory
 from manyhands.data.order import BatchOrder
 from manyhands.facts.errors import BadData, BadValue, ManyhandsError, TimedOut
 
@@ -123,7 +124,7 @@ def example(dataset: Dataset[Any] | Sequence[Any], samples: int) -> tuple[Any, A
     if len(held) == 0:
         raise BadData("The data set has no samples.")
     indices = list(range(min(samples, len(held))))
-    return _collate([sample_of(held, index) for index in indices], indices)
+    return _collate([sample_of(held, index) for index in indices], indices, BatchMemory())
 
 
 class _ReadyBatches:
@@ -185,7 +186,7 @@ class _ReadyBatches:
 
 def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: range, wake: Callable[[], None]) -> None:
     """Load batches in the background; whatever happens, the thread that takes them learns that no more will come."""
-    threads = _threads_for(dataset)
+    threads, memory = _threads_for(dataset), BatchMemory()
     pool = ThreadPoolExecutor(threads, "pictures") if threads > 1 else None
     read: Callable[..., Iterable[Any]] = map if pool is None else pool.map
     try:
@@ -196,7 +197,7 @@ def _fill(ready: _ReadyBatches, dataset: _MapStyle, order: BatchOrder, steps: ra
                 if ready.closed:
                     return
                 samples.append(sample)
-            ready.put((step, *_collate(samples, indices)))
+            ready.put((step, *_collate(samples, indices, memory)))
             wake()
         ready.finish()
     except BaseException as error:
@@ -268,12 +269,12 @@ def sample_of(dataset: Any, index: int) -> tuple[Any, Any]:
     return sample[0], sample[1]
 
 
-def _collate(samples: list[tuple[Any, Any]], indices: list[int]) -> tuple[Any, Any]:
+def _collate(samples: list[tuple[Any, Any]], indices: list[int], memory: BatchMemory) -> tuple[Any, Any]:
     inputs, targets = zip(*samples)
-    return _stack("input", list(inputs), indices), _stack("target", list(targets), indices)
+    return _stack("input", list(inputs), indices, memory), _stack("target", list(targets), indices, memory)
 
 
-def _stack(part: str, values: list[Any], indices: list[int]) -> Any:
+def _stack(part: str, values: list[Any], indices: list[int], memory: BatchMemory) -> Any:
     if any(base.__module__.startswith("PIL.") for base in type(values[0]).__mro__):
         raise BadData(
             f"The {part} of sample {indices[0]} is a picture ({type(values[0]).__name__}), not a tensor.",
@@ -289,7 +290,9 @@ def _stack(part: str, values: list[Any], indices: list[int]) -> Any:
                 "they differ in their length alone, write lengths=(32, 64, 128), say, and batches are padded to these.",
             )
     try:
-        stacked = default_collate(values)
+        stacked = memory.stack(values)
+        if stacked is None:
+            stacked = default_collate(values)
     except Exception as error:
         raise BadData(
             f"The {part}s of samples {indices[0]} to {indices[-1]} do not make a batch: {_told(error)}",

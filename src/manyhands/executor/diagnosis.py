@@ -42,6 +42,14 @@ class NumberDiagnosis:
             return DataNotFinite(message, hint="Fix the data of that step.")
         return NotFinite(message, hint="Lower the learning rate, or look at the data of that step.")
 
+    def late_loss_error(self, step: int, number: float) -> NotFinite:
+        """Return the error of a loss that is not finite, noticed when its tensors were gone already."""
+        return NotFinite(
+            f"The loss is {number} at step {step}, on {self.device}.",
+            hint="Lower the learning rate, or look at the data of that step. With exact=True (--exact) a GPU waits for "
+            "each loss, and the layer is named where it began.",
+        )
+
     def packing_error(self, message: Message, part: Part, bits: int, error: NoRange) -> NotFinite:
         """Return the error of a box that has no range to be packed in."""
         subject = "The gradient of" if message.kind == "gradient" else "What is sent of"

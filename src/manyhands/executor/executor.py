@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
 from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.graph_part import DeviceSetup, GraphPart
 from manyhands.executor.in_flight_micro_batch import Phase
+from manyhands.executor.late_loss import LateLoss
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss_scale import loss_scale_of
 from manyhands.executor.messages import COORDINATOR
@@ -78,6 +80,11 @@ class Executor:
             watch_every=options.watch_every,
         )  # fmt: skip
         self.slowdown = Slowdown(options.slowdown)
+        waits = self.torch_device.type == "cpu" or options.is_exact or schedule.plan.steps_per_round > 1
+        self.puts_off_losses = not waits
+        """Whether a round ends before its loss is known: the next one may begin meanwhile. See `settle`."""
+        self._losses: list[torch.Tensor] = []
+        """The losses of this round's micro-batches, where they are not waited for."""
         self.loss_scale = loss_scale_of(schedule, self.device) if options.scales_loss else None
         """The factor of the loss, alike on all devices that exchange the gradients' norm; None: it is not scaled."""
         self.average = WeightAverage(options.ema, stepper.weights) if options.ema is not None and stepper else None
@@ -195,10 +202,10 @@ class Executor:
         box = self.endpoint.mailbox
         arrived = ArrivedMessages(box, step, self.messenger.topic)
         state = DeviceState(arrived, FedMicroBatches(box, step) if is_fed_singly else None)
-        is_slowed, torch_device = self.slowdown.is_on, self.torch_device
-        is_on_gpu = torch_device.type == "cuda"
-        with torch.no_grad():  # code that needs autograd enables it
-            for action in self._in_turn(policy, state):
+        is_slowed, torch_device, is_on_gpu = self.slowdown.is_on, self.torch_device, self.torch_device.type == "cuda"
+        with torch.no_grad(), self.part.on_stream():  # code that needs autograd enables it
+            launched = self._launch()
+            for action in islice(self._in_turn(policy, state), launched, None):
                 began, started = time.monotonic(), self.slowdown.now() if is_slowed else 0.0
                 self._act(action)
                 if is_on_gpu and self.recorder.is_traced:
@@ -207,8 +214,13 @@ class Executor:
                     self.slowdown.stretch(started)
                 self.recorder.took(action, began, time.monotonic())
                 self.actions_done += 1
+            if self._losses:
+                self.result.pending = LateLoss(self._losses)
+                self._losses = []
         self.in_flight.clear()
         self.messenger.forget()
+        if self.lengths is None:
+            self.in_flight.feed.look_ahead(step + steps)
         if isinstance(policy, MiniBatches):
             steps = policy.count
         if steps:  # else nothing was fed
@@ -220,6 +232,40 @@ class Executor:
         self.settled_step = step + steps
         return self.result
 
+    def settle(self, result: RoundResult) -> None:
+        """Wait for the loss of a round, where that was put off. It may be called when the next round has been begun."""
+        if result.pending is None:
+            return
+        number = result.pending.wait()
+        result.pending = None
+        if not math.isfinite(number):
+            raise self.diagnosis.late_loss_error(result.step, number)
+        result.add_loss(number, is_step=False)
+
+    def _launch(self) -> int:
+        """Compute the passes of the round with a CUDA graph, where there is one or can be one by now; return how many
+        actions it has carried out."""
+        captured = self.part.captured
+        if captured is None or self.recorder.is_traced or self.step == self.options.memory_step:
+            return 0
+        if not captured.is_there and not captured.is_due:
+            captured.ran()
+            return 0
+        began = time.monotonic()
+        for number in range(self.plan.micro_batches):
+            self.in_flight.fed(number)
+        if not captured.is_there:
+            is_captured = captured.capture(self._act, self._losses)
+            self.part.begin_round(self.step)
+            if not is_captured:
+                return 0
+        self.settled_step = None
+        self._losses = [captured.launch(self.step)]
+        for action in captured.passes:
+            self.recorder.took(action, began, began)
+            self.actions_done += 1
+        return len(captured.passes)
+
     def _begin_round(self, step: int) -> None:
         part = self._part_at(step)
         if part is None:
@@ -228,7 +274,7 @@ class Executor:
         self.step = step
         self.endpoint.mailbox.begin_step(step)
         self.recorder.begin(step)
-        self.result, self.settled_step = RoundResult(step), step
+        self.result, self.settled_step, self._losses = RoundResult(step), step, []
         part.begin_round(step)
 
     def _in_turn(self, policy: Policy, state: DeviceState) -> Iterator[Action]:
@@ -303,10 +349,13 @@ class Executor:
         runner, batch = self.runners[action.stage], self.in_flight.fed(action.micro_batch)
         outputs, samples = runner.outputs(action.micro_batch), self.part.samples_in(action.stage)
         value, gradients = self.loss(outputs, batch.targets, samples)
-        number = float(value)
-        if not math.isfinite(number):
-            raise self.diagnosis.loss_error(action.micro_batch, number)
-        self.result.add_loss(number, is_step=self.plan.order == "replay")
+        if self.puts_off_losses:
+            self._losses.append(value)
+        else:
+            number = float(value)
+            if not math.isfinite(number):
+                raise self.diagnosis.loss_error(action.micro_batch, number)
+            self.result.add_loss(number, is_step=self.plan.order == "replay")
         runner.take_gradients(action.micro_batch, gradients)
 
     def _backward(self, action: Backward) -> None:

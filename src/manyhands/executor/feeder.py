@@ -73,6 +73,10 @@ class Feeder:
         """Return the names of what a device takes from its silo."""
         return self.local[device].names if device in self.local else frozenset()
 
+    def bytes_of(self, device: str) -> int:
+        """Return the bytes that a device is fed for one step."""
+        return sum(part.bytes for part in self.parts.get(device, ())) * self._passes
+
     def _check_silos(self) -> None:
         """Check that what is in a silo is read there, a row for each sample."""
         if self._totals is not None and self.resident is None and not self._away.isdisjoint(target_names(self.graph)):

@@ -6,11 +6,14 @@ and the optimiser are of the network and not of a graph: all parts work on the s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from manyhands.executor.averaging import WeightAverage, check_averaged
+from manyhands.executor.captured_round import CapturedRound, can_be_captured
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.diagnosis import NumberDiagnosis
@@ -75,7 +78,7 @@ class GraphPart:
         parts = feed_parts(
             graph, schedule.lowering, self.device, targets=options.with_targets, local=options.local_names
         )
-        feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device)
+        feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device, plan)
         self.in_flight = InFlightMicroBatches(plan, self.runners, samples, feed, options.seed)
         self.diagnosis = NumberDiagnosis(schedule.network, self.device, self.in_flight)
         self.messenger = Messenger(
@@ -98,6 +101,12 @@ class GraphPart:
             setup.average,
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
+        self.captured: CapturedRound | None = None
+        """The CUDA graph of a round's passes, where a GPU can have one; None: their kernels are launched one by one."""
+        is_alone = plan.is_training and schedule.is_fixed and can_be_captured(self.actions)
+        is_plain = not options.is_exact and setup.loss_scale is None and not setup.slowdown.is_on
+        if torch_device.type == "cuda" and feed.staging is not None and is_alone and is_plain:
+            self.captured = CapturedRound(weights, self.actions, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
         self.loss = ShareLoss(graph, plan, torch_device, setup.loss_scale) if has_loss else None
 
@@ -108,6 +117,18 @@ class GraphPart:
         if size:
             messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.schedule.plan.micro_batches)}
         return messages | self.updates.expected()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Compute on the stream that a CUDA graph is captured on, in order with what comes before and after."""
+        if self.captured is None:
+            yield
+            return
+        stream, outside = self.captured.stream, torch.cuda.current_stream(self.captured.stream.device)
+        stream.wait_stream(outside)
+        with torch.cuda.stream(stream):
+            yield
+        outside.wait_stream(stream)
 
     def samples_in(self, stage: int) -> int:
         """Return the samples of a micro-batch that this device computes in a stage."""

@@ -38,5 +38,8 @@ class ExecutorOptions:
     """Inputs and targets that the device has itself: the coordinator sends the numbers of the rows."""
     resident: ResidentDataset | None = None
     """The memory of those that were preloaded here; None: they are in the silo."""
+    is_exact: bool = False
+    """Whether a GPU waits for each loss before it goes on with the next step, so that what is not finite is found where
+    it begins."""
     is_scheduled: bool = False
     """Whether the coordinator sends learning rates, and what else schedules change, with every step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from manyhands.executor.late_loss import LateLoss
 from manyhands.executor.projections import SumRecord
 
 
@@ -14,6 +15,8 @@ class RoundResult:
     step: int
     losses: list[float] = field(default_factory=list)
     """One loss, or with order replay one for each step of the round."""
+    pending: LateLoss | None = None
+    """The loss of the round, where it is not known yet; see `Executor.settle`."""
     staleness: list[int] = field(default_factory=list)
     """Updates between the forward pass of each step and its own, where this device runs ahead; -1: discarded."""
     grad_norms: list[float] = field(default_factory=list)

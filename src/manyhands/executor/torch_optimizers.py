@@ -100,4 +100,8 @@ def _may_fuse(kind: Any, options: Mapping[str, Option], weights: Sequence[torch.
     CPU that takes a third of the time. Options about fusing that are given have the last word."""
     if "fused" not in inspect.signature(kind).parameters or not _ABOUT_FUSING.isdisjoint(options):
         return False
-    return all(weight.is_cpu and weight.dtype in (torch.float32, torch.float64) for weight in weights)
+    is_known = kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    return all(
+        (weight.is_cpu or (weight.is_cuda and is_known)) and weight.dtype in (torch.float32, torch.float64)
+        for weight in weights
+    )

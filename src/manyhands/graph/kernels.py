@@ -37,12 +37,6 @@ from manyhands.graph.weights import Weights
 Call = Callable[..., Any]
 _aten = torch.ops.aten
 _LINEAR = "aten.linear.default"
-_VIEWS = {
-    "aten.view.default": _aten.reshape.default,
-    "aten._unsafe_view.default": _aten.reshape.default,
-    "aten.view_as.default": _aten.reshape_as.default,
-}
-"""View -> the operator that copies where a channels_last tensor has no such view."""
 
 
 def takes_product(graph: Graph, node: Node) -> bool:
@@ -88,8 +82,6 @@ def kernel_calls(graph: Graph, choice: Mapping[str, Kernel]) -> dict[str, Call]:
     for node in graph.nodes:
         kernel = choice.get(node.name)
         if kernel is None:
-            if any_channels_last and node.target in _VIEWS:
-                calls[node.name] = _VIEWS[node.target]
             continue
         if node.target in ops.CONVOLUTION and convolution_rank(graph, node):
             if kernel.product and takes_product(graph, node):

@@ -137,6 +137,14 @@ def resolve(target: str) -> Any:
     return getattr(packet, overload, None)
 
 
+RESHAPES = {
+    "aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default",
+    "aten.view_as.default": "aten.reshape_as.default",
+}  # fmt: skip
+"""View -> the operator that copies where a tensor has no such view: how a result lies in memory depends on the kernel
+that made it, which is another one on a GPU, or in channels_last."""
+
+
 def argument(node: Any, name: str) -> Any:
     """Return a node's value for an argument, by its name in the operator's schema; its default where it is not
     given."""

@@ -291,7 +291,7 @@ def _operator(
     training: bool,
 ) -> Call:  # fmt: skip
     """Return the torch operator; in its in-place form where the user wrote that and it makes no difference."""
-    operator = ops.resolve(node.target)
+    operator = ops.resolve(ops.RESHAPES.get(node.target, node.target))
     if not node.in_place:
         return operator  # type: ignore[no-any-return]
     name = next(r.name for r in node.arguments if isinstance(r, Value))

@@ -9,7 +9,10 @@ it again. The hash is two rounds of a 32-bit mixer (Wellons' `lowbias32`) over t
 from __future__ import annotations
 
 import math
+import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +27,8 @@ _MULTIPLY_2 = 0x846CA68B - (1 << 32)
 _MASK = 0xFFFFFFFF
 _FACTOR_1, _FACTOR_2 = numpy.uint32(0x7FEB352D), numpy.uint32(0x846CA68B)
 _SHIFT_15, _SHIFT_16 = numpy.uint32(15), numpy.uint32(16)
+_MOST_DRAWS = 4096
+"""The most draws of one CUDA graph."""
 _SMALL = 2**16
 """The most numbers in one draw that are drawn by numpy."""
 _KEPT = 2**13
@@ -71,6 +76,47 @@ def _keys(draw: Draw) -> tuple[int, int]:
     return key, _mix_number(key + 0x5851F42D)
 
 
+class KeyTable:
+    """The keys of draws in memory of a GPU: a CUDA graph, whose kernels are always the same, draws anew in every step.
+
+    While `recording`, draws of this thread read their keys here; `renew` puts those of a step in place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._keys = torch.zeros(_MOST_DRAWS, 2, dtype=torch.int32, device=device)
+        self._rows: dict[tuple[int, str, int], int] = {}
+        """Seed, operator and stream -> the row of its keys."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        _recording.table = self
+        try:
+            yield
+        finally:
+            _recording.table = None
+
+    def of(self, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the keys of a draw will be."""
+        row = self._rows.setdefault((draw.seed, draw.operator, draw.stream), len(self._rows))
+        if row >= _MOST_DRAWS:
+            raise RuntimeError(f"more than {_MOST_DRAWS} random operators")
+        return self._keys[row, 0], self._keys[row, 1]
+
+    def renew(self, step: int) -> None:
+        """Put the keys of a step in place."""
+        if self._rows:
+            drawn = [_keys(Draw(seed, step, operator, stream)) for seed, operator, stream in self._rows]
+            keys = torch.tensor([[_signed(first), _signed(second)] for first, second in drawn], dtype=torch.int32)
+            self._keys[: len(drawn)].copy_(keys, non_blocking=True)
+
+
+class _Recording(threading.local):
+    table: KeyTable | None = None
+
+
+_recording = _Recording()
+
+
 def bits(
     draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device
 ) -> torch.Tensor:
@@ -81,7 +127,12 @@ def bits(
     """
     if device.type == "cpu" and box.volume <= _SMALL:
         return torch.from_numpy(_small_bits(draw, box, sample_shape, batch_axis))
-    key, second_key = _keys(draw)
+    key: int | torch.Tensor
+    second_key: int | torch.Tensor
+    if _recording.table is not None:
+        key, second_key = _recording.table.of(draw)
+    else:
+        key, second_key = (_signed(key) for key in _keys(draw))
     place = torch.zeros((), dtype=torch.int64, device=device)
     sample = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
@@ -96,8 +147,8 @@ def bits(
         place = place + index * stride
         stride *= sample_shape[axis]
     sample32 = _wrap(sample)
-    first = _mix(sample32 ^ _signed(key))
-    second = _mix(sample32 ^ _signed(second_key))
+    first = _mix(sample32 ^ key)
+    second = _mix(sample32 ^ second_key)
     mixed = _mix(_wrap(place) ^ first)
     mixed += second
     return _mix(mixed)

@@ -11,6 +11,7 @@ import msgspec
 
 from manyhands.executor.log import DeviceLog
 from manyhands.executor.projections import SumRecord
+from manyhands.facts.gpu_math import GpuMath
 from manyhands.facts.link import Link
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Kernel
@@ -255,6 +256,8 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     """Whether `seconds` is a limit: what there is no time to measure is estimated."""
     alone: bool = False
     """Whether time for which other work of this machine pauses the process does not count."""
+    gpu_math: GpuMath = GpuMath()
+    """The settings of the kernels, where this device is a GPU."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):

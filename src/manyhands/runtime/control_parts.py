@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from manyhands.facts.clipping import Clipping
+from manyhands.facts.gpu_math import GpuMath
 from manyhands.facts.network import Network
 from manyhands.facts.plan import Plan
 from manyhands.facts.profile import Kernel
@@ -104,6 +105,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """The decay of an average of the weights; None: there is none."""
     step_lengths: bytes = b""
     """For each step from the first of the generation to its last, which length its batch has: 0 is the shortest."""
+    gpu_math: GpuMath = GpuMath()
+    """The settings of the kernels, where this device is a GPU."""
     is_scheduled: bool = False
     """Whether the coordinator sends the optimizer's learning rates, and what else schedules change, with every step."""
 

@@ -39,6 +39,7 @@ from manyhands.runtime.dialler import Dialler
 from manyhands.runtime.discovery import Announcer, can_announce, interface_asked
 from manyhands.runtime.event_queue import EventQueue
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS, FailureDetector
+from manyhands.runtime.gpu_settings import gpu_math
 from manyhands.runtime.heartbeats import HeartbeatMonitor, HeartbeatTimes, heartbeat_interval
 from manyhands.runtime.inviting import INVITE_SECONDS, Inviting, peer_address
 from manyhands.runtime.member import Event, Member
@@ -87,6 +88,8 @@ class Coordinator:
             self.token, encrypted=self.encrypted, timeout_factor=timeout_factor, credentials=self._credentials
         )
         self.secret = new_secret()
+        self.gpu_math = gpu_math()
+        """The settings of kernels on GPUs."""
         """The key of data connections between the coordinator and its members."""
         self.audit = AuditLog(config_folder() if self._credentials is not None else None)
         self.local = LocalWorkers(logs=logs)

@@ -11,6 +11,7 @@ import torch
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.schedules import at_start
+from manyhands.facts.gpu_math import GpuMath
 from manyhands.runtime import state
 from manyhands.runtime.batch_feed import BatchFeed
 from manyhands.runtime.control_parts import DeviceJob, LengthGraph, TensorEntry
@@ -52,7 +53,7 @@ class Handout:
 
     def job(
         self, name: str, member: Member, order: Order, feed: BatchFeed, document: GraphDocument,
-        wait_limit_seconds: float,
+        wait_limit_seconds: float, gpu_math: GpuMath,
     ) -> DeviceJob:  # fmt: skip
         """Return a device's part of the job. The graph is left out where the device already has it."""
         located, lengths = self.located, order.lengths
@@ -77,7 +78,7 @@ class Handout:
             preload_samples=order.preload.count if order.preload is not None else 0,
             resident_dataset=feed.feeder.resident_key(name),
             is_preloaded=not feed.needs_preload(name, member),
-            clipping=order.clipping, scales_loss=order.scales_loss, ema=order.ema,
+            clipping=order.clipping, scales_loss=order.scales_loss, ema=order.ema, gpu_math=gpu_math,
             longest=max(lengths.graphs) if lengths is not None else 0,
             shorter=() if is_known else document.shorter,
             step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",

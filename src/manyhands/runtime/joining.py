@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
-from manyhands.facts.errors import BadValue, Refused
+from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.addresses import Advertised
@@ -83,15 +83,6 @@ def listening_host(joining: Joining, reached: ControlConnection) -> str:
             hint="Start it for others too: --listen 0.0.0.0:7077. Or leave out --advertise.",
         )
     return joining.advertised.listening_host(local_host)
-
-
-def prepare_gpu(compute: str) -> None:
-    """Set up deterministic kernels without TF32, so that a GPU computes as others do. Refused where it is missing."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(compute.partition(":")[2] or 0) >= count:
-        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.", hint="Use --compute cpu.")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def facts_of(joining: Joining, silo: Silo | None) -> Facts:

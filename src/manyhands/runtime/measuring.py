@@ -60,7 +60,17 @@ def measure_on(
     stepping = at_start(optimizer).to_dict() if optimizer is not None else None
     devices = list(coordinator.members_for(names))
     for name in devices:
-        command = Measure(generation, document, graph.network, ladder, seconds, kernel_document, stepping, training)
+        command = Measure(
+            generation,
+            document,
+            graph.network,
+            ladder,
+            seconds,
+            kernel_document,
+            stepping,
+            training,
+            gpu_math=coordinator.gpu_math,
+        )
         coordinator.send(name, command)
     task = f"measure {graph.name}"
     return _answers(coordinator, generation, devices, Measured, task, seconds + LIMIT_SECONDS)
@@ -84,7 +94,16 @@ def measure_quickly_on(
     devices = list(coordinator.members_for(names))
     for name in devices:
         command = Measure(
-            generation, document, graph.network, ladder, seconds, dict(kernels), stepping, is_quick=True, alone=alone
+            generation,
+            document,
+            graph.network,
+            ladder,
+            seconds,
+            dict(kernels),
+            stepping,
+            is_quick=True,
+            alone=alone,
+            gpu_math=coordinator.gpu_math,
         )
         coordinator.send(name, command)
     return _answers(coordinator, generation, devices, Measured, f"measure {graph.name}", seconds + LIMIT_SECONDS)

@@ -26,6 +26,7 @@ from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
 from manyhands.runtime import state
 from manyhands.runtime.control_parts import DeviceJob, TensorEntry
+from manyhands.runtime.gpu_settings import use
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE
 from manyhands.runtime.received_graph import graph_of
@@ -49,6 +50,8 @@ class PartBuilder:
     def build(self, generation: int, job: DeviceJob, kept: Mapping[str, torch.Tensor]) -> Executor:
         """Return the executor of this device's part, with the mailbox open for everything it will receive. `kept` is
         what this device has of the state that the job begins with."""
+        if self._joining.compute != "cpu":
+            use(job.gpu_math)
         graph, lengths = self._graphs_of(job)
         network = graph.network
         plan = resolve(job.plan, network)
@@ -74,7 +77,7 @@ class PartBuilder:
             with_targets=job.with_targets, slowdown=self._joining.slowdown, silo=self._silo,
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),
-            is_scheduled=job.is_scheduled and stepper is not None,
+            is_scheduled=job.is_scheduled and stepper is not None, is_exact=job.gpu_math.is_exact,
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from manyhands.runtime.run import Run
 
 CONNECT_SECONDS = 30.0
+BATCHES_UNDER_WAY = 2
+"""Batches for which memory is shared with a GPU's process: one that it reads, and one that follows."""
 
 
 def _shorter_graphs(order: Order) -> tuple[LengthGraph, ...]:
@@ -43,11 +45,13 @@ def prepare(run: Run) -> None:
         if name in run.names:
             job = run.handout.job(
                 name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
-                run.worker_wait_seconds,
+                run.worker_wait_seconds, run.coordinator.gpu_math,
             )  # fmt: skip
         if job is not None and not (job.resident_dataset and job.is_preloaded) and not keeps_dataset(job):
             # it drops the dataset it has; the new one is complete after its first round
             run.members[name].resident_dataset = ""
+        if job is not None and run.members[name].facts.compute != "cpu":  # it computes faster than a connection feeds
+            run.coordinator.endpoint.make_room(name, BATCHES_UNDER_WAY * run.feed.feeder.bytes_of(name))
         gives = run.handout.gives.get(name, {})
         run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since))
     timeout_factor = run.coordinator.security.timeout_factor

@@ -20,7 +20,8 @@ from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
 from manyhands.runtime.control_messages import Heartbeat, Refusal
 from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
-from manyhands.runtime.joining import Joining, prepare_gpu
+from manyhands.runtime.gpu_settings import check_gpu
+from manyhands.runtime.joining import Joining
 from manyhands.runtime.shared_token import config_folder
 from manyhands.runtime.worker import Worker
 from manyhands.transport.channel import SEND_LIMIT_SECONDS
@@ -118,7 +119,7 @@ def listen(
         return True
 
     if joining.compute != "cpu":
-        prepare_gpu(joining.compute)  # fails now rather than with every coordinator
+        check_gpu(joining.compute)  # fails now rather than with every coordinator
     with (
         asked_to_leave_by_signal(leave),
         contextlib.closing(_Reception(joining, report, transport or TcpTransport(), ending)) as reception,

@@ -19,6 +19,7 @@ from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
 from manyhands.profiler.whole import scaled_to_steps
 from manyhands.runtime.control_messages import Measure, Measured
+from manyhands.runtime.gpu_settings import use
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.processes import give_back_memory
@@ -28,6 +29,8 @@ from manyhands.runtime.received_graph import graph_of
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
     """Return the times of a network's layers on this device, measured with made-up weights."""
     graph = graph_of(command.graph, command.network)
+    if joining.compute != "cpu":
+        use(command.gpu_math)
     if command.is_quick:
         return _measured_quickly(command, graph, device, joining)
     free = _free_bytes(joining.compute)

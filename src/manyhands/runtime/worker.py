@@ -22,7 +22,7 @@ import torch
 from manyhands.data.silo import Silo
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.runtime import link_probe
-from manyhands.runtime.assignment import Assignment, Stopped, seen_round
+from manyhands.runtime.assignment import Assignment, Stopped
 from manyhands.runtime.control import Message, decode_from_coordinator, encode
 from manyhands.runtime.control_messages import (
     AskClock,
@@ -44,7 +44,6 @@ from manyhands.runtime.control_messages import (
     Prepare,
     ProbeLinks,
     ProbePeers,
-    Progress,
     Ready,
     Reshape,
     Retain,
@@ -55,8 +54,9 @@ from manyhands.runtime.control_messages import (
     Survey,
 )
 from manyhands.runtime.control_parts import Standing
+from manyhands.runtime.gpu_settings import check_gpu
 from manyhands.runtime.handshake import hello_of, pin_coordinator, welcome_from
-from manyhands.runtime.joining import Joining, listening_host, prepare_gpu, reach
+from manyhands.runtime.joining import Joining, listening_host, reach
 from manyhands.runtime.keeping import Keeping
 from manyhands.runtime.link_shaping import LinkShaping
 from manyhands.runtime.member_probes import MemberProbes
@@ -64,6 +64,7 @@ from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.part_builder import PartBuilder
 from manyhands.runtime.peer_connections import connect
 from manyhands.runtime.processes import keep_memory
+from manyhands.runtime.round_reports import RoundReports
 from manyhands.runtime.state_exchange import StateExchange, state_of
 from manyhands.runtime.timing_here import measured
 from manyhands.runtime.worker_status import arrivals_at, standing_of
@@ -94,7 +95,7 @@ class Worker:
         if joining.threads:
             torch.set_num_threads(joining.threads)
         if joining.compute != "cpu":
-            prepare_gpu(joining.compute)
+            check_gpu(joining.compute)
         name = joining.name or socket.gethostname()
         reached = reached or reach(joining, name, self.transport)
         self.channel = reached.channel
@@ -338,30 +339,28 @@ class Worker:
         stride = executor.plan.steps_per_round
         if stride > 1:
             executor.on_update = lambda step: self._send(Stepped(command.generation, step))
+        reports = RoundReports(executor, command.generation, self.endpoint, self._send)
         for step in range(command.first_step, command.last_step, stride):
             steps_done = min(step + stride, command.last_step)
             if executor.last_step is not None and executor.last_step <= step:
-                return  # to be stopped
+                break  # it is to be stopped
             result = executor.round(step, steps_done - step)
             assert executor.settled_step is not None, "a round has ended"
             steps_done = executor.settled_step
             if steps_done == step:
-                return  # nothing was fed: to be stopped
-            self._send(  # before a copy of the state is offered
-                Progress(
-                    command.generation, steps_done - 1, result.seconds, tuple(result.losses), tuple(result.staleness),
-                    arrivals_at(self.endpoint), dict(self.endpoint.sent_bytes), seen_round(executor),
-                    tuple(result.sums), tuple(n if math.isfinite(n) else None for n in result.grad_norms),
-                    result.not_finite_from,
-                )
-            )  # fmt: skip
-            if steps_done in command.snapshots or is_due(step, steps_done, command.backup_every):
+                break  # nothing was fed: to be stopped
+            is_kept = steps_done in command.snapshots or is_due(step, steps_done, command.backup_every)
+            reports.add(result, steps_done, at_once=is_kept)  # before a copy of the state is offered
+            if is_kept:
                 self.exchange.keep(prepared, steps_done, *state_of(executor, copy=True))
             self.exchange.report_copies()
-        if executor.last_step is not None and executor.last_step < command.last_step:
+        else:
+            reports.finish()
+            if executor.last_step is None or executor.last_step >= command.last_step:
+                self._send(Done(command.generation, executor.log))
+                self.is_under_way = False
             return
-        self._send(Done(command.generation, executor.log))
-        self.is_under_way = False
+        reports.finish()
 
     def _prepare_probe(self, command: ProbeLinks) -> None:
         """Connect to the devices that take part; the probe begins when all are ready."""

@@ -42,6 +42,7 @@ class TrainOptions(TypedDict, total=False):
     tensorboard: bool
     allow_optimizers: Sequence[str]
     precision: str
+    exact: bool
     lengths: Sequence[int] | None
     pad: Mapping[str, float] | None
     validate: Dataset[Any] | None

@@ -17,6 +17,11 @@ class PrecisionConfig(Config):
         "--precision", choices=PRECISIONS, noun="precision", on_resume="same",
     )  # fmt: skip
 
+    exact: bool = option(
+        False, "On GPUs: deterministic kernels without TF32, and every loss looked at before the next step. False: "
+        "PyTorch's settings of this process.", "--exact", kind=bool,
+    )  # fmt: skip
+
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, and steps whose gradients are not finite are skipped."""

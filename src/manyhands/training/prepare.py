@@ -39,6 +39,7 @@ from manyhands.job.opening import open_run
 from manyhands.planner.task import TileOptions
 from manyhands.plans.planning import is_strategy
 from manyhands.plans.tiles import check_tiles
+from manyhands.runtime.gpu_settings import gpu_math
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.smaller_batches import plan_for
 from manyhands.session.opening import expect_session, open_session
@@ -249,6 +250,7 @@ def _opened(
     )  # fmt: skip
     retry_policy = RetryPolicy(config.replan, config.min_devices, config.max_devices, session.rejoin_seconds)
     session.begin(retry_policy)
+    session.coordinator.gpu_math = gpu_math(exact=config.exact)
     job = TrainJob(workload, session, opened)
     decided: dict[str, Any] = {
         "plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": config.micro_batches,

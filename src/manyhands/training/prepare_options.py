@@ -31,6 +31,7 @@ class PrepareOptions(TypedDict, total=False):
     tensorboard: bool
     allow_optimizers: Sequence[str]
     precision: str
+    exact: bool
     profile_seconds: float
     min_devices: int
     max_devices: int | None

@@ -42,6 +42,7 @@ from manyhands.plans.planning import batch_norm_named, is_strategy, plan_file, r
 from manyhands.plans.planning import plan as make_plan
 from manyhands.plans.tiles import check_tiles
 from manyhands.runtime.controller import Controller
+from manyhands.runtime.gpu_settings import gpu_math
 from manyhands.runtime.record import read_config, read_decided
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring import among_who_stay, measure_who_stays
@@ -125,6 +126,7 @@ def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> Tra
     ):  # fmt: skip
         retry_policy = RetryPolicy(config.replan, config.min_devices, config.max_devices, session.rejoin_seconds)
         session.begin(retry_policy)
+        session.coordinator.gpu_math = gpu_math(exact=config.exact)
         job = TrainJob(workload, session, opened)
         decided: dict[str, Any] = {
             "plan": "given" if isinstance(plan, Plan) else str(plan), "micro_batches": config.micro_batches,

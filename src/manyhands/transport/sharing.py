@@ -34,6 +34,8 @@ SHARING_VARIABLE = "MANYHANDS_SHARED_MEMORY"
 RING_BYTES = 4 * 2**20
 SMALLEST_SHARED_BYTES = 128 * 1024
 LARGEST_RING_BYTES = 2**30
+MOST_ROOM_BYTES = 2**28
+"""The largest ring that is made because messages are large."""
 _SMALLEST_RING_BYTES = SHARED_CHUNK_BYTES
 
 
@@ -80,6 +82,8 @@ class MemorySharing:
 
     def __init__(self, wire: Wire, setting: SharingSetting) -> None:
         self._wire, self._setting = wire, setting
+        self.ring_bytes = setting.ring_bytes
+        """The size of the ring that this end will make."""
         self._offered: FillingRing | None = None
         self.filling: FillingRing | None = None
         """The ring this end fills, once the other side has shown that it has it."""
@@ -87,6 +91,11 @@ class MemorySharing:
         self.may_offer = setting.ring_bytes > 0
         self.refusal = ""
         """The reason why there is no ring to fill."""
+
+    def make_room(self, size: int) -> None:
+        """Make the ring large enough for so many bytes at once, if it is not made yet and there is to be one."""
+        if self.ring_bytes:
+            self.ring_bytes = max(self.ring_bytes, min(size, MOST_ROOM_BYTES))
 
     def offer(self) -> bytes | None:
         """Make a ring, once, and return the offer; None where the other side is on another host, or this system has no
@@ -96,7 +105,7 @@ class MemorySharing:
             near, far = ends(self._wire)
             if near[0] != far[0] and not (is_loopback(near[0]) and is_loopback(far[0])):
                 raise Unshared("another host")
-            self._offered = ring = FillingRing(self._setting.ring_bytes)
+            self._offered = ring = FillingRing(self.ring_bytes)
         except (OSError, ValueError, Unshared) as error:
             self.refusal = str(error)
             return None

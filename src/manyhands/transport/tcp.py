@@ -62,6 +62,8 @@ class TcpEndpoint:
         self.unplanned_bytes: Counter[str] = Counter()
         self.silence_seconds = silence_seconds or HEARTBEAT_TIMEOUT_SECONDS * security.timeout_factor
         self.sharing = sharing or SharingSetting.of_environment()
+        self._rooms: dict[str, int] = {}
+        """Peer -> the bytes that it will be sent at once."""
         self._met_at: dict[str, int] = {}
         """The port of each peer when it was last named."""
         self._wanted: set[str] = set()
@@ -112,6 +114,10 @@ class TcpEndpoint:
         if connection is not None and before != port:
             self._loop.lose(connection, "another process has its name now")
 
+    def make_room(self, peer: str, size: int) -> None:
+        """See `transport.ConnectedEndpoint`."""
+        self._rooms[peer] = size
+
     def is_connected(self, peer: str) -> bool:
         return peer in self._connections
 
@@ -145,6 +151,7 @@ class TcpEndpoint:
         longest = CHUNK_BYTES if outbox.ring is None else SHARED_CHUNK_BYTES
         start = Header(self.name, self.mailbox.generation, step, topic, size, 0, min(size, longest))
         if size >= self.sharing.smallest_bytes and connection.sharing.may_offer and not outbox.is_shaped:
+            connection.sharing.make_room(self._rooms.get(to, 0))
             connection.offer_sharing()
         try:
             most_bytes = CHUNK_BYTES if outbox.ring is None else _SHARED_AT_ONCE_BYTES

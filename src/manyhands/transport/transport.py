@@ -81,6 +81,10 @@ class ConnectedEndpoint(Endpoint, Protocol):
     def connect(self, peers: Peers, limit_seconds: float) -> None:
         """Connect to every one of these peers; to be called on all of them, in any order."""
 
+    def make_room(self, peer: str, size: int) -> None:
+        """Expect that a peer on this machine is sent so many bytes at once: memory that is shared with it will hold
+        them, if it is not made yet. Without this what does not fit goes over the connection, which is slower."""
+
     def is_connected(self, peer: str) -> bool: ...
 
     def silent_peers(self) -> dict[str, float]:

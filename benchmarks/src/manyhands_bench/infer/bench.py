@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.runtime.joining import prepare_gpu
+from manyhands.runtime.gpu_settings import check_gpu
 from manyhands.session.joining import parse_compute
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.infer.accuracy import SHORT, WAYS, Accuracy, DecoupledVariant, bench_accuracy
@@ -139,7 +139,7 @@ def bench_infer(
     """Return every figure of `manyhands bench infer`, flat. `compute`: where accuracy is trained (`cpu`, `cuda`)."""
     check_asked(PARTS, only, quick, full)
     if parse_compute(compute) != "cpu":
-        prepare_gpu(compute)
+        check_gpu(compute)
     say = on_progress or (lambda text: None)
     bench = InferBench(scope_of(quick, full, compute), pictures, out, say)
     return measure_parts(PARTS, bench, only=only, quick=quick, out=out, say=say)

@@ -33,7 +33,7 @@ QUICK_NETWORKS = 12
 LIMIT_SECONDS = 900.0
 LEAST_MEMORY_BYTES = 8 * 2**30
 """The limit of each process: this, or its part of the machine's memory if that is more."""
-TRAINED_MEMORY = 3.0
+TRAINED_MEMORY = 8.0
 """The factor of that limit for networks that are trained: plain PyTorch, a coordinator and two workers hold each."""
 SHARES_TRAINED = ("samples", "pipeline", "tiles")
 """Ways of sharing, which the drawn networks are trained with in turn."""

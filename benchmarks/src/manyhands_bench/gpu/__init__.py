@@ -1,0 +1,1 @@
+"""One GPU by manyhands beside plain PyTorch on it."""
