@@ -237,6 +237,20 @@ def test_an_uplink_is_shared_by_all_devices_of_its_site() -> None:
     assert dict(run.finished) == {"ab": 0.5, "in": 0.5, "ac": 1.0, "bd": 1.0}
 
 
+def test_what_a_device_relays_crosses_the_uplinks_before_and_behind_it() -> None:
+    """a and b are in one site, and reach each other through e outside: out through its uplink, and in again."""
+    base = cluster(list("abcde"), HUNDRED)
+    devices = tuple(msgspec.structs.replace(one, site="s" if one.name in "ab" else "") for one in base.devices)
+    links = (DirectedLink("a", "b", HUNDRED, "e"),)
+    run = Clock(LinkNetwork(Cluster("made", devices, HUNDRED, links, (Site("s", 40.0, 60.0),))))
+    run.start("a", "b", 20)
+    run.start("b", "c", 20)  # half of the uplink out
+    run.start("d", "a", 40)  # what the relayed transfer leaves of the uplink in
+    run.start("e", "c", 80)  # nothing of theirs: e has no port of its own
+    run.until()
+    assert dict(run.finished) == {"ab": 1.0, "bc": 1.0, "da": 1.0, "ec": 0.8}
+
+
 def test_an_unlimited_link_takes_no_time() -> None:
     run = clock(Link(math.inf, 0.0))
     run.start("a", "b", 1e12)

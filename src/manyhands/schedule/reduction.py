@@ -59,11 +59,8 @@ def gradient_rounds(devices: tuple[str, ...], places: tuple[str, ...] = ()) -> R
 
 
 def _hops(devices: tuple[str, ...], level: Level) -> tuple[Hop, ...]:
-    sources, targets, firsts, lasts = (column.tolist() for column in level)
-    return tuple(
-        Hop(devices[source], devices[target], first, last, True)
-        for source, target, first, last in zip(sources, targets, firsts, lasts)
-    )
+    columns = (column.tolist() for column in level)
+    return tuple(Hop(devices[a], devices[b], first, last, True) for a, b, first, last in zip(*columns))
 
 
 def gradient_chunks(devices: Collection[str], places: tuple[str, ...] = ()) -> int:
