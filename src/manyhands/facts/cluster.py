@@ -200,13 +200,13 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         name = self.relays.get((sender, receiver), "") if a.host_name != b.host_name else ""
         relay = self._by_name.get(name)
         ports = {("relay", name): self.relay_rates[name]} if name and relay is None else {}
-        for one, next_one in ((a, b),) if relay is None else ((a, relay), (relay, b)):
-            if one.host_name != next_one.host_name:
-                way = self.tree.way(one.site, next_one.site)
-                ports["up", one.host_name] = one.up_bytes_per_second
+        for sender_of_hop, receiver_of_hop in ((a, b),) if relay is None else ((a, relay), (relay, b)):
+            if sender_of_hop.host_name != receiver_of_hop.host_name:
+                way = self.tree.way(sender_of_hop.site, receiver_of_hop.site)
+                ports["up", sender_of_hop.host_name] = sender_of_hop.up_bytes_per_second
                 ports |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
                 ports |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
-                ports["down", next_one.host_name] = next_one.down_bytes_per_second
+                ports["down", receiver_of_hop.host_name] = receiver_of_hop.down_bytes_per_second
         return ports
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
