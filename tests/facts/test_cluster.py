@@ -69,6 +69,38 @@ def test_a_link_keeps_the_default_for_what_it_leaves_out() -> None:
     assert cluster.link_between("nano", "laptop") == Link(1e6, 0.001)
 
 
+def test_a_pair_that_reaches_each_other_through_a_relay() -> None:
+    raw = home()
+    raw["links"] = [
+        {"between": ["nano", "pi4-1"], "rate": "20 Mbit/s", "relay": "laptop"},
+        {"from": "laptop", "to": "nano", "rate": "4 Mbit/s", "relay": "coordinator"},
+    ]
+    cluster = Cluster.from_dict(raw)
+    assert cluster.relays == {
+        ("nano", "pi4-1"): "laptop", ("pi4-1", "nano"): "laptop", ("laptop", "nano"): "coordinator",
+    }  # fmt: skip
+    assert cluster.relay_rates == {"laptop": 2.5e6, "coordinator": 0.5e6}
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    assert cluster.with_link(Link(1.0, 0.0), ("nano", "pi4-1")).relays == cluster.relays
+    assert set(cluster.without("nano").relays) == set()
+
+
+@pytest.mark.parametrize(
+    ("relay", "problem"), [("nano", "cannot relay between itself"), ("a b", "cannot name"), (3, "text")]
+)
+def test_a_relay_that_makes_no_sense_is_refused(relay: object, problem: str) -> None:
+    raw = home()
+    raw["links"] = [{"from": "laptop", "to": "nano", "relay": relay}]
+    with pytest.raises(BadValue, match=problem):
+        Cluster.from_dict(raw)
+
+
+def test_a_transfer_is_held_by_the_ports_of_a_device_that_relays() -> None:
+    raw = home()
+    raw["links"] = [{"from": "laptop", "to": "pi4-1", "rate": "1 Gbit/s", "relay": "nano"}]
+    assert Cluster.from_dict(raw).bytes_per_second_between("laptop", "pi4-1") == 12.5e6  # the nano's port
+
+
 def test_a_transfer_is_held_by_the_narrowest_of_link_and_ports() -> None:
     cluster = Cluster.from_dict(home())
     assert cluster.bytes_per_second_between("laptop", "nano") == 12.5e6  # the nano's port, not the 300 Mbit/s link

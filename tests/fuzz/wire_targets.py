@@ -24,7 +24,7 @@ from manyhands.runtime import control, discovery, state
 from manyhands.runtime import control_messages as sent
 from manyhands.runtime import control_parts as parts
 from manyhands.runtime.admission import judged
-from manyhands.transport import frames, pake, proofs, rendezvous, sharing
+from manyhands.transport import frames, pake, proofs, sharing, wire_hello
 from manyhands.transport.channel import Channel
 from manyhands.transport.frames import BadFrame, Header
 from manyhands.transport.inbox import Inbox
@@ -160,7 +160,7 @@ def hello_target(folder: Path) -> Target:
 
     said = [{"from": "a", "to": "b"}, {"verdict": "welcome", "name": "pi-1"}, {"from": "é" * 100, "to": ""}]
     seeds = [finish(b"----" + json.dumps(one).encode()) for one in said]
-    run = lambda data: rendezvous._read_hello(Fed(data), time.monotonic() + 5)  # noqa: E731
+    run = lambda data: wire_hello.read_hello(Fed(data), time.monotonic() + 5)  # noqa: E731
     return Target("hellos of peers", run, seeds, allowed=(Broken,), share=1.5, finish=finish)
 
 

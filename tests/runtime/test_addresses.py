@@ -132,3 +132,11 @@ def test_nothing_plain_is_advertised_beyond_this_machine() -> None:
         joining = Joining(*coordinator.address, coordinator.token, "pi", threads=1, advertised=elsewhere)
         with pytest.raises(BadValue, match=r"--advertise 192\.0\.2\.1: the coordinator is for this machine only"):
             Worker(joining, TcpTransport())
+
+
+def test_nothing_plain_is_sent_on_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.runtime.joining.interface_address", lambda interface, like: "192.0.2.1")
+    with Coordinator() as coordinator:
+        joining = Joining(*coordinator.address, coordinator.token, "pi", threads=1, interface="wlan0")
+        with pytest.raises(BadValue, match="--interface wlan0: the coordinator is for this machine only"):
+            Worker(joining, TcpTransport())

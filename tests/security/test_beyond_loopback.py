@@ -36,10 +36,8 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 def places(coordinator: Coordinator) -> dict[Purpose, tuple[str, int]]:
-    """Where workers join, and where tensors come in."""
-    return {
-        Purpose.CONTROL: (HERE, coordinator.address[1]), Purpose.DATA: (HERE, coordinator.endpoint.address[1]),
-    }  # fmt: skip
+    """Where workers join, where tensors come in, and where pairs of others are relayed."""
+    return dict.fromkeys(Purpose, (HERE, coordinator.address[1]))
 
 
 def enter(coordinator: Coordinator, purpose: Purpose, security: Security) -> None:
@@ -48,12 +46,12 @@ def enter(coordinator: Coordinator, purpose: Purpose, security: Security) -> Non
 
 @pytest.mark.parametrize("purpose", list(Purpose))
 def test_who_knows_the_token_gets_in_encrypted(coordinator: Coordinator, purpose: Purpose) -> None:
-    """Of tensors it is the run's own secret, which the coordinator tells those who have joined."""
+    """Of tensors and relays it is the run's own secret, which the coordinator tells those who have joined."""
     assert coordinator.encrypted
-    known = {Purpose.CONTROL: TOKEN, Purpose.DATA: coordinator.secret}
-    enter(coordinator, purpose, Security(known.pop(purpose), encrypted=True))
+    known = TOKEN if purpose is Purpose.CONTROL else coordinator.secret
+    enter(coordinator, purpose, Security(known, encrypted=True))
     with pytest.raises(Refused, match="the token is not the one"):
-        enter(coordinator, purpose, Security(known.popitem()[1], encrypted=True))
+        enter(coordinator, purpose, Security(coordinator.secret if known == TOKEN else TOKEN, encrypted=True))
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

@@ -32,7 +32,7 @@ from manyhands.observe.live import Live
 from manyhands.observe.watching import RunWatch
 from manyhands.plans import networks
 from manyhands.runtime import control, control_parts, state
-from manyhands.transport import rendezvous
+from manyhands.transport import wire_hello
 from manyhands.transport.channel import Listener, connect
 from manyhands.transport.dialling import dial
 from manyhands.transport.http_handler import DeadlineHandler, HttpRefusal
@@ -77,7 +77,7 @@ def test_a_hello_of_lists_within_lists(endpoint: tuple[TcpEndpoint, Security]) -
     while not any("a hello that is none" in reason for reason in found._rendezvous._listener.reasons):
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert rendezvous._LARGEST_HELLO_BYTES >= 4000
+    assert wire_hello.LARGEST_HELLO_BYTES >= 4000
 
 
 def test_whatever_a_guest_does_his_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,17 @@ class PlainNetwork:
         limits: dict[tuple[str, ...], float] = {
             ("link", a, b): rate, ("up", a): sender.up_bytes_per_second, ("down", b): receiver.down_bytes_per_second,
         }  # fmt: skip
-        way = self.cluster.tree.way(sender.site, receiver.site)
-        limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
-        limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
+        by = self.cluster.relays.get((source, target), "")
+        stops = [sender, self.cluster.device(by), receiver] if by in self.cluster.names else [sender, receiver]
+        if by and by not in self.cluster.names:
+            limits["relay", by] = self.cluster.relay_rates[by]
+        for one, other in zip(stops, stops[1:]):
+            if one.host_name != other.host_name:
+                limits |= {("up", one.host_name): one.up_bytes_per_second}
+                limits |= {("down", other.host_name): other.down_bytes_per_second}
+            way = self.cluster.tree.way(one.site, other.site)
+            limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
+            limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
         if a == b:
             limits = {("inside", source, target): rate}
         return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}

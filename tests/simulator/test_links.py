@@ -135,6 +135,34 @@ def test_what_a_bottleneck_leaves_goes_to_the_others() -> None:
     assert [end for _, end in run.finished] == [1.0, 1.0]
 
 
+def relayed(*pairs: str, relay: str, rate: float = 100.0, **ports: float) -> Clock:
+    base = cluster(list("abcde"), HUNDRED, **ports)
+    links = tuple(DirectedLink(*pair, Link(rate, 0.0), relay) for pair in pairs)
+    return Clock(LinkNetwork(Cluster("relayed", base.devices, base.link, links)))
+
+
+def test_a_relay_is_shared_by_all_pairs_that_it_serves() -> None:
+    """Each pair has 100 B/s alone; together they have no more, whoever else talks."""
+    run = relayed("ab", "cd", "dc", relay="coordinator")
+    run.start("a", "b", 100)
+    run.until()
+    for source, target in ("ab", "cd", "dc", "ad"):
+        run.start(source, target, 100)
+    run.until()
+    assert run.finished[:2] == [("ab", 1.0), ("ad", 2.0)]
+    assert sorted(run.finished[2:]) == [("ab", 4.0), ("cd", 4.0), ("dc", 4.0)]
+
+
+def test_a_device_that_relays_shares_its_own_port() -> None:
+    """e passes on what a sends to b, and sends to c itself: both leave through its port."""
+    run = relayed("ab", relay="e", up_bytes_per_second=100.0, down_bytes_per_second=100.0)
+    run.start("a", "b", 50)
+    run.start("e", "c", 50)
+    run.start("d", "c", 10)
+    run.until()
+    assert dict(run.finished) == {"ab": 1.0, "ec": 1.0, "dc": 0.2}
+
+
 def slotted(port: float = 100.0, link: float = math.inf, memory: float = 1000.0) -> Cluster:
     """a, b and c, each with two slots: a.1, a.2 ..."""
     base = cluster(["a", "b", "c"], Link(link, 0.0), up_bytes_per_second=port, down_bytes_per_second=port)
@@ -209,6 +237,20 @@ def test_an_uplink_is_shared_by_all_devices_of_its_site() -> None:
     assert dict(run.finished) == {"ab": 0.5, "in": 0.5, "ac": 1.0, "bd": 1.0}
 
 
+def test_what_a_device_relays_crosses_the_uplinks_before_and_behind_it() -> None:
+    """a and b are in one site, and reach each other through e outside: out through its uplink, and in again."""
+    base = cluster(list("abcde"), HUNDRED)
+    devices = tuple(msgspec.structs.replace(one, site="s" if one.name in "ab" else "") for one in base.devices)
+    links = (DirectedLink("a", "b", HUNDRED, "e"),)
+    run = Clock(LinkNetwork(Cluster("made", devices, HUNDRED, links, (Site("s", 40.0, 60.0),))))
+    run.start("a", "b", 20)
+    run.start("b", "c", 20)  # half of the uplink out
+    run.start("d", "a", 40)  # what the relayed transfer leaves of the uplink in
+    run.start("e", "c", 80)  # nothing of theirs: e has no port of its own
+    run.until()
+    assert dict(run.finished) == {"ab": 1.0, "bc": 1.0, "da": 1.0, "ec": 0.8}
+
+
 def test_an_unlimited_link_takes_no_time() -> None:
     run = clock(Link(math.inf, 0.0))
     run.start("a", "b", 1e12)
@@ -257,7 +299,12 @@ def crowds(draw: st.DrawFn) -> tuple[Cluster, list[tuple[str, str]]]:
         for device in base.devices
     )
     special = draw(st.sets(st.sampled_from(pairs), max_size=3))
-    links = tuple(DirectedLink(*pair, Link(float(draw(Rates)), 0.0)) for pair in sorted(special))
+    relays = st.sampled_from(["", "", "coordinator", *base.names])
+    drawn = {pair: draw(relays) for pair in sorted(special)}
+    links = tuple(
+        DirectedLink(*pair, Link(float(draw(Rates)), 0.0), "" if relay in pair else relay)
+        for pair, relay in drawn.items()
+    )
     flows = draw(st.lists(st.sampled_from(pairs), min_size=1, max_size=7))
     made = Cluster("drawn", devices, base.link, links)
     if draw(st.booleans()):
@@ -274,9 +321,17 @@ def crossed(made: Cluster, source: str, target: str) -> dict[tuple[str, ...], Fr
         ("up", a): made.device(source).up_bytes_per_second,
         ("down", b): made.device(target).down_bytes_per_second,
     }
-    way = made.tree.way(made.device(source).site, made.device(target).site)
-    limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
-    limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
+    by = made.relays.get((source, target), "")
+    stops = [made.device(name) for name in (source, *[by] * (by in made.names), target)]
+    for one, other in zip(stops, stops[1:]):
+        if one.host_name != other.host_name:
+            limits |= {("up", one.host_name): one.up_bytes_per_second}
+            limits |= {("down", other.host_name): other.down_bytes_per_second}
+        way = made.tree.way(one.site, other.site)
+        limits |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
+        limits |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
+    if by and by not in made.names:
+        limits["relay", by] = made.relay_rates[by]
     if a == b:
         limits = {("memory", source, target): rate}
     return {name: Fraction(limit) for name, limit in limits.items() if limit < math.inf}

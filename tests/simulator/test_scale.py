@@ -50,7 +50,10 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
     )
     pairs = [draw.sample(names, 2) for _ in range(draw.randint(0, 9))]
     special = {(a, b): Link(draw.choice((1e4, 1e5, 5e5)), draw.choice((0.0, 0.01))) for a, b in pairs}
-    links = tuple(DirectedLink(*pair, link) for pair, link in special.items())
+    relays = {pair: draw.choice(("", "", "coordinator", *names)) for pair in special}
+    links = tuple(
+        DirectedLink(*pair, link, "" if relays[pair] in pair else relays[pair]) for pair, link in special.items()
+    )
     made = Cluster("drawn", devices, base.link, links)
     if not slots:
         sites = tuple(Site(f"s{i}", draw.choice((2e4, 1e5)), math.inf, 0.001, within="s0" * (i > 1)) for i in range(3))
@@ -64,10 +67,11 @@ def unequal(names: list[str], seed: int, *, slots: bool = False) -> Cluster:
         if device.name in renamed
     )
     between = tuple(
-        DirectedLink(renamed[one.sender], renamed[one.receiver], one.link)
+        DirectedLink(renamed[one.sender], renamed[one.receiver], one.link, renamed.get(one.relay, one.relay))
         for one in halved.links
         if one.sender in renamed and one.receiver in renamed
-    )
+        and renamed.get(one.relay, one.relay) not in (renamed[one.sender], renamed[one.receiver])
+    )  # fmt: skip
     return Cluster("drawn", kept, base.link, between)
 
 

@@ -15,10 +15,10 @@ from peer_process import SIZE, random_messages
 
 from manyhands.transport.dialling import dial
 from manyhands.transport.frames import Header, encode
-from manyhands.transport.rendezvous import _read_hello, _write_hello
 from manyhands.transport.security import Purpose, Security
 from manyhands.transport.tcp import TcpEndpoint
 from manyhands.transport.wire import Wire, write_all
+from manyhands.transport.wire_hello import read_hello, write_hello
 
 
 def join_all(endpoints: list[TcpEndpoint], limit_seconds: float = 10.0) -> None:
@@ -86,8 +86,8 @@ class Guest:
         naming = threading.Thread(target=endpoint.connect, args=({name: ("", 0)}, 10.0))
         naming.start()
         self.wire: Wire = dial(*endpoint.address, security, Purpose.DATA, deadline)
-        _write_hello(self.wire, {"from": name, "to": endpoint.name}, deadline)
-        assert _read_hello(self.wire, deadline)["verdict"] == "welcome"
+        write_hello(self.wire, {"from": name, "to": endpoint.name}, deadline)
+        assert read_hello(self.wire, deadline)["verdict"] == "welcome"
         naming.join()
 
     def write(self, data: bytes) -> None:

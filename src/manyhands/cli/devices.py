@@ -130,4 +130,5 @@ def _show_cluster(cluster: Cluster, json: bool) -> None:
         )
     for directed in cluster.links:
         rate, delay = format_rate(directed.link.bytes_per_second), format_seconds(directed.link.delay_seconds)
-        typer.echo(f"{directed.sender} to {directed.receiver}: {rate}, {delay} one way.")
+        through = f", through {directed.relay}" if directed.relay else ""
+        typer.echo(f"{directed.sender} to {directed.receiver}: {rate}, {delay} one way{through}.")

@@ -97,10 +97,12 @@ def print_simulation(result: Simulation, cluster: Cluster) -> None:
     for (source, target), count in result.bytes_between.items():
         a, b = cluster.device(source), cluster.device(target)
         link = cluster.link_between(source, target).bytes_per_second
-        passed = [(f"{source} to {target}", link)]
+        relay = cluster.relays.get((source, target), "")
+        through = f" through {relay}" if relay else ""
+        passed = [(f"{source} to {target}{through}", link)]
         if a.host_name != b.host_name:
             passed = [
-                (f"{a.host_name} to {b.host_name}", link),
+                (f"{a.host_name} to {b.host_name}{through}", link),
                 (f"{a.host_name}'s port, out", a.up_bytes_per_second),
                 (f"{b.host_name}'s port, in", b.down_bytes_per_second),
             ]

@@ -124,6 +124,13 @@ def worker(
             "--allow-optimizer", help="package.Class of an optimizer that jobs may name, beside PyTorch's. Repeatable."
         ),
     ] = None,
+    interface: Annotated[
+        str,
+        typer.Option("--interface", help="Meet other workers on this interface, like tailscale0. Default: any way."),
+    ] = "",
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Relay between devices that do not reach each other, before others do.")
+    ] = False,
     confine: Confine = True,
     print_service: Annotated[
         bool, typer.Option("--print-service", help="Print a systemd unit for a worker with these options, and end.")
@@ -157,6 +164,10 @@ def worker(
     if advertised is not None and advertised.port:
         check_data_port(advertised.port, slots)
         data_port = data_port or advertised.port
+    if interface and not print_service:
+        from manyhands.runtime.identity import interface_address
+
+        interface_address(interface)  # fails now rather than when a coordinator was found
     if slots > 1 and compute != "cpu":
         raise BadValue(f"--slots {slots} is for the CPU; --compute is {compute}.", hint="Start a worker for each GPU.")
     if print_service:
@@ -168,6 +179,7 @@ def worker(
         options |= {"wait": f"{wait:g}" if wait != 60 else "", "slowdown": f"{slowdown:g}" if slowdown > 1 else ""}
         options |= {"data-port": str(data_port or ""), "advertise": advertise, "health-port": health_port}
         options |= {"grace": f"{grace:g}" if grace else ""}
+        options |= {"interface": interface, "relay": "yes" if relay else ""}
         program = (sys.executable, "-P", "-m", "manyhands")
         typer.echo(service_unit(options, program, confine=confine), nl=False)
         return
@@ -224,6 +236,7 @@ def worker(
         joining = Joining(
             host, port, token, name, compute, threads, wait, encrypted, timeout_factor, parent, slowdown, silo,
             is_named, confinement=confinement, data_port=data_port, advertised=advertised, grace_seconds=grace,
+            interface=interface, is_relay=relay,
         )  # fmt: skip
         # the process that started it starts another
         serve(joining, say, stay=stay, rejoin=is_typed, readiness=readiness)

@@ -33,6 +33,8 @@ class PairRate:
     bytes_per_second: float
     delay_seconds: float
     """One way, in seconds."""
+    relay: str = ""
+    """The device that relays between them; empty: they reach each other."""
 
 
 @dataclass

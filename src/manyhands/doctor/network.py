@@ -13,13 +13,15 @@ from manyhands.doctor.firewall import firewall_here, remedy
 from manyhands.doctor.machine import WORKER_BYTES
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.link import Link
 from manyhands.facts.units import format_bytes, format_rate, format_seconds
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.coordinator import Coordinator
-from manyhands.runtime.measuring import probe_pair, probe_reachability
+from manyhands.runtime.measuring import learn_routes, probe_pair, probe_reachability
 from manyhands.runtime.member import Member
-from manyhands.runtime.reachability import ProbeAnswer
+from manyhands.runtime.reachability import NO_MEMBER, ProbeAnswer
+from manyhands.runtime.route_probing import relay_shown
 
 MOST_WALL_SECONDS = 2.0
 """Largest allowed difference in the time of day. It only orders what is written about a run."""
@@ -119,18 +121,14 @@ def pair_checks(
     """Yield checks of every pair: whether it can connect, and how fast it is. Measured rates are added to `links`."""
     end = time.monotonic() + limit_seconds
     say("whether all can reach each other")
-    reached, lost = _probe_reachability(coordinator, list(names))
+    shut, lost = _find_routes(coordinator, list(names))
     for name, why in lost.items():
         yield Check("worker", BROKEN, why, "a worker that answers", "Start it again, and look at its log.", name)
-    shut = {
-        (source, target)
-        for source, answers in reached.items()
-        for target, answer in answers.items()
-        if not answer.is_open
-    }
-    for source, target in sorted(shut):
-        yield unreached(coordinator, source, target, reached[source][target])
+    for (source, target), answer in sorted(shut.items()):
+        yield unreached(coordinator, source, target, answer)
     answering = [name for name in names if name not in lost]
+    for pair, relay in coordinator.routes.relayed(answering).items():
+        yield relayed(coordinator, *pair, relay)
     pairs = [pair for pair in itertools.combinations(answering, 2) if pair not in shut and pair[::-1] not in shut]
     for number, (first, second) in enumerate(pairs):
         if time.monotonic() > end:
@@ -146,27 +144,57 @@ def pair_checks(
             fix = error.hint or "Start both again; is one of them busy with something else?"
             yield Check("link", BROKEN, error.message, "data that arrives", fix, f"{first}, {second}")
             continue
+        relay = coordinator.routes.relay(first, second)
         links += [
-            PairRate(first, second, measured[first].bytes_per_second, measured[first].delay_seconds),
-            PairRate(second, first, measured[second].bytes_per_second, measured[second].delay_seconds),
+            PairRate(sender, receiver, measured[sender].bytes_per_second, measured[sender].delay_seconds, relay)
+            for sender, receiver in ((first, second), (second, first))
         ]
-        yield link_check(first, second, measured)
+        yield link_check(first, second, measured, relay)
 
 
-def _probe_reachability(
+def _find_routes(
     coordinator: Coordinator, names: list[str]
-) -> tuple[dict[str, dict[str, ProbeAnswer]], dict[str, str]]:
-    """Return the results of the reachability probes between the workers that answer, and why the others do not."""
+) -> tuple[dict[tuple[str, str], ProbeAnswer], dict[str, str]]:
+    """Return the pairs for which there is no way, neither direct nor through a relay, with what the first found; and
+    why some workers do not answer at all."""
     lost: dict[str, str] = {}
     while True:
         answering = [name for name in names if name not in lost]
         try:
-            return probe_reachability(coordinator, answering) if answering else {}, lost
+            return _shut(coordinator, answering) if answering else {}, lost
         except ManyhandsError as error:
             failed = {name: error.message for name in answering if coordinator.members[name].is_lost}
             if not failed:  # no worker is lost, but one does not answer: all get the error
                 return {}, lost | dict.fromkeys(answering, error.message)
             lost |= failed
+
+
+def _shut(coordinator: Coordinator, names: list[str]) -> dict[tuple[str, str], ProbeAnswer]:
+    learn_routes(coordinator, names)
+    shut = {
+        (source, target): answer
+        for source, answers in probe_reachability(coordinator, names).items()
+        for target, answer in answers.items()
+        if not answer.is_open
+    }
+    for pair in shut:
+        if COORDINATOR not in pair:
+            coordinator.routes.suspect(pair)
+    learn_routes(coordinator, names)  # those are tried from the other side, too
+    return {pair: answer for pair, answer in shut.items() if coordinator.routes.between(*pair) is None}
+
+
+def relayed(coordinator: Coordinator, first: str, second: str, relay: str) -> Check:
+    """Return a check for a pair that only a relay connects: it works, and is slower than it could be."""
+    host, port = coordinator.members[second].address
+    answer = ProbeAnswer(host, port, NO_MEMBER, 0.0)
+    fix = "Nothing needs to be done. To be faster, let them reach each other, or let a device relay that is near both: "
+    fix += "manyhands worker --relay\n"
+    fix += remedy(answer, first, coordinator.members[first].address[0], second, fixed_port=False)
+    text = f"they do not reach each other; {relay_shown(relay)} relays between them"
+    return Check(
+        "reach", WARNING, text, f"{first} can connect to {second}, or the other way", fix, f"{first}, {second}"
+    )
 
 
 def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeAnswer) -> Check:
@@ -176,7 +204,8 @@ def unreached(coordinator: Coordinator, source: str, target: str, answer: ProbeA
     if source == COORDINATOR and (member := coordinator.members.get(target)) is not None:
         host = member.channel.local_host
     fix = remedy(answer, _shown(source), host, _shown(target), tool, fixed_port=False)
-    failure = f"{_shown(target)} at {answer.host}:{answer.port}: {answer.outcome} ({answer.text or 'no reason given'})"
+    where = host_and_port(answer.host, answer.port)
+    failure = f"{_shown(target)} at {where}: {answer.outcome} ({answer.text or 'no reason given'})"
     return Check("reach", BROKEN, failure, f"{_shown(source)} can connect to it", fix, f"{source}, {target}")
 
 
@@ -197,11 +226,12 @@ def _size(link: Link) -> int:
     return int(min(_MOST_BYTES, max(_FIRST_BYTES, link.bytes_per_second * _LOOK_SECONDS)))
 
 
-def link_check(first: str, second: str, links: Mapping[str, Link]) -> Check:
+def link_check(first: str, second: str, links: Mapping[str, Link], relay: str = "") -> Check:
     """Return a check of both directions of a pair."""
     rates = [links[name].bytes_per_second for name in (first, second)]
     delay = max(links[name].delay_seconds for name in (first, second))
     text = f"{format_rate(rates[0])} there, {format_rate(rates[1])} back, {format_seconds(delay)} one way"
+    text += f", through {relay_shown(relay)}" if relay else ""
     needed = f"{format_rate(SLOW_BYTES_PER_SECOND)} or more, at most {format_seconds(LONG_DELAY_SECONDS)}"
     where = f"{first}, {second}"
     if min(rates) < SLOW_BYTES_PER_SECOND or delay > LONG_DELAY_SECONDS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from manyhands.doctor.check import BROKEN, HERE, OK, WARNING, Check, Findings
 from manyhands.doctor.machine import machine_checks
 from manyhands.facts.errors import AddressTaken, BadValue, ManyhandsError, TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.files.documents import load_cluster
 from manyhands.session.joining import refuse_preset
 
@@ -224,7 +225,7 @@ def join_check(address: str) -> Check:
 
     host, port = parse_address(address, DEFAULT_PORT)
     answer = probe(host, port)
-    where = f"{host}:{port}"
+    where = host_and_port(host, port)
     if answer.is_open:
         reached = f"{where} answers, after {answer.seconds * 1000:.1f} ms"
         return Check("coordinator", OK, reached, "a port that is open", where=where)

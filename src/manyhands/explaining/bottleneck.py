@@ -30,7 +30,7 @@ WORTH_SAYING = 0.02
 MOST_CHECKED = 3
 _RESOURCES = {
     "up": "{}'s port out", "down": "{}'s port in", "link": "the link {} to {}", "out of": "the uplink out of {}",
-    "into": "the uplink into {}",
+    "into": "the uplink into {}", "relay": "the relay {}",
 }  # fmt: skip
 HELPS = 1.01
 """A limit is binding if a step is that much faster without it."""
@@ -186,21 +186,16 @@ class _Describer:
         often = [key for key in waited if waited[key] >= enough]
         key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
         name = _RESOURCES[key[0]].format(*key[1:])
-        return name, rates[key], carried[key], key[1:]
+        devices = legs.by_pair.most_common(1)[0][0] if key[0] == "relay" else key[1:]
+        return name, rates[key], carried[key], devices
 
     def _resources(self, a: str, b: str) -> list[tuple[tuple[str, ...], float]]:
         sender, receiver = self.cluster.device(a), self.cluster.device(b)
         link = self.cluster.link_between(a, b).bytes_per_second
         if sender.host_name == receiver.host_name:
             return [(("link", a, b), link)]
-        way = self.cluster.tree.way(sender.site, receiver.site)
-        return [
-            *((("out of", site.name), site.up_bytes_per_second) for site in way.leaves),
-            *((("into", site.name), site.down_bytes_per_second) for site in way.enters),
-            (("up", sender.host_name), sender.up_bytes_per_second),
-            (("down", receiver.host_name), receiver.down_bytes_per_second),
-            (("link", sender.host_name, receiver.host_name), link),
-        ]
+        ports = self.cluster.ports_between(a, b).items()
+        return [*ports, (("link", sender.host_name, receiver.host_name), link)]
 
 
 def percent(part: float) -> str:

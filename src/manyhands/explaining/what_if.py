@@ -31,9 +31,9 @@ def one_more(cluster: Cluster, profile: Profile, like: Device) -> tuple[Cluster,
     links = list(cluster.links)
     for link in cluster.links:
         if link.sender == like.name:
-            links.append(DirectedLink(name, link.receiver, link.link))
+            links.append(DirectedLink(name, link.receiver, link.link, link.relay))
         if link.receiver == like.name:
-            links.append(DirectedLink(link.sender, name, link.link))
+            links.append(DirectedLink(link.sender, name, link.link, link.relay))
     grown = Cluster(f"{cluster.name} and {name}", (*cluster.devices, twin), cluster.link, tuple(links), cluster.sites)
     twin_profile = msgspec.structs.replace(profile.of(like.name), device=name)
     return grown, Profile({**profile.devices, name: twin_profile})
@@ -52,7 +52,7 @@ def with_network(cluster: Cluster, *, rate: float = 1.0, delay: float = 1.0) -> 
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(DirectedLink(link.sender, link.receiver, changed(link.link)) for link in cluster.links)
+    links = tuple(msgspec.structs.replace(link, link=changed(link.link)) for link in cluster.links)
     sites = tuple(
         msgspec.structs.replace(
             site, up_bytes_per_second=site.up_bytes_per_second * rate,

@@ -9,6 +9,7 @@
     links:
       - {from: laptop, to: pi4-1, rate: 1 Gbit/s}              # one direction
       - {between: [laptop, nano], delay: 2 ms}             # both; rate as above
+      - {between: [nano, pi4-2], rate: 20 Mbit/s, relay: laptop}   # they reach each other through the laptop only
 
 With sites (`site`), each behind an uplink that its devices share; `link` is then the link between sites:
 
@@ -79,6 +80,8 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
                 if end not in names:
                     raise unknown("device", end, names)
             pair = (directed.sender, directed.receiver)
+            if directed.relay in pair:
+                raise BadValue(f"links: '{directed.relay}' cannot relay between itself and another device.")
             if pair in pairs or directed.sender == directed.receiver:
                 problem = "is written twice" if pair in pairs else "leads back to itself"
                 raise BadValue(f"links: the link from '{directed.sender}' to '{directed.receiver}' {problem}.")
@@ -149,6 +152,20 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
             path.append(device.host_name)
         return "/".join(path)
 
+    @cached_property
+    def relays(self) -> dict[tuple[str, str], str]:
+        """(Sender, receiver) -> the device that relays between them, for those that do not reach each other."""
+        return {(directed.sender, directed.receiver): directed.relay for directed in self.links if directed.relay}
+
+    @cached_property
+    def relay_rates(self) -> dict[str, float]:
+        """Relay -> the bytes per second of the fastest link through it: as much as it carries for all of them."""
+        rates: defaultdict[str, float] = defaultdict(float)
+        for directed in self.links:
+            if directed.relay:
+                rates[directed.relay] = max(rates[directed.relay], directed.link.bytes_per_second)
+        return dict(rates)
+
     def device(self, name: str) -> Device:
         device = self._by_name.get(name)
         if device is None:
@@ -165,25 +182,39 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
     def bytes_per_second_between(self, sender: str, receiver: str) -> float:
         """Return a single transfer's rate: the least of the link, the sender's port up and the receiver's port down,
-        and the uplinks of the sites between them.
+        the uplinks of the sites between them, and where a device relays, those that it passes there and back.
 
         Inside a host it passes no port.
         """
-        rate, a, b = self.link_between(sender, receiver).bytes_per_second, self.device(sender), self.device(receiver)
-        if a.host_name == b.host_name:
-            return rate
-        way = self.tree.way(a.site, b.site)
-        uplinks = [site.up_bytes_per_second for site in way.leaves] + [
-            site.down_bytes_per_second for site in way.enters
-        ]
-        return min(rate, a.up_bytes_per_second, b.down_bytes_per_second, *uplinks)
+        rate = self.link_between(sender, receiver).bytes_per_second
+        return min([rate, *self.ports_between(sender, receiver).values()])
+
+    def ports_between(self, sender: str, receiver: str) -> dict[tuple[str, str], float]:
+        """Return what a transfer crosses besides its link, and how many bytes per second each carries: ports up and
+        down of hosts, uplinks out of sites and into them, and a relay that is no device.
+
+        A device that relays is crossed like any other, by its ports and the uplinks before and behind it. Inside a host
+        there is nothing to cross.
+        """
+        a, b = self.device(sender), self.device(receiver)
+        name = self.relays.get((sender, receiver), "") if a.host_name != b.host_name else ""
+        relay = self._by_name.get(name)
+        ports = {("relay", name): self.relay_rates[name]} if name and relay is None else {}
+        for one, next_one in ((a, b),) if relay is None else ((a, relay), (relay, b)):
+            if one.host_name != next_one.host_name:
+                way = self.tree.way(one.site, next_one.site)
+                ports["up", one.host_name] = one.up_bytes_per_second
+                ports |= {("out of", site.name): site.up_bytes_per_second for site in way.leaves}
+                ports |= {("into", site.name): site.down_bytes_per_second for site in way.enters}
+                ports["down", next_one.host_name] = next_one.down_bytes_per_second
+        return ports
 
     def with_link(self, link: Link, pair: tuple[str, str] | None = None) -> Cluster:
         """Return the same devices with another default link, or with another link from pair[0] to pair[1]."""
         if pair is None:
             return Cluster(self.name, self.devices, link, self.links, self.sites)
         other_links = tuple(directed for directed in self.links if (directed.sender, directed.receiver) != pair)
-        links = (*other_links, DirectedLink(*pair, link))
+        links = (*other_links, DirectedLink(*pair, link, self.relays.get(pair, "")))
         return Cluster(self.name, self.devices, self.link, links, self.sites)
 
     def with_devices(self, name: str, devices: tuple[Device, ...]) -> Cluster:
@@ -295,7 +326,9 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
     def to_dict(self) -> dict[str, object]:
         """Return a plain document that `from_dict` reads back to an equal cluster."""
         links = [
-            {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)} for directed in self.links
+            {"from": directed.sender, "to": directed.receiver, **write_link(directed.link)}
+            | ({"relay": directed.relay} if directed.relay else {})
+            for directed in self.links
         ]
         devices = [write_device(device) for device in self.devices]
         document: dict[str, object] = {"name": self.name, "devices": devices, "link": write_link(self.link)}

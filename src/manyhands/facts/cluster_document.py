@@ -245,8 +245,11 @@ def read_override(
     raw: object, path: str, default: Mapping[str, object], names: Collection[str]
 ) -> Iterator[DirectedLink]:
     """Yield the link of one entry, in one direction or both. Fields that it leaves out are as in the default link."""
-    entry = read_mapping(raw, path, ("from", "to", "between", "rate", "delay"))
+    entry = read_mapping(raw, path, ("from", "to", "between", "rate", "delay", "relay"))
     link = read_link({**default, **entry}, path)
+    relay = read_text(entry["relay"], f"{path}.relay") if "relay" in entry else ""
+    if relay and not DEVICE_NAME.fullmatch(relay):
+        raise BadValue(f"{path}.relay: {_show(relay)} cannot name a device.", hint=NAME_HINT)
     ends = {f"{path}.from": entry.get("from"), f"{path}.to": entry.get("to")}
     if "between" in entry:
         pair = read_list(entry["between"], f"{path}.between", "laptop, nano")
@@ -259,6 +262,6 @@ def read_override(
             hint = did_you_mean(_show(end).strip("'"), names)
             raise UnknownName(f"{where}: there is no device called {_show(end)}.", hint=hint)
     sender, receiver = (str(end) for end in ends.values())
-    yield DirectedLink(sender, receiver, link)
+    yield DirectedLink(sender, receiver, link, relay)
     if "between" in entry:
-        yield DirectedLink(receiver, sender, link)
+        yield DirectedLink(receiver, sender, link, relay)

@@ -139,9 +139,7 @@ def scaled(cluster: Cluster, scale: float) -> Cluster:
         )
         for device in cluster.devices
     )  # fmt: skip
-    links = tuple(
-        DirectedLink(directed.sender, directed.receiver, _scaled(directed.link, scale)) for directed in cluster.links
-    )
+    links = tuple(msgspec.structs.replace(directed, link=_scaled(directed.link, scale)) for directed in cluster.links)
     return Cluster(cluster.name, devices, _scaled(cluster.link, scale), links)
 
 
@@ -173,8 +171,9 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
         ]  # fmt: skip
         memory_link = Link(device.memory_bytes_per_second, 2 * device.operator_seconds)
         inside += [DirectedLink(a, b, memory_link) for a in names for b in names if a != b]
+    relays = {device.name: slot_names(device.name, slots)[0] for device in cluster.devices}
     between = [
-        DirectedLink(a, b, directed.link)
+        DirectedLink(a, b, directed.link, relays.get(directed.relay, directed.relay))
         for directed in cluster.links
         for a in slot_names(directed.sender, slots)
         for b in slot_names(directed.receiver, slots)

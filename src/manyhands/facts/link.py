@@ -35,3 +35,6 @@ class DirectedLink(msgspec.Struct, frozen=True):
     sender: str
     receiver: str
     link: Link
+    relay: str = ""
+    """The device that passes everything on, where the two do not reach each other: all pairs that it serves share what
+    it carries. The coordinator, or any device; empty: none."""

@@ -17,7 +17,7 @@ from manyhands.files.documents import load_cluster, read_document
 from manyhands.job.config import Config, fields_of, full_path
 from manyhands.job.config_sections import MODEL, DevicesConfig
 from manyhands.models.registry import from_file
-from manyhands.session.joining import parse_address, parse_devices, refuse_preset
+from manyhands.session.joining import listen_on, parse_address, parse_devices, refuse_preset
 
 NO_LAB: dict[str, Any] = {"lab": "", "scale": None, "slots": None, "traces": ()}
 RUN_FILES = ("events.jsonl", "config.yaml", "checkpoints")
@@ -43,7 +43,10 @@ def take_share(arguments: dict[str, Any], strategies: Collection[str]) -> None:
 
 
 def take_devices(arguments: dict[str, Any]) -> None:
-    """Read --devices N or N:M, --listen and --trace into the fields of `DevicesConfig`."""
+    """Read --devices N or N:M, --listen, --interface and --trace into the fields of `DevicesConfig`."""
+    interface = arguments.pop("interface", None)
+    if interface:
+        arguments["listen"] = listen_on(interface, arguments.get("listen", ""))
     if "listen" in arguments:
         parse_address(arguments["listen"], 0)
     if "devices" in arguments:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from manyhands.facts.errors import BadValue
-from manyhands.job.config import Config, option
+from manyhands.job.config import Config, Option, option
 from manyhands.job.update_config import UpdateConfig
 
 if TYPE_CHECKING:
@@ -176,8 +176,14 @@ class DevicesConfig(TokenConfig):
         (), "Of --lab: [DEVICE=]FILE of rates that its port follows.", "--trace", is_list=True, is_keyword=False
     )
     listen: str = option(
-        "", "HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077.", "--listen", is_keyword=False
-    )
+        "", "HOST:PORT where --devices N workers of other machines join: 0.0.0.0:7077, or [::]:7077 for IPv6 too.",
+        "--listen", is_keyword=False,
+        other_flags={
+            "interface": Option(
+                "Listen on this interface's address alone, like tailscale0 or wg0.", ("--interface",), metavar="NAME"
+            )
+        },
+    )  # fmt: skip
     gpus: int = option(
         0, "How many of the local workers each use a GPU.", "--gpus", kind=int, at_least=0, is_keyword=False,
     )  # fmt: skip

@@ -51,6 +51,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The confinement of its process; None: not reported."""
     backends: tuple[str, ...] = ()
     """The backends of torch.distributed that it has."""
+    is_relay: bool = False
+    """Whether it offers to relay the connections of others, before the coordinator does."""
 
 
 class LengthGraph(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from manyhands.data.silo import SiloContent
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue, ManyhandsError
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.runtime.assembly import JOIN_SECONDS, Assembly
 from manyhands.runtime.audit import AuditLog
@@ -46,9 +47,10 @@ from manyhands.runtime.member import Event, Member
 from manyhands.runtime.membership import Membership
 from manyhands.runtime.processes import LocalWorkers, WorkerProcess
 from manyhands.runtime.rendezvous import JoinTerms, Rendezvous, TurnedAway
+from manyhands.runtime.routes import Routes
 from manyhands.runtime.shared_token import config_folder, shared_token
 from manyhands.transport.channel import SEND_LIMIT_SECONDS
-from manyhands.transport.endpoint import Address
+from manyhands.transport.endpoint import Address, RelayAddress
 from manyhands.transport.keys import Role
 from manyhands.transport.security import EVERY_ADDRESS, DeviceSecurity, Security, is_loopback, is_secret, new_secret
 from manyhands.transport.transport import ConnectedEndpoint, ControlListener, TcpTransport
@@ -103,7 +105,9 @@ class Coordinator:
         self.listener.tell_of_failures(self._turned_away.note)
         try:
             security = Security(self.secret, encrypted=self.encrypted, timeout_factor=timeout_factor)
-            self.endpoint: ConnectedEndpoint = self.transport.endpoint(COORDINATOR, security, host=host)
+            self.endpoint: ConnectedEndpoint = self.transport.endpoint(
+                COORDINATOR, security, host=host, listener=self.listener
+            )
         except BaseException:
             self.listener.close()
             raise
@@ -112,6 +116,7 @@ class Coordinator:
             self.endpoint, self.local, FailureDetector(times.timeout_seconds), self.audit, on_event=self.on_event,
             clock=settings.clock, closing=self._closing, max_devices=max_devices, timeout_factor=timeout_factor,
         )  # fmt: skip
+        self.routes = Routes(self.membership.members, is_active=self.encrypted)
         self._assembly = Assembly(self.membership, self.join_command, self.on_event)
         self.clock_sync = ClockSync(self.membership, times.timeout_seconds)
         terms = JoinTerms(times.coordinator_timeout_seconds(timeout_factor), times.interval_seconds, self.secret)
@@ -303,8 +308,7 @@ class Coordinator:
     def join_command(self) -> str:
         """Return the command by which a worker joins, for hints. Hints end up in logs, so the token is left out."""
         host, port = self.address
-        shown = "HOST" if host in EVERY_ADDRESS else f"[{host}]" if ":" in host else host
-        return f"manyhands worker --join {shown}:{port}"
+        return f"manyhands worker --join {host_and_port('HOST' if host in EVERY_ADDRESS else host, port)}"
 
     def invite(
         self, host: str, port: int, token: str, *, limit_seconds: float = INVITE_SECONDS, once: bool = False,
@@ -352,21 +356,30 @@ class Coordinator:
     def addresses(self, names: Iterable[str], reader: str, *, with_coordinator: bool = True) -> dict[str, Address]:
         """Return the addresses of the data endpoints of these workers and of the coordinator, as `reader` reaches them.
 
-        Each says which of the two connects.
+        Each says which of the two connects, or the relay to which both do. An empty host: the address at which the
+        reader has reached the coordinator, which only the reader knows.
         """
         member = self.members.get(reader)
         reader_invitation = reader, member.invitation if member is not None else None
         addresses = {
-            name: peer_address(reader_invitation, (name, self.members[name].invitation), self.members[name].address)
+            name: self._by_route(reader, name, peer_address(
+                reader_invitation, (name, self.members[name].invitation), self.members[name].address
+            ))
             for name in names
-        }
+        }  # fmt: skip
         if not with_coordinator:
             return addresses
-        host, port = self.endpoint.address
-        if member is not None and host in EVERY_ADDRESS:  # the address at which this worker has reached the coordinator
-            host = member.channel.local_host
-        addresses[COORDINATOR] = peer_address(reader_invitation, (COORDINATOR, None), (host, port))
+        addresses[COORDINATOR] = peer_address(reader_invitation, (COORDINATOR, None), ("", 0))
         return addresses
+
+    def _by_route(self, reader: str, name: str, address: Address) -> Address:
+        """Return the address with the way that is known between these two: see `routes`."""
+        route = self.routes.between(reader, name)
+        if route is None or not route.relay:
+            return address if route is None else address._replace(is_dialled=route.dialler == reader)
+        relay = self.members.get(route.relay)
+        host, port = relay.address if relay is not None else ("", 0)
+        return Address("", 0, route.dialler == reader, None, RelayAddress(route.relay, host, port))
 
     def new_generation(self) -> int:
         """Return the number of the next generation; messages of earlier ones are refused from then on."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.runtime.device_book import own_credentials
 from manyhands.runtime.inviting import Invitation
 from manyhands.runtime.member import Member
@@ -47,7 +48,7 @@ class Dialler:
             return joined.result(HELLO_SECONDS + 2 * WELCOME_SECONDS).name
         except TimeoutError as error:  # its thread waits for something other than the worker
             reached.channel.close()
-            raise TimedOut(f"{host}:{port} was let in, and did not join.") from error
+            raise TimedOut(f"{host_and_port(host, port)} was let in, and did not join.") from error
 
     def _dialling_credentials(self) -> Credentials | None:
         """Return the credentials to dial with: a coordinator reachable only from this machine may dial another one."""

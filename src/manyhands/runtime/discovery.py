@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.facts.errors import BadValue
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import PROTOCOL
 from manyhands.runtime.identity import addresses
@@ -66,10 +67,10 @@ def interface_asked() -> str | None:
     if setting.lower() in ("off", "0", "no"):
         return None
     try:
-        return str(ipaddress.IPv4Address(setting)) if setting else ""
+        return str(ipaddress.ip_address(setting)) if setting else ""
     except ValueError as error:
         raise BadValue(
-            f"{VARIABLE} is '{setting:.60}'; it must be off, or the IPv4 address of one of this machine's interfaces.",
+            f"{VARIABLE} is '{setting:.60}'; it must be off, or the address of one of this machine's interfaces.",
             hint=f"Like this: {VARIABLE}=192.168.1.5. Leave it out to use all of them.",
         ) from error
 
@@ -120,7 +121,7 @@ class Announcement:
     @property
     def text(self) -> str:
         """A description for people."""
-        where = ", ".join(f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}" for host in self.hosts)
+        where = ", ".join(host_and_port(host, self.port) for host in self.hosts)
         return f"{self.title or 'a run'} on {self.machine or '?'} at {where} (manyhands {self.version or '?'})"
 
 
@@ -331,7 +332,13 @@ class Lookout:
 
 
 def _open(interface: str) -> Zeroconf:
-    from zeroconf import InterfaceChoice, Zeroconf
+    """Open multicast DNS on one interface, or on all of them: by IPv6 too, where this machine has it."""
+    from zeroconf import InterfaceChoice, IPVersion, Zeroconf
 
-    is_one = interface and ":" not in interface
-    return Zeroconf(interfaces=[interface] if is_one else InterfaceChoice.All)
+    if interface:
+        version = IPVersion.V6Only if ":" in interface else IPVersion.V4Only
+        return Zeroconf(interfaces=[interface], ip_version=version)
+    if any(":" in address for address in addresses()):
+        with contextlib.suppress(OSError, RuntimeError):
+            return Zeroconf(interfaces=InterfaceChoice.All, ip_version=IPVersion.All)
+    return Zeroconf(interfaces=InterfaceChoice.All)

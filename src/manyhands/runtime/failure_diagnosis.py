@@ -7,11 +7,12 @@ the root cause is looked for. Where numbers stopped being finite, the layer in w
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands.facts.errors import DataNotFinite, ManyhandsError, NotFinite, error_named
+from manyhands.facts.errors import DataNotFinite, ManyhandsError, NotFinite, WorkerLost, error_named
 from manyhands.facts.plan_check import layer_range
 from manyhands.graph.tape import bind_inputs
 from manyhands.runtime.control_messages import Diagnosis, Failed, Progress, Stop
@@ -49,6 +50,12 @@ class FailureDiagnosis:
         else:
             when = f"after its last step, {step - 1}, before everything was gathered"
         self._cause = error = lost(run.coordinator, name, when, reason)
+        return error
+
+    def parted(self, pairs: Sequence[tuple[str, str]]) -> ManyhandsError:
+        """Return the error of a run whose devices are all there, some of which are to be connected in another way."""
+        text = "; ".join(f"{first} and {second}" for first, second in pairs)
+        self._cause = error = WorkerLost(f"{text} do not reach each other: they are connected in another way.")
         return error
 
     def failed(self, name: str, message: Failed) -> ManyhandsError:

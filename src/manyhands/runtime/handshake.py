@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manyhands.data.silo import Silo
 from manyhands.facts.errors import BadData, BadFile, BadValue, Refused, WorkerLost
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.version import __version__
 from manyhands.runtime.control import LARGEST_HELLO_BYTES, PROTOCOL, Message, decode_from_coordinator, encode
 from manyhands.runtime.control_messages import Hello, Refusal, Welcome
@@ -64,7 +65,7 @@ def welcome_from(joining: Joining, channel: ControlChannel) -> Welcome:
     if isinstance(answer, Refusal):
         raise Refused(answer.reason, hint=answer.hint)
     if not isinstance(answer, Welcome):
-        raise WorkerLost(f"The coordinator at {joining.host}:{joining.port} did not answer.")
+        raise WorkerLost(f"The coordinator at {host_and_port(joining.host, joining.port)} did not answer.")
     return answer
 
 
@@ -75,7 +76,7 @@ def _answer(joining: Joining, channel: ControlChannel) -> Message | None:
         return decode_from_coordinator(data) if data is not None else None
     except Refused as error:
         raise Refused(
-            f"The coordinator at {joining.host}:{joining.port} sent what manyhands {__version__} cannot "
+            f"The coordinator at {host_and_port(joining.host, joining.port)} sent what manyhands {__version__} cannot "
             f"read: {error.message}",
             hint="Install the same version of manyhands on both.",
         ) from error

@@ -9,6 +9,8 @@ import socket
 
 import msgspec
 
+from manyhands.facts.errors import BadValue
+
 _ID_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 _NO_ADDRESS = "00:00:00:00:00:00"
 _DIGEST_CHARACTERS = 16
@@ -65,6 +67,36 @@ def addresses() -> dict[str, str]:
             if not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified):
                 interfaces[address.address] = interface
     return interfaces
+
+
+def interface_address(interface: str, like: str = "") -> str:
+    """Return the address of this interface; BadValue, with those that there are, where it has none.
+
+    `like`: an address of the family that is preferred; else IPv4 is. An address that is valid on one network only comes
+    with its scope.
+    """
+    import psutil
+
+    wanted, usable = 6 if ":" in like else 4, [socket.AF_INET, socket.AF_INET6]
+    states, candidates = psutil.net_if_stats(), {}
+    for name, entries in psutil.net_if_addrs().items():
+        if name not in states or states[name].isup:
+            candidates[name] = [entry.address for entry in entries if entry.family in usable]
+
+    def rank(host: str) -> tuple[bool, bool]:
+        address = ipaddress.ip_address(host.partition("%")[0])
+        return address.is_link_local, address.version != wanted
+
+    if addresses_there := sorted(candidates.get(interface, []), key=rank):
+        is_local = (
+            ipaddress.ip_address(addresses_there[0].partition("%")[0]).is_link_local and ":" in addresses_there[0]
+        )
+        return f"{addresses_there[0].partition('%')[0]}%{interface}" if is_local else addresses_there[0]
+    listed = ", ".join(f"{name} ({sorted(hosts, key=rank)[0]})" for name, hosts in candidates.items() if hosts)
+    problem = "has no address" if interface in candidates else "is not up" if interface in states else "is not here"
+    raise BadValue(
+        f"The interface '{interface:.40}' {problem}.", hint=f"Those that are up: {listed or 'none'}. See: ip address"
+    )
 
 
 def interface_of(address: str) -> str:

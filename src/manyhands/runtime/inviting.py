@@ -15,7 +15,9 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.endpoint import Address
 from manyhands.transport.keys import Credentials
 from manyhands.transport.security import Security
@@ -52,11 +54,14 @@ def peer_address(
 ) -> Address:
     """Return the address of a peer as the reader needs it, with the side that dials.
 
-    Workers that were not invited dial those that were. Otherwise the smaller name dials. An invited worker does not
+    Workers that were not invited dial those that were, and the coordinator, which they have reached before. Otherwise
+    the smaller name dials. An invited worker does not
     learn the addresses of the workers that dial it.
     """
     (name, invited), (other, invitation) = reader, peer
-    if (invited is None) == (invitation is None):
+    if invited is None and COORDINATOR in (name, other):
+        is_dialled = other == COORDINATOR or invitation is not None  # a worker that has come once can come again
+    elif (invited is None) == (invitation is None):
         is_dialled = name < other
     else:
         is_dialled = invitation is not None
@@ -108,7 +113,7 @@ class Inviting:
         is_news = failure and failure != self.failure and not self._closing.is_set()
         self.failure = failure
         if is_news:
-            self.coordinator.on_event(f"{self.host}:{self.port} could not be invited: {failure:.300}")
+            self.coordinator.on_event(f"{host_and_port(self.host, self.port)} could not be invited: {failure:.300}")
 
     def close(self) -> None:
         """End the thread: it invites no more. A worker that is a member stays."""

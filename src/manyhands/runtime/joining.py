@@ -19,6 +19,7 @@ from manyhands.runtime.addresses import Advertised
 from manyhands.runtime.confinement import Confinement
 from manyhands.runtime.control_parts import Facts, SiloFacts
 from manyhands.runtime.device_book import worker_credentials
+from manyhands.runtime.identity import interface_address
 from manyhands.transport.keys import Credentials
 from manyhands.transport.security import is_loopback
 from manyhands.transport.transport import ControlConnection, Transport, reach_either
@@ -57,6 +58,11 @@ class Joining:
     """Where other devices reach this one; None: at the address from which it reaches the coordinator."""
     grace_seconds: float = 0.0
     """Seconds to hand over what it holds when it is asked to leave; 0: as long as that takes."""
+    interface: str = ""
+    """The interface on whose address the worker listens for other workers; empty: the one that leads to the
+    coordinator."""
+    is_relay: bool = False
+    """Whether it offers to relay the connections of others, before the coordinator does."""
     credentials: Callable[[], Credentials | None] = worker_credentials
     """Returns this device's key and the devices it knows; called for connections beyond loopback."""
 
@@ -70,20 +76,27 @@ def reach(joining: Joining, name: str, transport: Transport) -> ControlConnectio
 
 
 def listening_host(joining: Joining, reached: ControlConnection) -> str:
-    """Return the address at which a worker listens for other devices.
+    """Return the address at which a worker listens for other devices: that of the interface named, where one is.
 
     BadValue where that would carry plain data beyond this machine: a coordinator on loopback does not encrypt.
     """
     local_host = reached.channel.local_host
-    if joining.advertised is None:
-        return local_host
-    if not reached.security.encrypted and not is_loopback(joining.advertised.host):
+    host, advertised = local_host, joining.advertised
+    if advertised is not None:
+        host = advertised.listening_host(local_host)
+        _check_encrypted(reached, "--advertise", advertised.host, advertised.host)
+    if joining.interface:
+        host = interface_address(joining.interface, local_host)
+        _check_encrypted(reached, "--interface", joining.interface, host)
+    return host
+
+
+def _check_encrypted(reached: ControlConnection, option: str, value: str, host: str) -> None:
+    if not reached.security.encrypted and not is_loopback(host):
         raise BadValue(
-            f"--advertise {joining.advertised.host}: the coordinator is for this machine only, where nothing is "
-            "encrypted.",
-            hint="Start it for others too: --listen 0.0.0.0:7077. Or leave out --advertise.",
+            f"{option} {value}: the coordinator is for this machine only, where nothing is encrypted.",
+            hint=f"Start it for others too: --listen 0.0.0.0:7077. Or leave out {option}.",
         )
-    return joining.advertised.listening_host(local_host)
 
 
 def facts_of(joining: Joining, silo: Silo | None) -> Facts:
@@ -93,7 +106,7 @@ def facts_of(joining: Joining, silo: Silo | None) -> Facts:
         machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
         memory_bytes=_memory_bytes(joining.compute), compute=joining.compute, pid=os.getpid(),
         slowdown=joining.slowdown, silo=_silo_facts(silo), confinement=joining.confinement,
-        backends=available_backends(),
+        backends=available_backends(), is_relay=joining.is_relay,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from manyhands.runtime.member_probes import MEMBER_LIMIT_SECONDS as LIMIT_OF_MEM
 from manyhands.runtime.reachability import LIMIT_SECONDS as LIMIT_OF_OWN_PROBE
 from manyhands.runtime.reachability import ProbeAnswer, probe_all
 from manyhands.runtime.root_cause import find_root_cause, is_symptom, lost
+from manyhands.runtime.route_probing import ANSWER_LIMIT_SECONDS, ask_for_routes, note_routes, report_relays
 
 LIMIT_SECONDS = 300.0
 PROBE_SECONDS = 60.0
@@ -109,13 +110,22 @@ def measure_quickly_on(
     return _answers(coordinator, generation, devices, Measured, f"measure {graph.name}", seconds + LIMIT_SECONDS)
 
 
+def learn_routes(coordinator: Coordinator, names: Iterable[str]) -> None:
+    """Find out how those of these workers connect that may not reach each other."""
+    generation, devices = coordinator.new_generation(), tuple(names)
+    answering = ask_for_routes(coordinator, devices, generation)
+    if answering:
+        limit_seconds = ANSWER_LIMIT_SECONDS * coordinator.security.timeout_factor
+        answers = _answers(coordinator, generation, answering, PeersProbed, "reach the others", limit_seconds)
+        for name, answer in answers.items():
+            note_routes(coordinator, name, answer)
+    report_relays(coordinator, devices)
+
+
 def probe_links(coordinator: Coordinator, names: Iterable[str], *, is_quick: bool = False) -> dict[str, Probed]:
     """Return device -> what exchanging data with all the others took on it. `is_quick`: with few repeats."""
-    generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(names))
-    for name in devices:
-        peers = coordinator.addresses(devices, name, with_coordinator=False)
-        coordinator.send(name, ProbeLinks(generation, devices, peers, is_quick=is_quick))
-    _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
+    devices = tuple(coordinator.members_for(names))
+    generation = _connected(coordinator, devices, {}, is_quick=is_quick)
     for name in devices:
         coordinator.send(name, Start(generation, 0, 0, ()))
     return _answers(coordinator, generation, devices, Probed, "measure the links", PROBE_SECONDS)
@@ -126,15 +136,36 @@ def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[s
 
     Raises `TimedOut` where they do not arrive. Nothing else may run meanwhile.
     """
-    generation, devices = coordinator.new_generation(), tuple(coordinator.members_for(pair))
-    for name in devices:
-        peers = coordinator.addresses(devices, name, with_coordinator=False)
-        coordinator.send(name, ProbeLinks(generation, devices, peers, dict(sizes)))
-    _answers(coordinator, generation, devices, Ready, "get ready to look at the link", PROBE_SECONDS)
+    devices = tuple(coordinator.members_for(pair))
+    generation = _connected(coordinator, devices, sizes)
     for name in devices:
         coordinator.send(name, Start(generation, 0, 0, ()))
     answers = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
     return {name: link for name, answer in answers.items() for link in answer.links.values()}
+
+
+def _connected(
+    coordinator: Coordinator, devices: tuple[str, ...], sizes: Mapping[str, int], *, is_quick: bool = False
+) -> int:
+    """Connect these devices to each other for a measurement, and return its generation. Where that fails though nobody
+    is lost, they are asked who reaches whom, and connect in another way as long as there is one."""
+    routes = coordinator.routes
+    while True:
+        learn_routes(coordinator, devices)
+        generation = coordinator.new_generation()
+        for name in devices:
+            peers = coordinator.addresses(devices, name, with_coordinator=False)
+            coordinator.send(name, ProbeLinks(generation, devices, peers, dict(sizes), is_quick=is_quick))
+        try:
+            _answers(coordinator, generation, devices, Ready, "get ready to measure the links", PROBE_SECONDS)
+            return generation
+        except TimedOut:
+            if any(coordinator.members[name].is_lost for name in devices):
+                raise
+            routes.suspect(devices)
+            relayed = routes.relayed(devices)
+            if not routes.unknown(devices) and not (relayed and routes.give_up(relayed)):
+                raise
 
 
 def probe_reachability(coordinator: Coordinator, names: Iterable[str]) -> dict[str, dict[str, ProbeAnswer]]:

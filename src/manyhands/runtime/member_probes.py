@@ -4,7 +4,8 @@ A coordinator tells workers where the others are, and the doctor asks each worke
 cannot verify alone that an address belongs to a member. If it reported what the network answers to a connection
 (refused, silent, no route), any coordinator could scan the worker's network through it, behind its firewall. Therefore:
 
-- A probe is the handshake of the data connections. Only a peer that proves that it knows the token is reported as open.
+- A probe is the handshake of the data connections. Only a peer that proves that it knows the token, and has the name
+  that is looked for, is reported as open: two sites may use the same private addresses.
 - Every other outcome is the same answer, NO_MEMBER, after the same time: a closed port, a filtered one, a machine that
   does not exist, a web server, a peer with another token. Every probe that fails takes all of its limit, so that timing
   reveals no more than the answer.
@@ -28,7 +29,9 @@ from manyhands.facts.errors import ManyhandsError
 from manyhands.runtime.reachability import NO_MEMBER, OPEN, ProbeAnswer
 from manyhands.transport.dialling import dial
 from manyhands.transport.endpoint import Address
+from manyhands.transport.rendezvous import answers_as
 from manyhands.transport.security import Purpose, Security, is_loopback
+from manyhands.transport.wire import Broken
 
 MEMBER_LIMIT_SECONDS = 10.0
 """Longest time of a probe. A handshake takes about six round trips: this is enough for a link with most of a second of
@@ -52,7 +55,7 @@ class MemberProbes:
         targets = {
             name: address
             for name, address in list(peers.items())[:MOST_TARGETS]
-            if name != self._name and address.is_dialled_by(self._name, name)
+            if name != self._name and not address.relay and address.is_dialled_by(self._name, name)
         }
         if not targets:
             return {}
@@ -60,7 +63,7 @@ class MemberProbes:
         allowed = {name: self._is_allowed(address) for name, address in targets.items()}
         with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(targets)), "probe") as pool:
             attempts = {
-                name: pool.submit(self._probe, address, limit, is_allowed=allowed[name])
+                name: pool.submit(self._probe, name, address, limit, is_allowed=allowed[name])
                 for name, address in targets.items()
             }
         return {name: attempt.result() for name, attempt in attempts.items()}
@@ -79,16 +82,17 @@ class MemberProbes:
         self._targets.add(target)
         return True
 
-    def _probe(self, address: Address, limit_seconds: float, *, is_allowed: bool) -> ProbeAnswer:
+    def _probe(self, name: str, address: Address, limit_seconds: float, *, is_allowed: bool) -> ProbeAnswer:
         """Return the result of one attempt; never raises. An attempt that fails takes all of its limit."""
         start = time.monotonic()
         deadline = start + limit_seconds
         security = address.security or self._security
         try:
             if is_allowed:
-                dial(address.host, address.port, security, Purpose.DATA, deadline, once=True).close()
-                return ProbeAnswer(address.host, address.port, OPEN, time.monotonic() - start)
-        except (ManyhandsError, OSError, OverflowError, UnicodeError):
+                wire = dial(address.host, address.port, security, Purpose.DATA, deadline, once=True)
+                if answers_as(wire, self._name, name, deadline):
+                    return ProbeAnswer(address.host, address.port, OPEN, time.monotonic() - start)
+        except (ManyhandsError, Broken, OSError, OverflowError, UnicodeError):
             pass  # whatever it was: the coordinator gets the same answer
         time.sleep(max(0.0, deadline - time.monotonic()))
         text = f"nobody who knows the token within {limit_seconds:g} s"

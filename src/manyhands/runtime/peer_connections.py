@@ -9,11 +9,26 @@ from collections.abc import Callable, Mapping
 
 from manyhands.executor.process_groups import NoGroups, ProcessGroups
 from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.runtime.attempt import Attempt
-from manyhands.transport.endpoint import Address
+from manyhands.transport.endpoint import Address, RelayAddress
 from manyhands.transport.transport import ConnectedEndpoint
 
 CONNECT_SECONDS = 30.0
+
+
+def completed(peers: Mapping[str, Address], coordinator: tuple[str, int]) -> dict[str, Address]:
+    """Return addresses of which none is left to the reader: where a host is empty it is the coordinator's, which has
+    other addresses for each of the networks in between."""
+    complete = {}
+    for name, address in peers.items():
+        relay = address.relay
+        if relay is not None and not relay.host:
+            address = address._replace(relay=RelayAddress(relay.name, *coordinator))
+        elif relay is None and not address.host and address.is_dialled:
+            address = address._replace(host=coordinator[0], port=coordinator[1])
+        complete[name] = address
+    return complete
 
 
 def connect(
@@ -70,9 +85,9 @@ def _unreached(endpoint: ConnectedEndpoint, peers: Mapping[str, Address], limit_
     """
     worker = endpoint.name
     missing = [
-        f"{name} at {address.host}:{address.port}"
+        f"{name} at {host_and_port(address.host, address.port)}"
         for name, address in peers.items()
-        if address.is_dialled_by(worker, name) and not endpoint.is_connected(name)
+        if not address.relay and address.is_dialled_by(worker, name) and not endpoint.is_connected(name)
     ]
     return TimedOut(
         f"{worker} could not connect to {', '.join(missing)} within {limit_seconds:g} s: no member answers there.",

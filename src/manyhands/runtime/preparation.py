@@ -13,11 +13,12 @@ from manyhands.graph.document import to_document
 from manyhands.runtime.attempt import Attempt
 from manyhands.runtime.collective_store import store_of
 from manyhands.runtime.control import Message
-from manyhands.runtime.control_messages import Prepare, Ready
+from manyhands.runtime.control_messages import PeersProbed, Prepare, Ready
 from manyhands.runtime.control_parts import LengthGraph
 from manyhands.runtime.handout import GraphDocument
 from manyhands.runtime.order import Order
 from manyhands.runtime.part_builder import keeps_dataset
+from manyhands.runtime.route_probing import ANSWER_LIMIT_SECONDS, ask_for_routes, note_routes, report_relays
 
 if TYPE_CHECKING:
     from manyhands.runtime.run import Run
@@ -34,8 +35,25 @@ def _shorter_graphs(order: Order) -> tuple[LengthGraph, ...]:
     return tuple(LengthGraph(length, to_document(graph), graph.network) for length, graph in graphs)
 
 
+def _learn_routes(run: Run) -> None:
+    """Find out which devices reach each other, where that is in doubt."""
+    coordinator = run.coordinator
+    missing = set(ask_for_routes(coordinator, run.participants, run.generation))
+
+    def handle(name: str, message: Message) -> None:
+        if isinstance(message, PeersProbed):
+            note_routes(coordinator, name, message)
+            missing.discard(name)
+
+    if missing:
+        limit_seconds = ANSWER_LIMIT_SECONDS * coordinator.security.timeout_factor
+        run.follow(lambda: not missing, handle, "to say whom it reaches", limit_seconds, lambda: missing)
+    report_relays(coordinator, run.participants)
+
+
 def prepare(run: Run) -> None:
     """Hand out the parts of a run, and return when all its devices are ready."""
+    _learn_routes(run)
     run.coordinator.endpoint.mailbox.open(run.generation, run.expected(), run.first, run.stride)
     document = to_document(run.order.graph)
     shorter = _shorter_graphs(run.order)

@@ -365,7 +365,10 @@ class Run:
         return self.stalls.limit_seconds
 
     def evicted(self, verdict: Verdict) -> ManyhandsError:
-        """Evict a device, and return the error of a run that is to go on without it."""
+        """Evict a device, and return the error of a run that is to go on without it; or with it, where those that do
+        not reach each other can be connected in another way."""
+        if verdict.pairs and self.coordinator.routes.give_up(verdict.pairs):
+            return self._diagnosis.parted(verdict.pairs)
         self.coordinator.evict(verdict.device, verdict.reason)
         return self._diagnosis.lost(verdict.device, verdict.reason)
 

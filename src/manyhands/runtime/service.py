@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from manyhands.facts.errors import ManyhandsError, Refused, TimedOut, WorkerLost
+from manyhands.facts.hosts import host_and_port
 from manyhands.runtime.handshake import CalledOtherwise, Quarantined
 from manyhands.runtime.health import JOINED, LEAVING, WAITING, Readiness
 from manyhands.runtime.identity import interface_of
@@ -68,7 +69,7 @@ class _Service:
         self._stay, self._rejoin = stay, rejoin
         self._transport = transport
         self._name = joining.name or socket.gethostname()
-        self._where = f"{joining.host}:{joining.port}"
+        self._where = host_and_port(joining.host, joining.port)
         self._current: Worker | None = None
         self._found: Found | None = None
         """The coordinator that it has joined, if it was looked for."""
@@ -167,7 +168,7 @@ class _Service:
             refusals = list(self._refused.values())
             self._refused = {}
             raise (refusals[-1] if refusals else error) from None
-        self._found, self._where = coordinator, f"{coordinator.joining.host}:{coordinator.joining.port}"
+        self._found, self._where = coordinator, host_and_port(coordinator.joining.host, coordinator.joining.port)
         return Worker(coordinator.joining, self._transport, coordinator.reached)
 
     def _joined(self) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from manyhands.facts.errors import ManyhandsError
+from manyhands.facts.hosts import host_and_port
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
 from manyhands.runtime.control_messages import Heartbeat, Refusal
@@ -193,7 +194,7 @@ class _Reception:
     def announce(self, on_listening: Callable[[tuple[str, int], str], None] | None) -> None:
         (host, port), token = self.listener.address, self.security.token
         kind = "encrypted" if self.security.encrypted else "plain, for this machine only"
-        self.report(f"{self.name} listens on {host}:{port} ({kind}). Ctrl-C ends it.")
+        self.report(f"{self.name} listens on {host_and_port(host, port)} ({kind}). Ctrl-C ends it.")
         if on_listening is not None:
             on_listening((host, port), token)
 

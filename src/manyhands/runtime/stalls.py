@@ -64,6 +64,8 @@ class Verdict:
 
     device: str
     reason: str
+    pairs: tuple[tuple[str, str], ...] = ()
+    """The pairs that do not reach each other, where this is the reason."""
 
 
 def limit_seconds(
@@ -193,7 +195,8 @@ def _unreachable(
     count = Counter(name for pair in pairs for name in pair)
     evicted = _cheapest(count, devices)
     others = sorted({name for pair in pairs if evicted in pair for name in pair} - {evicted})
-    return Verdict(evicted, f"it and {', '.join(others)} do not reach each other")
+    unreached = tuple(sorted((min(pair), max(pair)) for pair in pairs))
+    return Verdict(evicted, f"it and {', '.join(others)} do not reach each other", unreached)
 
 
 def _silent_pairs(

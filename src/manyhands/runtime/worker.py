@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -63,13 +63,14 @@ from manyhands.runtime.link_shaping import LinkShaping
 from manyhands.runtime.member_probes import MemberProbes
 from manyhands.runtime.mishaps import as_error
 from manyhands.runtime.part_builder import PartBuilder
-from manyhands.runtime.peer_connections import connect, form_groups
+from manyhands.runtime.peer_connections import completed, connect, form_groups
 from manyhands.runtime.processes import keep_memory
 from manyhands.runtime.round_reports import RoundReports
 from manyhands.runtime.state_exchange import StateExchange, state_of
 from manyhands.runtime.timing_here import measured
 from manyhands.runtime.worker_status import arrivals_at, standing_of
 from manyhands.schedule.backup import is_due
+from manyhands.transport.endpoint import Address
 from manyhands.transport.security import LaterSecurity
 from manyhands.transport.transport import ControlConnection, TcpTransport, Transport
 
@@ -103,10 +104,11 @@ class Worker:
         self._credentials = reached.security.credentials
         self._peers = LaterSecurity("", reached.security.encrypted, reached.security.timeout_factor)
         """The security of connections to other workers: the coordinator sends the secret when it welcomes this one."""
+        host = listening_host(joining, reached)
         self.endpoint = self.transport.endpoint(
-            name, self._peers, host=listening_host(joining, reached), port=joining.data_port, listener=reached.listener
+            name, self._peers, host=host, port=joining.data_port, listener=reached.listener
         )
-        self.probes = MemberProbes(name, self._peers, self.channel.local_host)
+        self.probes = MemberProbes(name, self._peers, host)
         self.commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.prepared: Assignment | None = None
         self.keeping = Keeping(self.endpoint)
@@ -261,7 +263,9 @@ class Worker:
             elif isinstance(command, ProbeLinks):
                 self._prepare_probe(command)
             elif isinstance(command, ProbePeers):
-                self._send(PeersProbed(generation, self.probes.run(command.peers, command.limit_seconds)))
+                self._send(
+                    PeersProbed(generation, self.probes.run(self._reachable(command.peers), command.limit_seconds))
+                )
             elif isinstance(command, AskIds):
                 self._send(Ids(generation, self.silo.digests() if self.silo is not None else b""))
             elif isinstance(command, Survey):
@@ -326,8 +330,12 @@ class Worker:
 
     def _connect(self, command: Prepare | ProbeLinks) -> None:
         connect(
-            self.endpoint, command.peers, self.joining.timeout_factor, lambda: self._check_stopped(command.generation)
-        )
+            self.endpoint, self._reachable(command.peers), self.joining.timeout_factor,
+            lambda: self._check_stopped(command.generation),
+        )  # fmt: skip
+
+    def _reachable(self, peers: Mapping[str, Address]) -> dict[str, Address]:
+        return completed(peers, (self.channel.peer_host, self.joining.port))
 
     def _check_stopped(self, generation: int) -> None:
         if self.leaving or self.gone is not None or self.stopped >= generation:

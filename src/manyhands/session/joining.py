@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import NAME_HINT
 from manyhands.facts.errors import BadFile, BadValue
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.presets import PRESETS
 from manyhands.transport.security import check_token
 
@@ -39,10 +40,26 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
     match = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+)(?::(\d{1,5}))?", text.strip())
     port = match.group(2) if match else None
     if match is None or (port is None and default_port is None):
-        raise BadValue(f"'{text:.80}' is not an address.", hint="Write HOST:PORT, like 192.168.1.5:7077.")
+        hint = "Write HOST:PORT, like 192.168.1.5:7077, or [fd00::5]:7077."
+        raise BadValue(f"'{text:.80}' is not an address.", hint=hint)
     if port is not None and int(port) > 65535:
         raise BadValue(f"'{text:.80}': the port is {port}; it must be at most 65535.")
     return match.group(1).strip("[]"), int(port) if port is not None else default_port or 0
+
+
+def listen_on(interface: str, listen: str = "") -> str:
+    """Return the address at which to listen on an interface, like tailscale0, with the port of `listen`, if it has one;
+    refuse another address beside it."""
+    from manyhands.runtime.identity import interface_address
+
+    host, port = parse_address(listen, 0) if listen else ("", 0)
+    address = interface_address(interface, host)
+    if host and host not in EVERY_ADDRESS and host != address:
+        raise BadValue(
+            f"--interface {interface} has {address}; --listen says {host}.",
+            hint=f"Leave out --listen, or write --listen 0.0.0.0:{port or 7077}.",
+        )
+    return host_and_port(address, port) if port else f"[{address}]" if ":" in address else address
 
 
 def parse_devices(text: str) -> tuple[int, int | None]:
@@ -122,7 +139,7 @@ def reachable(host: str) -> str:
     """Return the address at which others reach this machine, if `host` means all its addresses; else `host` itself.
 
     It is the address that the default route uses: connecting a UDP socket reveals it without sending anything.
-    Without such a route it is the first address that this machine has.
+    Without such a route it is the first address that this machine has. `::` means IPv4 addresses too.
     """
     if host not in EVERY_ADDRESS:
         return host
@@ -138,6 +155,8 @@ def reachable(host: str) -> str:
     from manyhands.runtime.identity import addresses
 
     own_addresses = [address for address in addresses() if (":" in address) == (family == socket.AF_INET6)]
+    if family == socket.AF_INET6 and not own_addresses:
+        return reachable("0.0.0.0")
     nowhere = "127.0.0.1" if family == socket.AF_INET else "::1"  # no network at all: only this machine can join
     return own_addresses[0] if own_addresses else nowhere
 
@@ -146,8 +165,7 @@ def join_text(coordinator: Coordinator, more: str = "") -> str:
     """Return what to type on each device. It contains the token only if both stdout and stderr are a terminal."""
     host, port = coordinator.address[:2]
     host = reachable(host)
-    where = f"{f'[{host}]' if ':' in host else host}:{port}"
-    text = f"  manyhands worker --join {where}{more}\n{token_text(coordinator.token)}"
+    text = f"  manyhands worker --join {host_and_port(host, port)}{more}\n{token_text(coordinator.token)}"
     if coordinator.is_announced:
         text += f"\nOne that has joined before needs neither token nor address: manyhands worker{more}"
     return text
@@ -177,14 +195,15 @@ def is_at_terminal() -> bool:
 
 
 SERVICE_WORDS = (
-    "name", "join", "compute", "threads", "slots", "data-port", "advertise", "health-port", "grace", "silo", "wait",
-    "slowdown",
+    "name", "join", "interface", "compute", "threads", "slots", "data-port", "advertise", "health-port", "grace",
+    "silo", "wait", "slowdown",
 )  # fmt: skip
 
 
 def service_unit(options: Mapping[str, str], program: Sequence[str], *, confine: bool = True) -> str:
     """Return a systemd unit for a worker that runs whenever the device is on; `options`: what was typed, by name."""
     typed = [] if confine else ["--no-confine"]
+    typed += ["--relay"] if options.get("relay") else []
     typed += [word for name in SERVICE_WORDS if options.get(name) for word in (f"--{name}", options[name])]
     command = " ".join(_quoted(word) for word in (*program, "worker", "--stay", *typed))
     hidden = [path for path in (*program, options.get("silo", "")) if path.startswith(("/home/", "/root/"))]

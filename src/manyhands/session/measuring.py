@@ -20,7 +20,7 @@ from manyhands.graph.graph import Graph
 from manyhands.plans.local_profiles import keep_links
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
-from manyhands.runtime.measuring import measure_on, probe_links
+from manyhands.runtime.measuring import learn_routes, measure_on, probe_links
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session
@@ -123,6 +123,7 @@ def with_probed_links(session: Session, measured: Measurements, *, is_quick: boo
     )
     cluster = msgspec.structs.replace(session.cluster, devices=devices)
     if len(devices) > 1:
+        learn_routes(session.coordinator, cluster.names)
         with_links = _with_message_costs if session.has_links else _with_links
         cluster = with_links(session, cluster, is_quick)
         if is_plain(session) and not is_quick:
@@ -161,7 +162,12 @@ def _with_links(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
                 copy_seconds_per_gigabyte=lost,
             )
         )  # fmt: skip
-    links = [DirectedLink(name, other, link) for name, probe in probes.items() for other, link in probe.links.items()]
+    relay = session.coordinator.routes.relay
+    links = [
+        DirectedLink(name, other, link, relay(name, other))
+        for name, probe in probes.items()
+        for other, link in probe.links.items()
+    ]
     if session.is_local or any(device.host for device in devices):  # one machine's pairs are alike
         links = []
     usual_link = Link(max(probe.bytes_per_second for probe in probes.values()), delay)
@@ -171,10 +177,15 @@ def _with_links(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
 def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
     """Return a cluster whose links are known, with what messages cost its devices beside the links' time: computing
     time lost to each message and each byte. Where links are so slow that this is negligible, it is not measured."""
+    relays = _relays(session, cluster)
     slowest = min(cluster.bytes_per_second_between(a, b) for a in cluster.names for b in cluster.names if a != b)
-    if slowest < WORTH_PROBING:
+    if slowest < WORTH_PROBING and not relays:
         return cluster
     probes = probe_links(session.coordinator, cluster.names, is_quick=is_quick)
+    for (sender, receiver), relay in relays.items():
+        links = tuple(link for link in cluster.links if (link.sender, link.receiver) != (sender, receiver))
+        relayed = DirectedLink(sender, receiver, probes[sender].links[receiver], relay)
+        cluster = msgspec.structs.replace(cluster, links=(*links, relayed))
     devices = []
     for device in cluster.devices:
         probe = probes[device.name]
@@ -184,6 +195,14 @@ def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> C
         lost = probe.lost_seconds_per_byte * 1e9
         devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
     return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)
+
+
+def _relays(session: Session, cluster: Cluster) -> dict[tuple[str, str], str]:
+    """Return the pairs, each way, that are relayed and whose links nobody has described as such: what passes a relay
+    is measured, whatever was written of a direct link."""
+    pairs = session.coordinator.routes.relayed(cluster.names)
+    both = {(a, b): relay for pair, relay in pairs.items() for a, b in (pair, pair[::-1])}
+    return {pair: relay for pair, relay in both.items() if cluster.relays.get(pair) != relay}
 
 
 def _measured(

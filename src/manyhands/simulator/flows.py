@@ -25,7 +25,7 @@ class Route(NamedTuple):
     number: int
     sender: int
     ports: tuple[int, ...]
-    """Places among the ports: two of hosts, then the uplinks of sites; all routes have as many."""
+    """Places among the ports: of hosts, the uplinks of sites and relays; all routes have as many."""
     link: int
     """`NO_LINK` where a port limits before the link does."""
     limit: float
@@ -35,12 +35,13 @@ class Route(NamedTuple):
     crossed: tuple[tuple[int, float], ...]
     """Ports, and the link if it limits, with the bytes per second that they carry."""
     nodes: tuple[int, ...]
-    """Transfers with no node in common share no port, link or sender."""
+    """Transfers with no node in common share no port, link, relay or sender."""
 
 
 class Wiring:
     """The ports of a cluster. Port h is the way up from host h, port hosts + h the way down to it; the next one is for
-    flows inside a host, which cross none. Then come the uplinks of sites, up and down."""
+    flows inside a host, which cross none. Then come the uplinks of sites, up and down, and relays that are no devices.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -50,24 +51,35 @@ class Wiring:
         }
         self.host = numpy.array([hosts[device.host_name] for device in cluster.devices])
         self.hosts, self.nowhere = len(hosts), 2 * len(hosts)
-        self.room = numpy.full(self.nowhere + 1 + 2 * len(cluster.sites), numpy.inf)
+        outside = sorted(relay for relay in cluster.relay_rates if relay not in self.place)
+        self.room = numpy.full(self.nowhere + 1 + 2 * len(cluster.sites) + len(outside), numpy.inf)
         self.room[self.host] = [device.up_bytes_per_second for device in cluster.devices]
         self.room[self.hosts + self.host] = [device.down_bytes_per_second for device in cluster.devices]
-        self._site_ports: dict[str, tuple[int, int]] = {}
-        for number, site in enumerate(cluster.sites):
-            up = self.nowhere + 1 + 2 * number
-            self._site_ports[site.name] = up, up + 1
-            self.room[up], self.room[up + 1] = site.up_bytes_per_second, site.down_bytes_per_second
-        names = ["", *self._site_ports]
+        self._numbers = {("up", host): place for host, place in hosts.items()}
+        """The place of each port, by its key in `Cluster.ports_between`."""
+        self._numbers |= {("down", host): self.hosts + place for host, place in hosts.items()}
+        behind = [(key, site.name) for site in cluster.sites for key in ("out of", "into")]
+        behind += [("relay", relay) for relay in outside]
+        self._numbers |= {key: place for place, key in enumerate(behind, start=self.nowhere + 1)}
+        for site in cluster.sites:
+            self.room[self._numbers["out of", site.name]] = site.up_bytes_per_second
+            self.room[self._numbers["into", site.name]] = site.down_bytes_per_second
+        for relay in outside:
+            self.room[self._numbers["relay", relay]] = cluster.relay_rates[relay]
+        names = ["", *(site.name for site in cluster.sites)]
         self.site = numpy.array([names.index(device.site) for device in cluster.devices]) if cluster.sites else None
         """The site of each device, by number; 0: in none."""
         self._site_names = names
         self.most_uplinks = 2 * max(map(len, cluster.tree.paths.values()))
+        self.most_ports = (2 + self.most_uplinks) * (2 if cluster.relays else 1)
         self._rooms, self._hosts = self.room.tolist(), self.host.tolist()
         self._is_shared = (numpy.bincount(self.host) > 1).tolist()
+        """Whether several devices send through a host's port: its own, or those that it relays for."""
+        for relay in set(cluster.relay_rates) & set(self.place):
+            self._is_shared[self._hosts[self.place[relay]]] = True
         self._routes: dict[tuple[str, str], Route] = {}
         none = numpy.zeros(0, numpy.int64)
-        self._columns: tuple[Places, Places, Numbers] = (none.reshape(2 + self.most_uplinks, 0), none, numpy.zeros(0))
+        self._columns: tuple[Places, Places, Numbers] = (none.reshape(self.most_ports, 0), none, numpy.zeros(0))
 
     def route(self, source: str, target: str) -> Route:
         route = self._routes.get((source, target))
@@ -79,22 +91,30 @@ class Wiring:
         sender, receiver = self.place[source], self.place[target]
         a, b = self._hosts[sender], self._hosts[receiver]
         limit = self.cluster.link_between(source, target).bytes_per_second
-        ends = (a, self.hosts + b) if a != b else (self.nowhere, self.nowhere)
-        sites = (self.cluster.devices[place].site for place in (sender, receiver))
-        ports = (*ends, *self.uplinks(*sites))
-        port = min(self._rooms[place] for place in ports)
-        link = NO_LINK if limit >= port else a * self.hosts + b if a != b else self.inside(sender, receiver)
+        direct = self.direct(sender, receiver)
+        ports = direct + (self.nowhere,) * (self.most_ports - len(direct))
+        if (source, target) in self.cluster.relays:
+            crossed_ports = [self._numbers[key] for key in self.cluster.ports_between(source, target)]
+            ports = (*crossed_ports, *[self.nowhere] * (self.most_ports - len(crossed_ports)))
+        is_limit = limit < min(self._rooms[place] for place in direct)  # see FlowShape
+        link = (a * self.hosts + b if a != b else self.inside(sender, receiver)) if is_limit else NO_LINK
         crossed = tuple((place, self._rooms[place]) for place in ports if self._rooms[place] < math.inf)
         if link != NO_LINK:
             crossed += ((len(self._rooms) + link, limit),)
-        number, alone = len(self._routes), min(limit, port)
+        number, alone = len(self._routes), min(limit, *(self._rooms[place] for place in ports))
         return Route(number, sender, ports, link, limit, alone, crossed, self.nodes({sender}, set(ports)))
+
+    def direct(self, sender: int, receiver: int) -> tuple[int, ...]:
+        """Return the ports between two devices without a relay, always as many."""
+        a, b = self._hosts[sender], self._hosts[receiver]
+        ends = (a, self.hosts + b) if a != b else (self.nowhere, self.nowhere)
+        return (*ends, *self.uplinks(*(self.cluster.devices[place].site for place in (sender, receiver))))
 
     def uplinks(self, sender: str, receiver: str) -> tuple[int, ...]:
         """Return the uplinks between two sites, always as many."""
         way = self.cluster.tree.way(sender, receiver)
-        ups = [self._site_ports[site.name][0] for site in way.leaves]
-        downs = [self._site_ports[site.name][1] for site in way.enters]
+        ups = [self._numbers["out of", site.name] for site in way.leaves]
+        downs = [self._numbers["into", site.name] for site in way.enters]
         return (*ups, *downs, *[self.nowhere] * (self.most_uplinks - len(ups) - len(downs)))
 
     def columns(self, routes: Places) -> tuple[Places, Places, Numbers]:
@@ -126,13 +146,24 @@ class Wiring:
             limits = numpy.array([link_between(devices[a], devices[b]).bytes_per_second for a, b in ends])
         return uplinks, limits
 
+    def with_relays(self, direct: Places, devices: Sequence[str], sources: Places, targets: Places) -> Places:
+        """Return the ports of flows, given those that they cross without relays."""
+        if not self.cluster.relays:
+            return direct
+        ports = numpy.full((self.most_ports, len(sources)), self.nowhere)
+        ports[: len(direct)] = direct
+        for flow, (source, target) in enumerate(zip(sources.tolist(), targets.tolist())):
+            if (devices[source], devices[target]) in self.cluster.relays:
+                ports[:, flow] = self.route(devices[source], devices[target]).ports
+        return ports
+
     def inside(self, sender: Any, receiver: Any) -> Any:
         """Return the link between two devices of one host, numbered after those between hosts; arrays work too."""
         return self.hosts**2 + sender * len(self.place) + receiver
 
     def nodes(self, senders: set[int], ports: set[int]) -> tuple[int, ...]:
         """Return the nodes of flows with these senders, across these ports."""
-        hosts = {self._hosts[sender] for sender in senders}
+        hosts = {self._hosts[sender] for sender in senders} | {port for port in ports if port < self.hosts}
         sender_nodes = [len(self._rooms) + sender for sender in sorted(senders)]
         shared = [host for host in sorted(hosts) if self._is_shared[host]]
         others = (port for port in sorted(ports) if port >= self.hosts and self._rooms[port] < math.inf)
@@ -151,10 +182,12 @@ class FlowShape:
         is_inside = a == b
         uplinks, self.limit = wiring.between(devices, self.places, sources, targets)
         ends = [numpy.where(is_inside, wiring.nowhere, port) for port in (a, wiring.hosts + b)]
-        self.ports = numpy.concatenate((ends, uplinks))
         self.link = numpy.where(is_inside, wiring.inside(self.sender, receiver), a * wiring.hosts + b)
-        # Whatever crosses a link crosses its ports too: one that carries as much as any of them never limits.
-        self.link[self.limit >= wiring.room[self.ports].min(0)] = NO_LINK
+        # Whatever crosses a link crosses its ports too, through a relay or not: a relayed transfer leaves and enters
+        # the same sites, and more. One that carries as much as any of them never limits.
+        direct = numpy.concatenate((ends, uplinks))
+        self.link[self.limit >= wiring.room[direct].min(0)] = NO_LINK
+        self.ports = wiring.with_relays(direct, devices, sources, targets)
         self._alone: dict[bytes, Numbers] = {}
 
     @cached_property

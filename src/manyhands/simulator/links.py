@@ -1,8 +1,9 @@
 """Transfers that share links and ports fairly, under a virtual clock.
 
-Every transfer crosses its pair's link, the sender's port and the receiver's port, and the uplinks of the sites that it
-leaves and enters; devices of one host share the ports, and between these there is only the pair's link. Rates are
-max-min fair (fairness.py). Bulk transfers wait while their sender has urgent ones under way, as in the engine.
+Every transfer crosses its pair's link, the sender's port and the receiver's port, the uplinks of the sites that it
+leaves and enters, and where a device relays between the two, that one's ports and the uplinks before and behind it;
+devices of one host share the ports, and between these there is only the pair's link. Rates are max-min fair
+(fairness.py). Bulk transfers wait while their sender has urgent ones under way, as in the engine.
 
 Rates are shared once for all that starts and ends at one moment, when the clock moves on, and only for the transfers
 connected to it. The flows of a sum are one bundle: arrays, and one event for all that end together.

@@ -12,6 +12,7 @@ import msgspec
 
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import BadValue
+from manyhands.facts.hosts import host_and_port
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.planner.rates import LEAST_PROBE_BYTES, MOST_PROBE_BYTES
 from manyhands.planner.split import LinkRates
@@ -110,7 +111,7 @@ def open_two(
         server = SERVER
         if cloud is not None:
             if say is not None:
-                say(f"dialling the cloud at {cloud.host}:{cloud.port}")
+                say(f"dialling the cloud at {host_and_port(cloud.host, cloud.port)}")
             server = coordinator.invite(cloud.host, cloud.port, cloud.token, limit_seconds=INVITE_SECONDS)
             coordinator.keep_inviting(cloud.host, cloud.port, cloud.token)
         yield two(coordinator, EDGE, server, threads)

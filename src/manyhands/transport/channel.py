@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from manyhands.facts.errors import BadValue, ManyhandsError, TimedOut, WorkerLost
+from manyhands.facts.hosts import plain_host
 from manyhands.transport.dialling import dial
 from manyhands.transport.listener import PeerListener
 from manyhands.transport.security import Purpose, Security
@@ -35,8 +36,8 @@ class Channel:
     def __init__(self, wire: Wire, *, largest_bytes: int = LARGEST_CONTROL_BYTES) -> None:
         self._wire, self._largest_bytes = wire, largest_bytes
         self._largest_received_bytes = largest_bytes
-        self.local_host = str(wire.socket.getsockname()[0])
-        self.peer_host = str(wire.socket.getpeername()[0])
+        self.local_host = plain_host(str(wire.socket.getsockname()[0]))
+        self.peer_host = plain_host(str(wire.socket.getpeername()[0]))
         self.peer_key = wire.peer_key
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._buffer = bytearray(_LENGTH.size)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from manyhands.facts.errors import ManyhandsError, TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.proofs import TakesNoProofs
 from manyhands.transport.security import Purpose, Security, enter
 from manyhands.transport.wire import Broken, Wire
@@ -52,7 +53,7 @@ def _dial(
     *,
     once: bool,
 ) -> Wire:
-    where = f"{host}:{port}"
+    where = host_and_port(host, port)
     start = time.monotonic()
     reason, is_limited = "", False
     while True:

@@ -15,6 +15,14 @@ from manyhands.transport.memory import Memory
 from manyhands.transport.security import Security
 
 
+class RelayAddress(NamedTuple):
+    """The device through which two others are connected that cannot reach each other, and its address."""
+
+    name: str
+    host: str
+    port: int
+
+
 class Address(NamedTuple):
     """The address of one device's endpoint, as another device connects to it."""
 
@@ -24,6 +32,8 @@ class Address(NamedTuple):
     """Whether the reader connects to it, or waits for it to connect. None: of two names the smaller one connects."""
     security: Security | None = None
     """The security that it expects of connecting peers; None: the same as the reader's."""
+    relay: RelayAddress | None = None
+    """The relay to which both connect; None: one of the two connects to the other."""
 
     @classmethod
     def of(cls, address: Address | tuple[str, int]) -> Address:

@@ -22,6 +22,7 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from manyhands.facts.errors import AddressTaken, BadValue
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.admission import Admission, Pending, shut_down
 from manyhands.transport.rate_limiter import AddressRateLimiter, RateLimiter
 
@@ -111,7 +112,7 @@ class HttpServer(ThreadingHTTPServer):
         except OSError as error:
             is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
             raise AddressTaken(
-                f"{host}:{port} cannot be listened on: {error.strerror or error}.",
+                f"{host_and_port(host, port)} cannot be listened on: {error.strerror or error}.",
                 hint="Give another port; 0 takes one that is free."
                 if is_taken
                 else "Give an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for all it has.",
@@ -121,6 +122,8 @@ class HttpServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind as the base class does, without asking a name server for this machine's name."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.address_family == socket.AF_INET6 and self.server_address[0] == "::":
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

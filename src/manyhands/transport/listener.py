@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from manyhands.facts.errors import AddressTaken, ManyhandsError, Refused, TimedOut
+from manyhands.facts.hosts import host_and_port
 from manyhands.transport.admission import Admission, Pending
 from manyhands.transport.limiter import ProofLimiter
 from manyhands.transport.security import Purpose, Security, admit, prepare
@@ -139,7 +140,7 @@ class PeerListener:
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that does not block; AddressTaken gives the address and the reason."""
-    where = f"{host or '*'}:{port}"
+    where = host_and_port(host or "*", port)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -149,6 +150,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise AddressTaken(f"Cannot listen on {where}: {error.strerror}.", hint="Check the host.") from error
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and host == "::":  # all addresses: IPv4 too, whatever this system's default is
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listening.bind(address)
         listening.listen(128)
     except OSError as error:

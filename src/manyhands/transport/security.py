@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from manyhands.facts.errors import BadValue, Refused
+from manyhands.facts.hosts import plain_host
 from manyhands.transport.keys import Credentials, certified_context, key_of
 from manyhands.transport.limiter import ProofLimiter
 from manyhands.transport.proofs import Handshake, Knowledge, demand, prove
@@ -55,6 +56,7 @@ class Purpose(enum.IntEnum):
 
     CONTROL = 1
     DATA = 2
+    RELAY = 3
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+        return ipaddress.ip_address(plain_host(host).partition("%")[0]).is_loopback
     except ValueError:
         return False
 
@@ -306,4 +308,4 @@ def admit(
 def origin_of(connected: socket.socket) -> str:
     """Return the address of the other end; empty where it has none."""
     name = connected.getpeername()
-    return str(name[0]) if isinstance(name, tuple) else ""
+    return plain_host(str(name[0])) if isinstance(name, tuple) else ""

@@ -15,7 +15,6 @@ is not bypassed. Offer and answer are frames of the connection, so they are encr
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from manyhands.facts.errors import BadValue
+from manyhands.facts.hosts import plain_host
 from manyhands.facts.units import parse_bytes
 from manyhands.transport.frames import SHARED_CHUNK_BYTES, BadFrame
 from manyhands.transport.security import is_loopback
@@ -153,11 +153,4 @@ class MemorySharing:
 def ends(wire: Wire) -> tuple[tuple[str, int], tuple[str, int]]:
     """Return a connection's own address and the other end's."""
     near, far = wire.socket.getsockname(), wire.socket.getpeername()
-    return (_plain(near[0]), int(near[1])), (_plain(far[0]), int(far[1]))
-
-
-def _plain(host: str) -> str:
-    """Return one spelling for an address, whichever kind of socket reports it."""
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
+    return (plain_host(near[0]), int(near[1])), (plain_host(far[0]), int(far[1]))
