@@ -81,15 +81,16 @@ def test_a_profile_of_another_network_is_refused(tmp_path: Path) -> None:
 
 
 def test_documented_files_are_valid() -> None:
-    """The cluster and the plan that the reference shows, as a person would type them."""
+    """The clusters and the plan that the reference shows, as a person would type them."""
     import yaml
 
     from manyhands.facts.cluster import Cluster
     from manyhands.facts.plan import Plan
 
     page = (Path(__file__).parents[2] / "docs" / "reference" / "files.md").read_text()
-    cluster_text, plan_text = (part.split("```")[0] for part in page.split("```yaml\n")[1:])
+    cluster_text, sites_text, plan_text = (part.split("```")[0] for part in page.split("```yaml\n")[1:])
     cluster = Cluster.from_dict(yaml.safe_load(cluster_text))
+    assert {site.name for site in Cluster.from_dict(yaml.safe_load(sites_text)).sites} >= {"paris", "lab-1", "lab-3"}
     plan = Plan.from_dict(yaml.safe_load(plan_text))
     result = mh.simulate(plan, "resnet18", cluster)
     assert set(result.devices) == {"pi4-1", "pi4-2", "nano"}

@@ -354,7 +354,7 @@ class Worker:
         stride = executor.plan.steps_per_round
         if stride > 1:
             executor.on_update = lambda step: self._send(Stepped(command.generation, step))
-        reports = RoundReports(executor, command.generation, self.endpoint, self._send)
+        reports = RoundReports(executor, command.generation, self.endpoint, lambda report: self._send(report))
         for step in range(command.first_step, command.last_step, stride):
             steps_done = min(step + stride, command.last_step)
             if executor.last_step is not None and executor.last_step <= step:

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from manyhands.planner.task import TileOptions
 
 PROFILE_SECONDS = 1.0
-STRATEGIES = {"auto": "fastest", "single": "", "samples": "", "pipeline": "", "tiles": "", "mixed": ""}
+STRATEGIES = {
+    "auto": "fastest",
+    "single": "",
+    "samples": "",
+    "pipeline": "",
+    "tiles": "",
+    "sites": "a replica in each",
+    "mixed": "",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +41,8 @@ class SharingConfig(LearningConfig):
         "auto",
         "A plan file (manyhands plan --out), in place of --share.",
         "--plan", "-p",
-        in_python="Or an mh.Plan, or a strategy: auto, single, samples, pipeline, tiles or mixed; auto, pipeline and "
-        "mixed may leave devices out.",
+        in_python="Or an mh.Plan, or a strategy: auto, single, samples, pipeline, tiles, sites or mixed; auto, "
+        "pipeline and mixed may leave devices out.",
         default_text="the plan of --share",
         other_flags={
             "share": Option(
