@@ -70,6 +70,7 @@ def test_every_page_can_be_reached() -> None:
     assert {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md") if page not in seen} == set()
 
 
+@pytest.mark.slow
 def test_source_names_pages_that_exist() -> None:
     """Docstrings, hints and tests that send people to a page of docs/."""
     for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:

@@ -252,6 +252,7 @@ def read_back(folder: Path) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_the_run_wrote(cluster: Coordinator, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     found = losses(cluster, tmp_path, Pictures(), batch_size=BATCH, tensorboard=True, test=Pictures(BATCH))

@@ -12,6 +12,7 @@ from manyhands_bench.tables import with_table
 BENCHES = sorted(path.parent.name for path in (ROOT / "benchmarks/src/manyhands_bench").glob("*/bench.py"))
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize("bench", BENCHES)
 def test_a_readme_names_its_command_and_has_the_stored_results(bench: str) -> None:
     """`manyhands bench all --page-only` after a result has changed."""

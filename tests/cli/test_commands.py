@@ -56,6 +56,7 @@ def test_models_lists_the_zoo() -> None:
     assert "mobilenetv3-large" in run("models").stdout
 
 
+@pytest.mark.slow
 def test_models_shows_layers() -> None:
     shown = run_json("models", "tiny")
     assert sum(layer["macs"] for layer in shown["layers"]) == shown["macs"]
@@ -88,6 +89,7 @@ def test_simulate_writes_trace_and_picture(tmp_path: Path) -> None:
     assert result["warnings"] == ["Times are estimated from the device catalogue, not measured."]
 
 
+@pytest.mark.slow
 def test_plan_file_round_trip(tmp_path: Path) -> None:
     planned = run_json(
         "plan", "-m", "tiny", "-c", "env-a", "-b", "20", "--strategy", "pipeline", "-o", "p.yaml", cwd=tmp_path
@@ -244,6 +246,7 @@ def test_a_document_of_aliases_does_not_hang(tmp_path: Path) -> None:
     assert "its aliases stand for 926177119 values" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_only_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_HOME", "/proc/nowhere")
     assert run_json("models", "tiny")["parameters"] == 40_506

@@ -18,6 +18,7 @@ def run(*words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_before_and_after() -> None:
     told = json.loads(run("decouple", "-m", "resnet18", "--json"))
     assert told["before"]["parameters"] == 11_689_512
@@ -35,6 +36,7 @@ def test_room_for_fewer() -> None:
     assert "Not widened: features.8 (64 outputs: flattened before a linear layer)." in shown
 
 
+@pytest.mark.slow
 def test_layers_of_a_decoupled_model() -> None:
     told = json.loads(run("models", "decoupled,groups=2:tiny", "--json"))
     assert told["parameters"] == 36_594

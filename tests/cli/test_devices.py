@@ -69,6 +69,7 @@ def test_revoke_forget_allow_and_the_log(home: Path) -> None:
     assert "revoked  name=pi" in run("devices", "log").stdout
 
 
+@pytest.mark.slow
 def test_a_new_token_is_not_printed(home: Path) -> None:
     done = run("devices", "new-token")
     assert done.returncode == 0

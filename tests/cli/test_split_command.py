@@ -41,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     thinned(

@@ -168,6 +168,7 @@ def drawn(what: Any, width: int, height: int) -> list[str]:
     return found.get().splitlines()
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("height", [12, 16, 24, 50])
 @pytest.mark.parametrize("width", [30, 60, 100, 200])
 def test_top_fits_the_screen(here: Path, width: int, height: int) -> None:

@@ -20,6 +20,7 @@ from manyhands.facts.errors import AddressTaken, BadValue
 PROGRAM = str(Path(sys.executable).with_name("manyhands"))
 
 
+@pytest.mark.slow
 def test_a_past_run_is_served_until_it_is_stopped(tmp_path: Path) -> None:
     folder = write_example(tmp_path / "runs" / "past", state="ended", done=120)
     words = [PROGRAM, "dashboard", "--listen", "127.0.0.1:0"]

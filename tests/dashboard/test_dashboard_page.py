@@ -47,6 +47,7 @@ def assert_quiet(browser: Browser, served: Dashboard) -> None:
     assert all(url.startswith(served.url) for url in browser.requests)
 
 
+@pytest.mark.slow
 def test_everything_of_a_run_is_drawn(browser: Browser, served: Dashboard) -> None:
     shown(browser, served)
     assert browser.text("#state") == "running"
@@ -167,6 +168,7 @@ def test_names_are_text_and_never_markup(browser: Browser, tmp_path: Path) -> No
         assert_quiet(browser, found)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_and_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> None:
     folder = write_example(tmp_path / "run")
     with Dashboard(("127.0.0.1", 0), folder) as found:

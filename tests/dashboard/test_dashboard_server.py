@@ -219,6 +219,7 @@ def test_every_file_of_the_page_is_served(served: Dashboard) -> None:
         assert (status, headers["content-type"], body) == (200, file.kind, file.content)
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     "path",
     ["/../server.py", "/%2e%2e/server.py", "/assets/index.html", "//etc/passwd", "/uplot/../../server.py", "/uplot",
@@ -285,6 +286,7 @@ def test_beyond_loopback_a_token_is_needed(folder: Path) -> None:
 # Who cannot keep it busy
 
 
+@pytest.mark.slow
 def test_slow_clients_keep_nobody_waiting(tmp_path: Path) -> None:
     """Some stop reading in the middle, some never finish their request; both are ended after a while."""
     folder = write_example(tmp_path / "large", devices=64, share="samples", micro_batches=32)
@@ -311,6 +313,7 @@ def _threads(name: str) -> int:
     return sum(name in thread.name for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_flood_is_slowed_down(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask, only so much is answered: what is left of the process is the run's."""
     monkeypatch.setattr(server, "PER_SECOND", 20)

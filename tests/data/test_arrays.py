@@ -116,6 +116,7 @@ NEGATIVE = LABELS.copy()
 NEGATIVE[11] = -1
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -155,6 +155,7 @@ def test_a_resumed_run_sees_the_batches_it_would_have_seen(kind: str, step: int)
     assert_same([again.take() for _ in range(3 * PER_EPOCH - step)], wanted[step:])
 
 
+@pytest.mark.slow
 def test_workers_that_persist_draw_on_and_only_the_order_is_resumed() -> None:
     seeded()
     stream = BatchStream(LOADERS["persistent"]())

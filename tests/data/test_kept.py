@@ -34,6 +34,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2000), st.lists(st.integers(0, 3), max_size=12))
 def test_every_batch_is_what_it_was_whatever_was_spilled_and_forgotten(most_bytes: int, forgets: list[int]) -> None:
     with KeptBatches(most_bytes=most_bytes) as kept:

@@ -44,6 +44,7 @@ def test_each_sample_at_most_once_and_no_longer_than_its_batch(
     assert 0 <= padded_share(uses) < 1
 
 
+@pytest.mark.slow
 @given(lengths=lists, size=st.integers(1, 8), first=st.integers(0, 40))
 def test_resuming_at_any_step_gives_the_same_batches(lengths: list[int], size: int, first: int) -> None:
     assume(len(lengths) >= size)

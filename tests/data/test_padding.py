@@ -26,6 +26,7 @@ def text(count: int, **more: Any) -> dict[str, Any]:
     return {"input_ids": list(range(1, count + 1)), "attention_mask": [1] * count, **more}
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=12), st.integers(8, 11))
 def test_samples_as_they_were_and_then_padding(lengths: list[int], to: int) -> None:
     data = [(torch.arange(1, length + 1), torch.full((length,), 7)) for length in lengths]

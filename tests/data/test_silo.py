@@ -93,6 +93,7 @@ def test_a_row_that_is_not_there(tmp_path: Path, row: int) -> None:
 IDS = st.lists(st.integers(0, 30), unique=True, max_size=20)
 
 
+@pytest.mark.slow
 @given(first=IDS, second=IDS, third=IDS)
 def test_samples_that_all_have_in_the_first_ones_order(first: list[int], second: list[int], third: list[int]) -> None:
     everybody = {"a": first, "b": [str(one) for one in second], "c": third}

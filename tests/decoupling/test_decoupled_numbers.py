@@ -139,6 +139,7 @@ def changed_groups(one: Tensor, other: Tensor, groups: int) -> set[int]:
     return {group for group, part in enumerate(differs.view(groups, -1)) if part.any()}
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("name", ["residual", "joined"])
 @pytest.mark.parametrize("shuffles", [0, 1])
 def test_a_group_is_alone_until_the_next_shuffle(name: str, shuffles: int) -> None:

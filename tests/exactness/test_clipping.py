@@ -175,6 +175,7 @@ def test_float32_is_as_near_to_pytorch_as_rounding_lets_it() -> None:
 # Order replay (mh.split_train)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("clipping", [Clipping(norm=0.4), Clipping(value=0.01)], ids=["norm", "value"])
 def test_a_split_without_running_ahead_clips_as_one_device(clipping: Clipping) -> None:
     graph, data = captured(), batches(12)

@@ -90,12 +90,14 @@ def test_networks_with_something_special(name: str) -> None:
     assert_exact(graph, one_stage(graph, 3, 1, 2), batches_of(name, 5, 6), optimizer)
 
 
+@pytest.mark.slow
 def test_shares_of_a_single_sample() -> None:
     """A device with one sample has no variance of its own over rows of numbers; all of them together have one."""
     graph = captured("norms")
     assert_exact(graph, one_stage(graph, 1, 1, 1), batches_of("norms", 5, 3))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("bucket_bytes", [1, 500])
 def test_gradients_in_small_buckets(bucket_bytes: int) -> None:
     graph = captured("small")
@@ -103,6 +105,7 @@ def test_gradients_in_small_buckets(bucket_bytes: int) -> None:
     assert sum(text.startswith("reduce s0 gradients") for text in ran.logs["s0-0"].actions) > 1
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gateway(micro_batches: int) -> None:
     graph = captured("small")

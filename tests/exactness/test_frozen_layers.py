@@ -277,6 +277,7 @@ def test_tiles_of_frozen_layers_go_forward_only(frozen: int, groups: tuple[str, 
     assert_exact(graph, plan, [pictures(seed) for seed in range(STEPS)], SGD)
 
 
+@pytest.mark.slow
 def test_a_frozen_stage_of_shared_norms_keeps_nothing_between_passes() -> None:
     torch.manual_seed(1)
     x, y = pictures(0)

@@ -383,6 +383,7 @@ def test_a_transformer_with_a_shared_stage() -> None:
 # Sample routing
 
 
+@pytest.mark.slow
 def test_samples_go_from_two_devices_to_three_to_one() -> None:
     """ASTEROID Fig. 10: each sender's samples go to whoever takes them next, and their gradients the same way back."""
     graph = drawn_graph(SKIPPING[:3])

@@ -158,6 +158,7 @@ class TermsOfASum(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_two_gradients_in_one_memory_are_handed_back_to_a_stage_of_the_same_device() -> None:
     """The tile on t0 reads all rows, so what it hands back is whole, and t1's part is added to it: once to each."""
     case = case_of(TermsOfASum(), (2, 4, 6))

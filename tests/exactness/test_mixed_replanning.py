@@ -89,6 +89,7 @@ def test_any_device_may_be_lost(name: str) -> None:
             assert "ByTiles" in kinds(found), lost
 
 
+@pytest.mark.slow
 def test_a_mended_plan_may_give_way_to_a_new_one() -> None:
     plan = plans()["shared"]
     assert after_loss(plan, "a", "auto").seconds <= after_loss(plan, "a").seconds

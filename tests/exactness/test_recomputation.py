@@ -124,6 +124,7 @@ def test_memory_falls_as_the_model_says(deep: Graph) -> None:
     assert kept[1] <= 1.05 * kept[0]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("strategy", ["single", "pipeline"])
 def test_the_planner_runs_layers_again_where_nothing_else_fits(deep: Graph, strategy: str) -> None:
     names = ("a", "b")[: 1 if strategy == "single" else 2]

@@ -35,6 +35,7 @@ def test_a_buffer_written_in_one_stage_and_read_in_another() -> None:
         resolve(plan, graph.network)
 
 
+@pytest.mark.slow
 def test_instance_norm_that_keeps_statistics_is_not_shared_by_samples() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.InstanceNorm2d(2, track_running_stats=True))
     graph = capture(module, torch.randn(4, 1, 8, 8))

@@ -138,6 +138,7 @@ def test_results_that_are_too_late_are_discarded() -> None:
     assert_equal(run, {name: t.detach() for name, t in followed.weights.tensors.items()}, followed.losses)
 
 
+@pytest.mark.slow
 def test_frozen_layers_get_nothing_back() -> None:
     def freeze(model: nn.Sequential) -> None:
         for part in model[:CUT]:

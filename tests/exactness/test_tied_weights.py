@@ -136,6 +136,7 @@ def assert_maps_exact(graph: Graph, plan: Plan, **options: Any) -> Ran:
     return ran
 
 
+@pytest.mark.slow
 def test_a_kernel_in_stages_shared_by_samples_and_by_tiles() -> None:
     for tiles in (False, True):
         ran = assert_maps_exact(pictures(), in_three(pictures(), ("a", "b"), ("c",), ("d", "e"), tiles=tiles))

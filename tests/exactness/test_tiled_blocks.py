@@ -260,6 +260,7 @@ def test_at_rest(name: str) -> None:
             assert relative(outputs[output], whole[output]) <= 1e-10
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("kernel", [Kernel(channels_last=True), Kernel(onednn=False)])
 def test_any_kernel_takes_a_computed_weight(kernel: Kernel) -> None:
     case = case_named("standardised")

@@ -230,6 +230,7 @@ def pictures_with_channels_last() -> nn.Module:
     return nn.Sequential(Entry(), nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, padding=1))
 
 
+@pytest.mark.slow
 def test_an_input_whose_channels_come_last() -> None:
     """The spatial axes of a network's input are those that its first convolution expects."""
     case = small_case(pictures_with_channels_last, (9, 8, 2))

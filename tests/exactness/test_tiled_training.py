@@ -672,6 +672,7 @@ def test_a_tile_that_neither_owns_nor_reads_any_row_of_a_normalised_map(norm: Ca
     case.check(plan)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_one_in_flight() -> None:
     """A pipeline of two tiled stages by turns: several micro-batches in flight on every tile at once."""
     torch.manual_seed(0)

@@ -174,6 +174,7 @@ def test_maps_that_lie_in_two_formats(build, samples: int) -> None:  # type: ign
             case.check(before, kernels=last_where(case, before, *numbers))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_an_activation_works_in_place_where_a_map_has_a_rim(is_beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch norm before it writes where the result belongs, among others' rows and zeros of padding."""
@@ -304,6 +305,7 @@ def shifted() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_a_tile_that_reads_nothing_of_its_own() -> None:
     case = small_case(shifted, (2, 16, 12))
     plan, geometry = beside(case, ByTiles((1, 2, 1)))

@@ -168,6 +168,7 @@ def failing(real: Callable[..., Any], calls: list[int], wrong: Callable[[int], b
     return call
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("name", ["rename", "replace", "fsync", "mkdir"])
 @pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "from then on"])
 def test_a_save_that_fails_leaves_the_old_one(
@@ -272,6 +273,7 @@ def test_what_cannot_be_saved(tmp_path: Path, given: dict[str, Any], message: st
     assert not (tmp_path / "checkpoints").exists() or leftovers(tmp_path) == []
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", FILES)
 def test_damage_anywhere_is_refused(tmp_path: Path, name: str) -> None:
     """Any flipped bit, and any cut, extension or loss of a file."""

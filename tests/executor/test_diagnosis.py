@@ -35,6 +35,7 @@ def only(ran: Ran) -> str:
     return error_of(ran, found[0])
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_blows_up_is_told_with_step_and_layer() -> None:
     """After one step with weights of a million, the logarithm's argument is below zero."""
     graph = captured("logs")

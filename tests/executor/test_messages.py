@@ -55,6 +55,7 @@ def test_without_reductions_expected_bytes_are_the_checkers(name: str) -> None:
     assert plan_bytes(schedule.actions, graph.network) == check_matching(schedule.actions)[1]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("name", ["small", "pair"])
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

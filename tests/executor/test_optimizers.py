@@ -128,6 +128,7 @@ def test_resuming_is_exact_with_schedules(name: str, schedule: Any) -> None:
     check_resume(Optimizer(name, lr=0.05, schedule=schedule))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
 def test_resuming_keeps_types(name: str, dtype: torch.dtype) -> None:

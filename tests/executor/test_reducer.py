@@ -106,6 +106,7 @@ def check_sums(
         assert all(torch.equal(found, other) for found, other in zip(own, gradients["d0"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.integers(2, 5), SHAPES, st.integers(0, 999), st.sampled_from([torch.float64, torch.float32]), st.integers(1, 3)
@@ -228,6 +229,7 @@ def test_a_span_is_told_for_every_bucket() -> None:
 # Memory as rows
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_a_row_is_the_memory_itself_in_its_order(shape: list[int], random: object) -> None:
     order = list(range(len(shape)))
@@ -296,6 +298,7 @@ def contradictions(
     return found
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("places", [("",) * 2, ("",) * 3, ("",) * (MOST_DIRECT + 1), *HOSTS.values()])
 def test_a_sum_that_is_not_the_sum_is_found(places: tuple[str, ...]) -> None:
     """In every place where the numbers pass through a device."""

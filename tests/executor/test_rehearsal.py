@@ -102,6 +102,7 @@ def test_any_network_anywhere(name: str) -> None:
         assert all(torch.allclose(own, weights[one], rtol=1e-9) for one, own in found.state().items())
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("replay", "expected"),
     [

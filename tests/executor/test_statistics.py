@@ -28,6 +28,7 @@ def drawn(
     return [torch.randn(n, *rest, generator=generator, dtype=torch.float64) * scale + offset for n in counts]
 
 
+@pytest.mark.slow
 @given(COUNTS, st.integers(1, 4), st.sampled_from([(), (3,), (2, 3)]), st.integers(0, 999), st.floats(-1e3, 1e3))
 def test_merged_moments_are_those_of_everything(
     counts: list[int], channels: int, place: tuple[int, ...], seed: int, offset: float
@@ -41,6 +42,7 @@ def test_merged_moments_are_those_of_everything(
     assert torch.allclose(found.variance, variance, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @given(COUNTS, st.floats(-1e6, 1e6))
 def test_a_constant_channel_has_no_variance(counts: list[int], value: float) -> None:
     parts = [torch.full((n, 2, 3), value, dtype=torch.float64) for n in counts]
@@ -63,6 +65,7 @@ def test_the_order_of_the_devices_decides_the_bits() -> None:
     assert torch.equal(merged(rows).variance, merged([row.clone() for row in rows]).variance)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2).filter(any), st.integers(0, 999), st.floats(-1e3, 1e3))
 def test_two_rows_are_merged_like_more(counts: list[int], seed: int, offset: float) -> None:
     """A third device that owns nothing changes nothing; nor does one of the two."""

@@ -100,6 +100,7 @@ def test_a_view_with_gaps_is_not_written_to() -> None:
     assert torch.equal(found.tensor, next(iter(case.input_gradients.values())))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_over_the_memory_of_its_gradient(affine: bool, layout: torch.memory_format) -> None:

@@ -54,6 +54,7 @@ def test_convolution(
     check_local(Case.of(module, (4, rows, columns)), data, kernel=kernel)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("bias", [False, True])
 def test_groups_at_rest_are_dense_convolutions_where_onednn_has_no_grouped_ones(
     monkeypatch: pytest.MonkeyPatch, bias: bool
@@ -361,6 +362,7 @@ def deep_windows(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @FEW
 @given(window=deep_windows(), groups=st.sampled_from([1, 2]), dilation=st.sampled_from([1, 1, 2]), size=volumes,
        kernel=st.sampled_from((None, Kernel(), Kernel(True), Kernel(onednn=False))), data=st.data())  # fmt: skip
@@ -373,6 +375,7 @@ def test_convolution_of_volumes(
     check_local(Case.of(module, (2, *size)), data, kernel=kernel)
 
 
+@pytest.mark.slow
 @FEW
 @given(window=deep_windows(), extra=st.booleans(), size=volumes, data=st.data())
 def test_transposed_convolution_of_volumes(
@@ -382,6 +385,7 @@ def test_transposed_convolution_of_volumes(
     check_local(Case.of(nn.ConvTranspose3d(2, 3, **window, output_padding=more), (2, *size)), data)
 
 
+@pytest.mark.slow
 @FEW
 @given(window=deep_windows(), transposed=st.booleans(), bias=st.booleans(), size=volumes, data=st.data())
 def test_convolution_of_volumes_with_a_computed_weight(
@@ -573,6 +577,7 @@ POOLED_WHOLE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("what", POOLED_WHOLE)
 def test_pools_of_volumes_and_of_channels_that_come_last(what: str) -> None:
     function, shape = POOLED_WHOLE[what]
@@ -587,6 +592,7 @@ def test_pools_of_volumes_and_of_channels_that_come_last(what: str) -> None:
     run()
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("what", POOLS)
 def test_pools_over_all_tiles(what: str) -> None:
     case = Case.of(POOLS[what], (3, 9, 12))

@@ -109,6 +109,7 @@ def test_a_stage_takes_what_it_took_and_nothing_else_changes(
         assert better is own
 
 
+@pytest.mark.slow
 @given(ladders(), st.lists(st.tuples(st.integers(1, 14), st.floats(0.01, 100)), min_size=1, max_size=4))
 def test_more_samples_take_no_less_time_where_they_did_not_before(
     own: DeviceProfile, found: list[tuple[int, float]]

@@ -54,6 +54,7 @@ def test_auto_prices_it_among_all_strategies_and_it_can_be_asked_for() -> None:
     assert NAME in strategy_names()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 def test_auto_takes_it_where_its_price_is_the_least() -> None:
     task = task_for(chain(4))

@@ -31,6 +31,7 @@ def box_lists(draw: st.DrawFn, count: int) -> list[Box]:
 # Box
 
 
+@pytest.mark.slow
 @more
 @given(box_lists(1))
 def test_a_box_is_its_points(drawn: list[Box]) -> None:
@@ -53,6 +54,7 @@ def test_box_algebra_against_sets(drawn: list[Box]) -> None:
     assert set().union(*map(points, pieces)) == points(one) - points(two)
 
 
+@pytest.mark.slow
 @more
 @given(box_lists(3))
 def test_hull_is_the_smallest_box_around_both(drawn: list[Box]) -> None:
@@ -168,6 +170,7 @@ def test_weights_that_cannot_share(weights: list[float]) -> None:
 # Layout
 
 
+@pytest.mark.slow
 @more
 @given(st.integers(0, 40), st.lists(st.one_of(st.integers(0, 5), st.floats(0, 5)), min_size=1, max_size=6).filter(any))
 def test_cut_points_always_partition(extent: int, weights: list[float]) -> None:
@@ -198,6 +201,7 @@ def test_layout_checks_against_points(data: st.DataObject) -> None:
             assert all(layout.hull(device).contains(box) for box in layout.boxes(device))
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_grid_is_always_a_partition(data: st.DataObject) -> None:

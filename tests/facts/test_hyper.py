@@ -26,6 +26,7 @@ def rates(one: Hyper) -> list[float]:
     return found[0::STEPS]
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize(
     ("model", "data", "pretrained", "name", "options", "expected"),
     [

@@ -46,6 +46,7 @@ def test_a_trace_has_a_rate_at_every_moment(trace: Trace, moment: float) -> None
     assert 0 < lasts <= trace.length_seconds + 1e-6
 
 
+@pytest.mark.slow
 @given(traces(), st.lists(st.floats(0, 100), min_size=3, max_size=3))
 def test_what_passes_adds_up_and_is_what_the_rates_say(trace: Trace, moments: list[float]) -> None:
     a, b, c = sorted(moments)

@@ -48,6 +48,7 @@ def test_measured_points_are_read_exactly(ladder: tuple[Timing, ...]) -> None:
         assert profile.layer_seconds(0, timing.samples) == (timing.forward_seconds, timing.backward_seconds)
 
 
+@pytest.mark.slow
 @given(ladders(), st.floats(0, 1), st.floats(0, 1))
 def test_between_two_points_time_is_monotone_and_bounded(ladder: tuple[Timing, ...], a: float, b: float) -> None:
     assume(len(ladder) > 1)

@@ -89,6 +89,7 @@ def test_two_devices_that_do_not_reach_each_other(plan: str, pair: tuple[str, st
     check_evicted(trip, gone, "do not reach each other", plan)
 
 
+@pytest.mark.slow
 def test_two_devices_that_cannot_connect_for_the_next_plan() -> None:
     """The partition comes while the job recovers from a loss."""
     lost = Fault("c", "backward", step=FAULT_STEP)
@@ -137,6 +138,7 @@ def send_too_much(worker: Worker, topics: str = "") -> None:
     worker.endpoint.send = longer  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_device_that_says_it_is_further_than_it_can_be() -> None:
     def lie(worker: Worker) -> None:
         worker._send(Progress(worker.prepared.generation, 7, 0.01, (0.0,)))  # type: ignore[union-attr]
@@ -178,6 +180,7 @@ def test_the_only_device_hangs() -> None:
             cluster.travel(alone)
 
 
+@pytest.mark.slow
 def test_a_slow_device_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five times slower than usual: it is waited for."""
     act = Executor._act

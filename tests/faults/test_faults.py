@@ -154,6 +154,7 @@ def test_copies_of_an_earlier_job_are_not_taken_for_this_ones(first_steps: int) 
 # Several
 
 
+@pytest.mark.slow
 def test_one_after_another_until_one_is_left() -> None:
     one = Fault("b", "forward", step=2)
     trip = travelled("samples", one, Fault("c", "all-reduce", step=5, after=one))
@@ -260,6 +261,7 @@ def test_adam_goes_on_as_if_nothing_had_happened() -> None:
     assert any(name.endswith("exp_avg_sq") for name in trip.outcome.state.optimizer)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_copies_that_come_after_the_last_round_that_was_fed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No further round is fed before copies are known to have come: a worker without a round must notice them too."""
     collect, between = Keeping.collect, []
@@ -452,6 +454,7 @@ def test_two_leave_and_two_join_at_once() -> None:
     assert trip.outcome.replayed_steps == 0
 
 
+@pytest.mark.slow
 def test_nobody_goes_who_is_needed() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
@@ -464,6 +467,7 @@ def test_nobody_goes_who_is_needed() -> None:
     assert note["text"].startswith("b wants to leave; 2 device(s) would be left, at least 3 needed: it goes when")
 
 
+@pytest.mark.slow
 def test_one_goes_as_soon_as_another_comes() -> None:
     with FaultCluster(NAMES) as cluster:
         trip = cluster.travel(
@@ -475,6 +479,7 @@ def test_one_goes_as_soon_as_another_comes() -> None:
     assert trip.outcome.replayed_steps == 0
 
 
+@pytest.mark.slow
 def test_one_that_does_not_wait_until_it_may_go() -> None:
     """As by a second Ctrl-C: it has left, the others go on as after a loss."""
     with FaultCluster(NAMES) as cluster:

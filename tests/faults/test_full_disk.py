@@ -265,6 +265,7 @@ def test_a_finished_run_keeps_its_result(
     check_whole(folder)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.xdist_group("full_disk")
 @pytest.mark.parametrize("kind", ["data", "devices"])
 def test_what_fails_before_the_pictures(

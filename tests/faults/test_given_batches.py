@@ -105,6 +105,7 @@ def test_batches_since_the_last_checkpoint_are_kept_though_copies_were_safe() ->
     assert_replayed(loaded, wanted)
 
 
+@pytest.mark.slow
 def test_batches_are_forgotten_once_a_checkpoint_has_what_they_led_to() -> None:
     trip, loaded = travelled("samples", NAMES, workers=0, snapshots=(3,))
     assert trip.saved == [3, STEPS]

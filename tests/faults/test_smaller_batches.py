@@ -136,6 +136,7 @@ def test_it_equals_one_device(plan: str, sizes: tuple[int, ...]) -> None:
     assert set(trip.outcome.logs) == set(trip.outcome.plan.devices)
 
 
+@pytest.mark.slow
 def test_the_last_step_of_all_may_be_smaller() -> None:
     trip = travelled(WHOLE["samples"], steps=6, snapshots=(3, 5))
     check(trip, steps=6, generations=1)
@@ -182,6 +183,7 @@ def test_a_worker_lost_while_nothing_is_computed(plan: str) -> None:
     assert [facts["devices"] for facts in trip.facts("lost")] == [["b"]]
 
 
+@pytest.mark.slow
 def test_a_worker_lost_in_the_smaller_step_of_a_loop() -> None:
     """Batches that were pushed, which nobody could load again."""
     begun = Fault("b", "prepare", "called", step=SMALL, does=lambda worker: None)
@@ -226,6 +228,7 @@ def test_a_worker_joins_in_the_smaller_step() -> None:
     assert "c" in trip.plans[0].devices
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_in_the_smaller_step() -> None:
     fault = Fault("a", "backward", "called", step=SMALL, does=lambda worker: cluster.ask_to_leave("b"))
     cluster = FaultCluster(NAMES, fault)

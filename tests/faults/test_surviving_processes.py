@@ -171,6 +171,7 @@ def test_a_stopped_worker_is_given_up(cluster: Coordinator, undisturbed: dict[in
     assert "has sent nothing for" in events(tmp_path / "run", "lost")[0]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.quick("pipeline-15")
 @pytest.mark.parametrize(
     ("kind", "number"),

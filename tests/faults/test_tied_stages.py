@@ -111,6 +111,7 @@ def test_gradients_that_a_replica_has_otherwise_are_its_own() -> None:
     assert [facts["devices"] for facts in trip.facts("lost")] == [["a"]]
 
 
+@pytest.mark.slow
 @pytest.mark.quick("c")
 @pytest.mark.parametrize("device", NAMES[:3])
 def test_a_copy_that_drifts_is_noticed(device: str) -> None:

@@ -70,6 +70,7 @@ def test_parsers_stand_hostile_inputs(targets: dict[str, Target]) -> None:
     assert judge.refused > len(targets) * INPUTS // 2, "most are hostile"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_inputs(targets: dict[str, Target]) -> None:
     for target in targets.values():
         first, again = ([target.input(SEED, number) for number in range(20)] for _ in range(2))

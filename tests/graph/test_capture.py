@@ -86,6 +86,7 @@ def test_one_positional_dict_with_nested_lists() -> None:
     assert isinstance(outputs["parts"], list)
 
 
+@pytest.mark.slow
 def test_an_input_may_be_returned_as_it_is() -> None:
     class Passes(nn.Module):
         def __init__(self) -> None:
@@ -99,11 +100,13 @@ def test_an_input_may_be_returned_as_it_is() -> None:
     check(Passes(), randn(2, 3), bounds=())
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_captures_a_free_batch() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3))
     check(module, randn(1, 1, 6, 6), other=randn(7, 1, 6, 6))
 
 
+@pytest.mark.slow
 def test_rows_that_are_samples_times_tokens() -> None:
     class Folds(nn.Module):
         def __init__(self) -> None:
@@ -133,6 +136,7 @@ class Tied(nn.Module):
         return self.head(self.mix(self.words(x)))
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one_weight_and_come_back_under_both_names() -> None:
     module = Tied()
     graph = check(module, torch.tensor([[1, 2], [3, 3], [0, 6]]), other=torch.tensor([[5, 5]]))
@@ -200,6 +204,7 @@ def test_frozen_parameters_collect_no_gradient() -> None:
     assert {spec.name for spec in graph.weights if not spec.trainable} == {"0.weight"}
 
 
+@pytest.mark.slow
 def test_frozen_batch_norm_keeps_its_statistics() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)).double()
     module[1].running_mean = randn(2)
@@ -265,6 +270,7 @@ class WritesInPlace(nn.Module):
         return F.relu(z, inplace=True) + y.sigmoid()
 
 
+@pytest.mark.slow
 def test_writes_in_place_are_seen_by_later_readers() -> None:
     check(WritesInPlace(), randn(2, 1, 4, 4), bounds=(2, 4, 5, 6), other=randn(3, 1, 4, 4))
 

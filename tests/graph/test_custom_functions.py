@@ -38,6 +38,7 @@ def test_gradients_are_those_of_the_function(name: str) -> None:
         assert_same(by_pieces(graph, cuts, pictures(), CLASSES), wanted)
 
 
+@pytest.mark.slow
 def test_ignoring_the_backward_would_be_noticed() -> None:
     """The functions' gradients are others than those that autograd finds for what their forward computes."""
     module, plain = Between(LINEAR["reverse"]).double(), Between(lambda x: x.view_as(x)).double()

@@ -97,6 +97,7 @@ def test_stochastic_depth_evaluates_as_the_module_does() -> None:
     assert torch.equal(evaluated(graph, weights, x), evaluated(graph, weights, x, seed=5))
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [
@@ -138,6 +139,7 @@ class Ema(nn.Module):
         return h - self.ema
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_buffer_that_is_assigned_anew(nested: bool) -> None:
     module = nn.Sequential(nn.Linear(6, 6), Ema()) if nested else Ema()
@@ -461,6 +463,7 @@ def test_memory_that_is_written_is_read_anew_under_its_other_names(function: Cal
     torch.testing.assert_close(outputs[graph.outputs[0]], module(x), rtol=0, atol=1e-14)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("function", [_einsum, _dropped])
 def test_writes_to_what_may_be_a_view_or_not_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(CaptureFailed, match="in place through a view made by"):

@@ -58,6 +58,7 @@ def drawn(model: nn.Module) -> nn.Module:
     return model.double().eval()
 
 
+@pytest.mark.slow
 def test_the_same_answers_with_fewer_operators() -> None:
     model = drawn(Cases())
     batch = torch.randn(2, 3, 8, 8, dtype=torch.float64)

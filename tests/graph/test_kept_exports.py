@@ -45,6 +45,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> KeptExports:
     return kept
 
 
+@pytest.mark.slow
 def test_the_same_network_is_exported_once_and_keeps_weights_apart(kept: KeptExports) -> None:
     one, other = Network(), Network()
     first, second = capture(one, EXAMPLE), capture(other, EXAMPLE)

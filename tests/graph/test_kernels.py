@@ -184,6 +184,7 @@ def test_what_is_packed(captured: dict[str, Any]) -> None:
     assert not packable(capture(Twice(), torch.zeros(2, 3, 9, 9)))
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("has_acl", [False, True], ids=["x86", "aarch64"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_groups_are_dense_convolutions_where_onednn_has_no_grouped_ones(
@@ -220,6 +221,7 @@ def test_a_product_calls_no_convolution_and_nobody_writes_over_it(captured: dict
     assert "aten::relu_" not in names
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("kernel", VARIANTS, ids=str)
 def test_a_frozen_weight_gets_no_gradient(kernel: Kernel) -> None:
     inner = nn.Conv2d(3, 4, 3)
@@ -246,6 +248,7 @@ class Mixed(nn.Module):
         return self.head(x.view(x.shape[0], -1))
 
 
+@pytest.mark.quick(every=16)
 @pytest.mark.parametrize("bits", range(16))
 def test_formats_may_alternate_along_a_network(bits: int) -> None:
     graph, x = _mixed()

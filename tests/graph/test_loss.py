@@ -259,6 +259,7 @@ def part(value: Any, rows: slice) -> Any:
     return [part(item, rows) for item in value]
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.filterwarnings("ignore:reduction:UserWarning")  # of kl_div's mean
 @pytest.mark.parametrize(("kind", "name"), [("mean", n) for n in MEANS] + [("sum", n) for n in SUMS])
 def test_the_users_own_function_adds_up(kind: str, name: str) -> None:
@@ -312,7 +313,7 @@ def test_examples_are_left_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.quick("cross entropy", "dict")
+@pytest.mark.quick("cross entropy")
 @pytest.mark.parametrize("name", ["cross entropy", "squares", "pixels", "written out", "dict"])
 def test_the_run_finds_a_false_proof(name: str) -> None:
     """The second opinion is one: it refuses what the walk would never claim."""

@@ -212,6 +212,7 @@ def test_how_totals_are_scaled(name: str) -> None:
     assert _combination(captured(name))[1] == SCALED[name]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("name", ["ignored", "weights and ignored", "likelihoods ignored"])
 def test_where_everything_is_ignored_it_is_no_number(name: str) -> None:
     graph = captured(name)
@@ -222,6 +223,7 @@ def test_where_everything_is_ignored_it_is_no_number(name: str) -> None:
     assert value != value
 
 
+@pytest.mark.slow
 def test_a_clamped_total_is_a_number_then_too() -> None:
     output, target = example("padded", 4, 0)
     value, gradient = shared_out(captured("padded"), output, torch.full_like(target, -100), [1, 3])

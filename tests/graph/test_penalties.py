@@ -101,6 +101,7 @@ def test_a_loss_that_adds_up_is_not_shared_with_a_penalty() -> None:
     assert exact(module, loss).loss_combination == "whole"
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_is_a_constant() -> None:
     module = Net()
     module.one.requires_grad_(False)
@@ -113,6 +114,7 @@ def test_a_frozen_weight_is_a_constant() -> None:
     assert len(graph.loss.weights) == 1
 
 
+@pytest.mark.slow
 def test_what_changes_unseen_is_refused() -> None:
     module = Net()
     view = module.two.weight.detach().view(-1)
@@ -122,6 +124,7 @@ def test_what_changes_unseen_is_refused() -> None:
         capture(module, BATCH, loss=lambda o, t: F.cross_entropy(o, t) + view.sum(), target=CLASSES)
 
 
+@pytest.mark.slow
 def test_a_stored_graph_keeps_its_penalties(tmp_path: Path) -> None:
     module = Net()
     graph = exact(module, losses(module)["all"])

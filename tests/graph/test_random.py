@@ -67,6 +67,7 @@ def test_places_beyond_32_bits_wrap_around() -> None:
     assert not torch.equal(high, near)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(tensors(), st.data())
 def test_any_box_draws_its_part_of_the_whole(

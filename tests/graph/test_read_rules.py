@@ -320,6 +320,7 @@ def test_linear_reads_its_row_whole(bias: bool) -> None:
     run()
 
 
+@pytest.mark.slow
 def test_norms_of_maps_read_rows_and_columns_one_by_one() -> None:
     """What they sum over the map travels apart (Op.tiling), so a tile needs no halo; channels are read as before."""
     for function, channels in ((lambda x: F.group_norm(x, 2), Whole()), (F.instance_norm, Window(1))):

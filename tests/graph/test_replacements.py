@@ -76,6 +76,7 @@ class Uses(nn.Module):
         return self.call(x)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("call", "operator", "hint"),
     [

@@ -150,6 +150,7 @@ def test_answers_to_single_samples_are_refused() -> None:
         refuse_pairs(graph)
 
 
+@pytest.mark.slow
 def test_random_numbers_for_pairs_and_three_axes_are_refused_by_their_line() -> None:
     class Dropped(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -173,6 +174,7 @@ def _changed(graph: Graph, change: Callable[[dict[str, Any]], None]) -> Any:
     return document
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize("axis", [0, 2, -1, 10**9, "1", 1.5, True])
 def test_an_absurd_second_axis_is_refused(axis: Any) -> None:
     def change(document: dict[str, Any]) -> None:

@@ -92,6 +92,7 @@ def test_what_is_saved_comes_back(graph: Graph, tmp_path: Path) -> None:
     assert_same(found, wanted, 0.0)
 
 
+@pytest.mark.slow
 def test_saving_again_replaces_and_leaves_nothing_else(plain: Graph, graph: Graph, tmp_path: Path) -> None:
     store.save(graph, tmp_path)
     store.save(plain, tmp_path)
@@ -285,6 +286,7 @@ ABSURD: dict[str, tuple[str, list[Any], list[int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(every=17)
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("what", ABSURD)
 def test_absurd_arguments_are_refused_at_once(what: str, plain: Graph) -> None:

@@ -181,6 +181,7 @@ class Two(nn.Module):
         return {"all": x, "most": x.amax(1)}
 
 
+@pytest.mark.slow
 def test_inputs_of_every_kind(cluster: Coordinator) -> None:
     model, data = used().eval(), Pictures(5)
     wanted = answers(model, data.pictures)

@@ -25,6 +25,7 @@ def test_without_a_temperature_the_likeliest_is_taken() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_shares_of_drawn_tokens_are_their_probabilities(temperature: float) -> None:
     draws = 1000

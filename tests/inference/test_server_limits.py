@@ -40,6 +40,7 @@ def test_what_went_wrong_at_the_devices_is_told() -> None:
         assert lines[2]["error"] == "Nobody is left."
 
 
+@pytest.mark.slow
 def test_slow_clients_hold_up_nobody_and_are_let_go() -> None:
     """One drips its headers, one its body, one does not take its answers."""
     asks = StandIn()

@@ -76,6 +76,7 @@ def test_without_a_loss(cluster: Coordinator) -> None:
     assert found.accuracy is not None
 
 
+@pytest.mark.slow
 def test_numbers_as_targets_in_another_type(cluster: Coordinator) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()

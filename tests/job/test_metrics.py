@@ -67,6 +67,7 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target, reduction="sum") / 4
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(samples=st.integers(1, 17), size=st.integers(1, 6))
 def test_results_do_not_depend_on_the_batches(samples: int, size: int) -> None:

@@ -216,6 +216,7 @@ def plainly_trained(steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     return model.state_dict(), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("samples", "pipeline"), pytest.param("tiles", "samples", marks=pytest.mark.slow),
                           pytest.param("pipeline", "tiles", marks=pytest.mark.slow)],

@@ -134,6 +134,7 @@ def test_what_workers_cannot_do_is_refused_before_anything_starts(name: str, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.quick(every=7)
 @pytest.mark.parametrize(("batch_size", "samples"), [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (8, 4), (64, 4)])
 def test_it_takes_no_longer_than_a_step_of_the_run(batch_size: int, samples: int) -> None:
     graph = capture(Net(), torch.zeros(2, 6, dtype=torch.float64))
@@ -151,6 +152,7 @@ def test_autocast_around_training_is_refused(tmp_path: Path) -> None:
         trained(Net(), tmp_path / "run", mh.Cluster.local(1))
 
 
+@pytest.mark.slow
 def test_a_difference_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     factors = iter(range(1, 100))
 

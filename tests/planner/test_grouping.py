@@ -164,6 +164,7 @@ def test_no_grouping_is_cheaper(layers: tuple[KernelLayer, ...], grid: tuple[int
         assert best.starts == min((one for one in every if prices[one] == cheapest), key=lambda one: (len(one), one))
 
 
+@pytest.mark.slow
 @given(drawn_chains(), st.integers(1, 3))
 def test_longer_groups_compute_more_and_boundaries_are_never_negative(
     layers: tuple[KernelLayer, ...], cut: int

@@ -131,6 +131,7 @@ def test_the_plan_equals_exhaustive_search(instance: Instance) -> None:
     check(Schedule(plan, instance.network), instance.cluster)  # no deadlock, and within memory
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(instances(same_ratio=False))
 def test_shares_are_the_best_of_all(instance: Instance) -> None:
@@ -153,6 +154,7 @@ def test_shares_are_the_best_of_all(instance: Instance) -> None:
         assert sum(stage.samples) == instance.batch.samples
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(instances())
 def test_one_candidate_for_each_place_is_never_better(instance: Instance) -> None:

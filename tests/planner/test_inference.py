@@ -580,6 +580,7 @@ def test_a_mended_plan_keeps_the_number_of_channel_groups(decoupled: Network) ->
 # ---- What is printed
 
 
+@pytest.mark.slow
 def test_the_table_says_what_each_plan_costs(decoupled: Network) -> None:
     cluster = machines((0.1,) * 4, Link(1e8, 1e-4))
     rows = inference_table(plan_for(decoupled, cluster), decoupled)

@@ -315,6 +315,7 @@ def test_a_dip_that_ends_changes_nothing() -> None:
     assert engine.changes == []
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("first", "later"), [(100.0, 0.5), (0.5, 100.0), (2.0, 100.0)])
 def test_a_change_for_good_is_acted_upon(first: float, later: float) -> None:
     profile = resnet_like(1.0, layer_bytes=tuple(1e4 * weight for weight in WEIGHTS))

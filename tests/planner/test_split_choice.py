@@ -117,6 +117,7 @@ def whole_space(profile: SplitProfile, k: int, widths: tuple[int, ...]) -> list[
     return [one for one in found if memory_of(profile, one) <= limit]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data(), rates_drawn, st.integers(1, 400), st.integers(0, 6), st.sampled_from(["upstream", "downstream"]))
 def test_the_choice_is_the_best_of_all(data: Any, rates: LinkRates, tau: int, k: int, edge: str) -> None:
@@ -244,6 +245,7 @@ def test_too_few_bits() -> None:
         choose(two_layers(cuts=(cut,)), LinkRates(1e6, 1e6), 10, None, 5, (4, 8))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(profiles(), rates_drawn, st.integers(1, 300))
 def test_baselines_are_never_better_at_a_steady_rate(profile: SplitProfile, rates: LinkRates, tau: int) -> None:

@@ -32,6 +32,7 @@ def tiny() -> Network:
     return load_network("tiny")
 
 
+@pytest.mark.slow
 @given(st.integers(1, 500), st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_proportional_adds_up_and_is_close(total: int, weights: list[float]) -> None:
     counts = proportional(total, weights)

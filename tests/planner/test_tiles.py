@@ -76,6 +76,7 @@ def volumes() -> nn.Module:
     return nn.Sequential(nn.Conv3d(2, 3, 3, (1, 2, 1), 1), nn.ReLU(), nn.MaxPool3d(3, 1, 1), nn.Conv3d(3, 2, 3))
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(
     ("build", "shape", "share"),
     [

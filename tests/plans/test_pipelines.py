@@ -66,6 +66,7 @@ def test_a_budget_that_nothing_fits_names_the_layer_and_the_bytes() -> None:
         mh.plan(NETWORK, small, batch_size=4, strategy="pipeline", profile=even_profile(NETWORK, small.names))
 
 
+@pytest.mark.slow
 def test_micro_batches_and_warm_up_are_chosen() -> None:
     times = even_profile(NETWORK, MACHINES.names)
     planned = mh.plan(NETWORK, MACHINES, batch_size=64, strategy="pipeline", profile=times).plan

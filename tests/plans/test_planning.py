@@ -14,6 +14,7 @@ from manyhands.plans import networks
 from manyhands.plans.planning import order_named, parse_ladder, read_profiles
 
 
+@pytest.mark.slow
 def test_importing_manyhands_does_not_import_torch() -> None:
     code = "import manyhands, sys; manyhands.Plan; manyhands.Cluster; manyhands.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -37,6 +38,7 @@ def test_documented_example_runs(tmp_path: Path) -> None:
     assert (tmp_path / "my-graph" / "weights.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_networks_are_captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path))
     first = networks.load_network("tiny")

@@ -44,6 +44,7 @@ def no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.autograd, "backward", refuse)
 
 
+@pytest.mark.slow
 def test_only_forward_takes_time(tiny: Graph, no_backward: None) -> None:
     profile = measure_network(tiny, ladder=(1, 2), threads=1, seconds=2.0, training=False)
     profile.check_matches(tiny.network)
@@ -89,6 +90,7 @@ def test_an_inference_holds_less_than_a_training_step(tiny: Graph) -> None:
     assert peaks[1].peak_bytes["8"] < 0.7 * peaks[0].peak_bytes["8"]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("has_acl", [False, True], ids=["x86", "aarch64"])
 def test_kernels_are_chosen_by_the_forward_pass(
     tiny: Graph, no_backward: None, monkeypatch: pytest.MonkeyPatch, has_acl: bool

@@ -98,6 +98,7 @@ def test_products_are_tried_where_there_are_convolutions_of_single_pixels(chain:
     assert [kernel.product for kernel in choice.kernels.values()] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_packed_weights_are_tried_at_rest_only(chain: Graph) -> None:
     seconds = {DEFAULT: 1.0, PER_OPERATOR: 0.9, "packed": 0.6}
 
@@ -136,6 +137,7 @@ def test_a_small_budget_is_kept_to(tiny: Graph) -> None:
     assert len([name for name in rigged.asked if name in STEPS]) == 4 * len(set(rigged.asked) & set(STEPS))
 
 
+@pytest.mark.slow
 def test_with_the_real_clock_steps_and_operators_run(tiny: Graph) -> None:
     choice = choose_kernels(tiny, 2, threads=1, seconds=0.5)
     assert choice.step_seconds[DEFAULT] > 0

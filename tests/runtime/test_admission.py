@@ -71,6 +71,7 @@ def called(coordinator: Coordinator, one: Hello) -> str:
     return answer.name
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize(
     ("identity", "why", "fix"),
     [

@@ -110,6 +110,7 @@ def test_a_device_that_sends_a_wrong_sum(device: str) -> None:
     check_evicted(trip, device, f"at step {FAULT_STEP} the sum of the gradients that {device} formed")
 
 
+@pytest.mark.slow
 def test_a_device_that_sends_other_gradients_than_it_has() -> None:
     fault = Fault("b", "backward", "called", step=FAULT_STEP, does=wrong_messages("r0"))
     with FaultCluster(NAMES, fault) as cluster:
@@ -117,6 +118,7 @@ def test_a_device_that_sends_other_gradients_than_it_has() -> None:
     check_evicted(trip, "b", "what b sent is not what a received (it and a, c)")
 
 
+@pytest.mark.slow
 def test_a_device_that_adds_up_wrongly() -> None:
     fault = Fault("c", "backward", "called", step=FAULT_STEP, does=adds_wrongly)
     with FaultCluster(NAMES, fault) as cluster:
@@ -157,6 +159,7 @@ def test_a_gradient_that_is_not_finite_in_a_hybrid_pipeline() -> None:
     check_evicted(trip, "a", "its gradient was not finite", PLANS["hybrid"].micro_batches)
 
 
+@pytest.mark.slow
 def test_a_member_is_not_blamed_for_what_it_received() -> None:
     """The last stage sends one of the two devices before it a gradient that is none: that device's own is none then."""
     fault = Fault("c", "send", "called", step=FAULT_STEP, does=not_finite_to("a"))
@@ -189,6 +192,7 @@ def not_finite_to(peer: str, kind: str = "gradient") -> Callable[[Worker], None]
     return does
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_wherever_the_step_is_run() -> None:
     """One device is evicted at most; then it is the network's own, and the error says where it began."""
     first = Fault("b", "backward", "called", step=FAULT_STEP, does=spoilt_gradients(float("nan")))
@@ -228,6 +232,7 @@ class TestDecided:
         assert again == (Verdict("a", "what (it and c)"), True)
 
 
+@pytest.mark.slow
 def test_an_account_that_is_not_of_the_plan() -> None:
     def does(worker: Worker) -> None:
         send = worker._send

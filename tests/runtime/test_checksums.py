@@ -91,6 +91,7 @@ def test_a_copy_that_came_wrongly_once_is_sent_again() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_device_that_changes_the_copies_it_holds() -> None:
     fault = Fault("b", "hold copy", "called", step=BACKUP, does=flips_what_comes(99))
     with FaultCluster(NAMES, fault) as cluster:
@@ -120,6 +121,7 @@ def test_a_snapshot_that_changes_is_not_saved() -> None:
     assert trip.saved == [5, 8]
 
 
+@pytest.mark.slow
 def test_state_that_changed_is_never_trained_from() -> None:
     """b is lost; c, who holds the copy of b's state, gives away another than it was given."""
     lost = Fault("b", "backward", step=5)
@@ -136,6 +138,7 @@ def flip_all(worker: Worker) -> None:
                 as_bytes(tensor)[0] ^= 1
 
 
+@pytest.mark.slow
 def test_a_device_does_not_go_on_from_its_own_copy_that_changed() -> None:
     """b is lost in the middle of a step: the others go back to the copies they made of their own state."""
     lost = Fault("b", "backward", step=5)

@@ -109,6 +109,7 @@ def of(status: object, name: str) -> int:
     return int(status[name])
 
 
+@pytest.mark.quick(every=6)
 @needs_seccomp
 @pytest.mark.parametrize("what", ["exec", "ptrace", "unshare", "mount", "settime", "in a child"])
 def test_system_calls_that_fail(attempts: dict[str, object], what: str) -> None:
@@ -122,6 +123,7 @@ def test_the_kernel_confirms_it(attempts: dict[str, object]) -> None:
     assert attempts["packet"] == errno.EAFNOSUPPORT
 
 
+@pytest.mark.quick(every=7)
 @needs_landlock
 @pytest.mark.parametrize(
     "what",
@@ -181,6 +183,7 @@ with confined() as own:
 """
 
 
+@pytest.mark.slow
 def test_memory_in_common_with_a_process_that_is_not_confined() -> None:
     """As a worker has it with its coordinator, into whose files of /proc it can no longer look."""
     ring = FillingRing(2**20)

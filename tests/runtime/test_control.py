@@ -29,6 +29,7 @@ def tags_of(kinds: object) -> set[str]:
     return {str(kind.__struct_config__.tag) for kind in get_args(kinds)}
 
 
+@pytest.mark.quick(every=13)
 @pytest.mark.parametrize("data", MESSAGES, ids=tag_of)
 def test_a_message_is_encoded_in_the_bytes_of_its_protocol(data: bytes) -> None:
     decoders = {decode_from_worker: FromWorker, decode_from_coordinator: FromCoordinator}

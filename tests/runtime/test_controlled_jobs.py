@@ -133,6 +133,7 @@ def test_copies_do_not_pile_up_without_backups() -> None:
     trip.check(reference(1))
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("step", [0, 4])
 def test_one_is_lost_and_then_it_changes(step: int) -> None:
     controller = Steps((6,))

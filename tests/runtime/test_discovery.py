@@ -83,6 +83,7 @@ def two() -> Iterator[tuple[Coordinator, Coordinator]]:
 @pytest.mark.xdist_group("discovery")
 @pytest.mark.usefixtures("loopback")
 class TestOnLoopback:
+    @pytest.mark.slow
     def test_a_worker_finds_the_one_its_token_fits(self, two: tuple[Coordinator, Coordinator]) -> None:
         for own in two:
             found = seek(wanted(own.token), TcpTransport())

@@ -27,6 +27,7 @@ def detecting(*names: str) -> FailureDetector:
     return detector
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(grains(1, PERIOD_GRAINS), st.lists(st.sampled_from("abc"), max_size=2)), max_size=80), grains()
 )

@@ -338,6 +338,7 @@ def test_one_that_failed_in_a_way_of_its_own_is_to_blame_and_others_news_stay(
     assert isinstance(what, MemberJoined)
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_the_one_that_does_not_answer_is_to_blame(how: str) -> None:
     """By the real clock."""

@@ -318,6 +318,7 @@ def test_the_coordinator_dials_data_too(coordinator: Coordinator) -> None:
 # Coming back
 
 
+@pytest.mark.quick(every=2)
 def test_it_is_invited_again(transport: Transport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inviting, "PAUSES_SECONDS", (0.02, 0.05))
     heard: list[str] = []

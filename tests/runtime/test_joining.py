@@ -72,6 +72,7 @@ def assert_alive(coordinator: Coordinator) -> None:
     channel.close()
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [

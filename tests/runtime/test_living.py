@@ -76,6 +76,7 @@ def test_bytes_of_all_generations_are_counted(tmp_path: Path) -> None:
     assert {(link.source, link.target): link.sent_bytes for link in found.links}["a", "b"] == 20 + 7 + 20 + 10
 
 
+@pytest.mark.slow
 def test_a_round_is_seen_as_every_device_ran_it(session: Coordinator, tmp_path: Path) -> None:
     devices, watch, looks = names(session), RunWatch(tmp_path / "run"), []
 

@@ -77,6 +77,7 @@ def by_tiles_or_alone(old: Plan, names: tuple[str, ...]) -> Plan:
     return Plan(old.network, old.batch_size, stages, order="sequential")
 
 
+@pytest.mark.slow
 def test_what_was_dropped_for_another_part_is_given_again() -> None:
     """Whole samples, then a tile of them that never arrives, then whole samples once more."""
     one = Fault("b", "backward", step=5)

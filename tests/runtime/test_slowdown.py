@@ -41,6 +41,7 @@ def work(worker: Worker) -> None:
         worker.run()
 
 
+@pytest.mark.slow
 def test_what_a_slow_worker_measures(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it will take; others are not concerned."""
     monkeypatch.setattr(timing_here, "measure_network", lambda graph, **rest: profile_of(graph, rest["device"], 0.5))

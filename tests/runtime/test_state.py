@@ -163,6 +163,7 @@ def _assert_as_even_as_by_hand(
                 sent[source] += byte_count([found.entries[name]])
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 5))
 def test_givers_have_nearly_as_much_to_send_as_each_other(sizes: list[int], givers: int, readers: int) -> None:
     names = [f"{WEIGHT}{number}" for number in range(len(sizes))]

@@ -19,6 +19,7 @@ COPIED = 6
 """The steps after which the copy is taken that leaves while the log is written."""
 
 
+@pytest.mark.slow
 def test_a_copy_that_leaves_while_the_log_is_written_is_not_counted_with_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -148,6 +148,7 @@ def test_asked_after_the_last_step_it_is_just_finished() -> None:
     assert not trip.outcome.is_stopped
 
 
+@pytest.mark.slow
 def test_nobody_left() -> None:
     """What cannot be saved is said as the loss it is."""
     with pytest.raises((WorkerLost, KeyboardInterrupt)):

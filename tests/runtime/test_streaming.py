@@ -330,6 +330,7 @@ def test_one_joins_while_samples_are_under_way() -> None:
 # Waiting
 
 
+@pytest.mark.slow
 def test_nobody_asks_for_longer_than_anybody_waits() -> None:
     """The limit is for what is under way."""
     with streaming("tiles", limit_seconds=0.3) as found:
@@ -383,6 +384,7 @@ def test_there_is_room_for_so_many() -> None:
         assert found.own.answered_samples == 8
 
 
+@pytest.mark.slow
 def test_many_who_ask_at_once() -> None:
     wanted = answers()
     with streaming("tiles") as found:
@@ -410,6 +412,7 @@ def test_many_who_ask_at_once() -> None:
 # Batches
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("count", [1, 3, 4, 6])
 def test_a_batch_that_is_not_full(count: int) -> None:
     with streaming("samples") as found:

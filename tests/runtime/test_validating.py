@@ -164,6 +164,7 @@ def test_preloaded_samples_stay_on_the_devices() -> None:
     assert received[0] == received[1]
 
 
+@pytest.mark.slow
 def test_a_metric_that_raises_stops_the_job_with_the_state_of_that_step() -> None:
     def broken(predictions: Any, targets: Any) -> float:
         raise KeyError("classes")
@@ -176,6 +177,7 @@ def test_a_metric_that_raises_stops_the_job_with_the_state_of_that_step() -> Non
     assert followed.trip.saved == [EVERY]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_request() -> None:
     """It is of the round under way, and the plan stays."""
     requests = CheckpointRequests()

@@ -164,6 +164,7 @@ def test_a_job_goes_on_when_one_with_or_without_weights_is_lost(kind: str, devic
     check(trip, generations=2)
 
 
+@pytest.mark.slow
 def test_one_without_weights_is_asked_to_go() -> None:
     plan, graph = plan_called("pipeline"), captured()
     with FaultCluster(plan.devices) as cluster:
@@ -187,6 +188,7 @@ def check(trip: Trip, generations: int = 1) -> None:
     assert {name.rpartition("/")[0] for name in found.optimizer} == momenta
 
 
+@pytest.mark.slow
 def test_a_network_without_any_weights() -> None:
     """There is nothing to train: losses are the network's own, and the state that is gathered is empty."""
     module = nn.Sequential(nn.ReLU(), nn.AvgPool2d((8, 1)), nn.Flatten())

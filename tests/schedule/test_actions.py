@@ -108,6 +108,7 @@ def test_any_schedule_survives_being_printed(schedule: dict[str, tuple[Action, .
     assert parse_schedule(print_schedule(schedule)) == schedule
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(plans(CHAIN, repeats=True))
 def test_a_plans_schedule_survives_being_printed(plan: Plan) -> None:

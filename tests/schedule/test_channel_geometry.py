@@ -63,6 +63,7 @@ def test_a_dense_operator_fetches_the_others_or_adds_up() -> None:
     assert adding.fractions("d1") == (0.25,) * 4
 
 
+@pytest.mark.slow
 def test_a_decoupled_network_asks_for_others_at_shuffles_and_for_the_classifier_only(decoupled: Network) -> None:
     found = geometry(decoupled, 1, 1, 1, 1)
     asking = [decoupled.ops[group.first].name for group in found.groups if group.fetches or group.sums]

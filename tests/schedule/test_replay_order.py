@@ -85,6 +85,7 @@ def test_every_run_ends_within_its_bound(
         assert memory.micro_batches_held == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 5), links)
 def test_a_group_waits_for_all_of_the_last(count: int, k: int, link: Link) -> None:

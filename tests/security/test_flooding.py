@@ -165,6 +165,7 @@ def until(listener: Listener, dropped: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_room_is_made_for_who_comes_when_many_are_silent(listener: Listener) -> None:
     """Before, so many silent connections shut everybody else out."""
     crowd = come(listener, listening._MOST_HANDSHAKES + 50, "127.0.0.1")

@@ -66,6 +66,7 @@ def test_operators_off_the_list(tmp_path: Path, target: str) -> None:
         load(tmp_path, graph_of(target, [X], [1, 2, 4, 4]))
 
 
+@pytest.mark.quick(every=14)
 @pytest.mark.parametrize(
     ("target", "arguments", "shape"),
     [

@@ -154,6 +154,7 @@ def test_many_wrong_tokens_are_told_of_by_number(desk: Desk, pi: Device) -> None
     assert sum(int(one["count"]) for one in entries(desk.home) if one["event"] == "failed proof") == 5
 
 
+@pytest.mark.slow
 def test_one_with_the_name_of_another(desk: Desk, pi: Device, tmp_path: Path) -> None:
     """With a name given by hand it is refused; a host's name that another device has gets a number."""
     with desk.opened() as coordinator:

@@ -85,6 +85,7 @@ def test_all_ports_that_no_member_has_look_alike() -> None:
     assert found["pi-2"].seconds < LIMIT_SECONDS
 
 
+@pytest.mark.quick(every=8)
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", "::", "::1", "224.0.0.1", "", "127.1"])
 def test_some_places_are_not_even_tried(host: str) -> None:
     """Names are never looked up; loopback is this machine's own, which a coordinator elsewhere has no member at."""

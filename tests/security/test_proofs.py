@@ -226,6 +226,7 @@ def test_a_server_that_asks_again_and_again_gets_a_few_guesses() -> None:
     assert guesses == [True] * 5 + [False] * 3
 
 
+@pytest.mark.slow
 def test_wrong_tokens_are_limited_and_told_of() -> None:
     listener = Listener(HERE, 0, Security(TOKEN, False))
     told: list[str] = []

@@ -142,6 +142,7 @@ def small() -> Graph:
     return mh.capture(model, data.tensors[0][:4], loss=functional.cross_entropy, target=data.tensors[1][:4])
 
 
+@pytest.mark.slow
 def test_who_waited_finds_what_the_other_measured(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

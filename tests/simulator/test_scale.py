@@ -134,6 +134,7 @@ def test_rings_and_wide_sums_are_shared_as_plainly(seed: int, monkeypatch: pytes
     both_ways(plan, MIXED, unequal(names, seed), monkeypatch)
 
 
+@pytest.mark.quick(every=10)
 @pytest.mark.parametrize("count", [2, 3, 16, 17, 40])
 @pytest.mark.parametrize("what", ["gradients", "statistics"])
 @pytest.mark.parametrize("hosts", [1, 3])

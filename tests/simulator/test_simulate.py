@@ -112,6 +112,7 @@ def test_a_bucket_travels_while_backward_goes_on() -> None:
     assert result.seconds == exactly(2 * (F + B) + 0.01 + step_seconds(2))
 
 
+@pytest.mark.quick(every=18)
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [2, 3, 5])
 @pytest.mark.parametrize("micro_batches", [1, 4, 9])
@@ -335,6 +336,7 @@ def test_a_faster_world_is_not_slower(plan: Plan) -> None:
     assert free.seconds <= slow.seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(MIXED, repeats=True))
 def test_two_runs_are_equal_to_the_last_digit(plan: Plan) -> None:
@@ -344,6 +346,7 @@ def test_two_runs_are_equal_to_the_last_digit(plan: Plan) -> None:
     assert one.spans == two.spans
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(chain(4), kinds=("single", "samples"), orders=(*FIXED_ORDERS, "eager")))
 def test_a_log_run_as_a_list_gives_the_same(plan: Plan) -> None:
@@ -357,6 +360,7 @@ def test_a_log_run_as_a_list_gives_the_same(plan: Plan) -> None:
     assert again.bytes_between == first.bytes_between
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(MIXED, repeats=True))
 def test_a_device_does_one_thing_at_a_time(plan: Plan) -> None:

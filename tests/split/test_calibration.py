@@ -56,6 +56,7 @@ def sets(graph: Graph) -> tuple[CalibrationSet, CalibrationSet]:
     return CalibrationSet.of(graph, samples(256, 0), 256), CalibrationSet.of(graph, samples(200, 1), 128)
 
 
+@pytest.mark.slow
 def test_samples_are_drawn(graph: Graph, sets: tuple[CalibrationSet, CalibrationSet]) -> None:
     test = sets[1]
     assert test.count == 128

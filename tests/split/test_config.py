@@ -41,6 +41,7 @@ def test_what_is_typed_goes_before_the_preset() -> None:
     assert slower.schedule == parse(paper.optimizer_text(10)).schedule
 
 
+@pytest.mark.quick(every=12)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -117,6 +117,7 @@ def test_wrong_ks(wrong: object) -> None:
         phases_of(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.lists(st.none() | st.integers(0, 99), min_size=1, max_size=5))
 def test_phases_are_told_as_they_are_typed(ks: list[Bound]) -> None:
     phases = tuple((3 * place, k) for place, k in enumerate(ks))
@@ -292,6 +293,7 @@ def test_an_edge_with_too_little_memory_waits_for_its_server() -> None:
     assert pilot()[0].can_work_alone()
 
 
+@pytest.mark.slow
 @given(st.floats(1e3, 1e9), st.booleans())
 def test_copies_take_a_hundredth_of_the_link(rate: float, is_upstream: bool) -> None:
     side = "upstream" if is_upstream else "downstream"

@@ -315,6 +315,7 @@ class Shared(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_what_edges_have_in_common_goes_with_each() -> None:
     example = {"left": torch.zeros(4, 6), "right": torch.zeros(4, 6), "mask": torch.zeros(4, 6, dtype=torch.int64)}
     graph = capture(Shared(), example, granularity="operators")

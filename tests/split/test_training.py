@@ -98,6 +98,7 @@ def test_k_0_is_exactly_one_device(two: Two, alone: dict[str, Tensor], tmp_path:
     assert result.bytes_down == STEPS * step[(two.server, two.edge)]
 
 
+@pytest.mark.slow
 def test_the_norm_of_both_sides_is_clipped_and_weights_averaged_as_on_one_device(two: Two, tmp_path: Path) -> None:
     limits: dict[str, Any] = {"clip_norm": 0.7, "ema": 0.8, "steps": 8}
     plain = network()
@@ -127,6 +128,7 @@ def test_a_norm_of_gradients_that_come_late_is_refused(k: Any) -> None:
     assert SplitConfig(clip_norm=1.0, k=k, cut="edge").clipping is not None
 
 
+@pytest.mark.slow
 def test_a_generator_has_its_output_at_the_edge(two: Two, alone: dict[str, Tensor], tmp_path: Path) -> None:
     result, model = split(two, tmp_path / "run", edge_side="downstream")
     assert_close(model.state_dict(), alone)
@@ -149,6 +151,7 @@ def test_frozen_layers_get_no_gradients(two: Two, tmp_path: Path) -> None:
     assert result.bytes_up > 0
 
 
+@pytest.mark.slow
 def test_everything_at_the_edge(two: Two, alone: dict[str, Tensor], tmp_path: Path) -> None:
     result, model = split(two, tmp_path / "run", cut="edge", k=5)
     assert_close(model.state_dict(), alone)
@@ -156,6 +159,7 @@ def test_everything_at_the_edge(two: Two, alone: dict[str, Tensor], tmp_path: Pa
     assert result.plan.devices == (two.edge,)
 
 
+@pytest.mark.slow
 @pytest.mark.quick("grouped")
 @pytest.mark.parametrize("mode", ["grouped", "window"])
 def test_gradients_are_late_by_k_at_most(two: Two, tmp_path: Path, mode: str) -> None:
@@ -168,6 +172,7 @@ def test_gradients_are_late_by_k_at_most(two: Two, tmp_path: Path, mode: str) ->
     assert [int(row.split(",")[column]) for row in rows[1:]] == result.staleness
 
 
+@pytest.mark.slow
 def test_k_by_epoch(two: Two, tmp_path: Path) -> None:
     result, _ = split(two, tmp_path / "run", k="3@0,0@2", steps=16)
     per_epoch = 6
@@ -221,6 +226,7 @@ def redeploying(at: int, deployment: Deployment) -> Callable[[SplitController, i
     return should_change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 2), *(pytest.param(*cuts, marks=pytest.mark.slow) for cuts in ((2, 1), (1, LAYERS)))]
 )

@@ -67,6 +67,7 @@ def test_the_average_is_that_of_pytorch(
     assert_close(load_file(ran.result.checkpoint / "model.safetensors"), ran.state)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_worker_has_the_same_average(
     cluster: Coordinator, expected: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_training_clips_as_pytorch(
     assert ran.result.plan.gradient_norm
 
 
+@pytest.mark.slow
 def test_values_are_clipped_as_by_pytorch(cluster: Coordinator, tmp_path: Path) -> None:
     weights, _ = by_pytorch(lambda weights: nn.utils.clip_grad_value_(weights, 0.02))
     ran = clipped(cluster, shared(names(cluster), 3, 4, 5), tmp_path, clip_norm=None, clip_value=0.02)
@@ -103,6 +104,7 @@ def test_values_are_clipped_as_by_pytorch(cluster: Coordinator, tmp_path: Path) 
     assert not ran.result.plan.gradient_norm
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_worker_has_the_same_norms(
     cluster: Coordinator, expected: tuple[dict[str, Tensor], list[float]], tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_yolov2_on_blood_cells(cluster: Coordinator, tmp_path: Path) -> None:
     assert len(tiled.result.plan.stages) == 1, "tiles up to the loss"
 
 
+@pytest.mark.slow
 def test_the_model_is_told_the_classes_and_the_loss_is_the_detectors(data: DataSets) -> None:
     model = build_model("yolov2", data)
     assert isinstance(model.detector, nn.Conv2d)

@@ -212,6 +212,7 @@ class StopAfter(mh.Callback):
             context.stop("enough")
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_that_cannot_be_trained_is_refused_before_the_first_step(
     cluster: Coordinator, tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ class OwnLoss(nn.Module):
         )
 
 
+@pytest.mark.slow
 def test_an_endless_stream_of_dicts_with_the_models_own_loss(cluster: Coordinator, tmp_path: Path) -> None:
     plain, model = OwnLoss(), OwnLoss()
     optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=RATE, momentum=MOMENTUM), []
@@ -332,6 +334,7 @@ class SlowerThanTraining(mh.Callback):
                 time.sleep(max(0.1, 4 * (time.monotonic() - handed_over)))
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_data_says_so(cluster: Coordinator, tmp_path: Path) -> None:
     said: list[str] = []
     slow = SlowerThanTraining()

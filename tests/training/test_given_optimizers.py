@@ -133,6 +133,7 @@ def test_a_plateau_without_validation_is_refused_at_once(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_in_the_midst(cluster: mh.Coordinator, tmp_path: Path) -> None:
     def rate(step: int) -> float:
         return 1.0 if step < 6 else 1 / 0

@@ -81,6 +81,7 @@ def plans(devices: tuple[str, ...]) -> dict[str, Plan]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.quick("pipeline")
 @pytest.mark.parametrize("plan", ["samples", "pipeline", "tiles"])
 def test_a_loop_trains_exactly_as_one_device(cluster: Coordinator, tmp_path: Path, plan: str) -> None:
@@ -171,6 +172,7 @@ def test_evaluating_between_steps_changes_nothing(cluster: Coordinator, tmp_path
     assert_alike(model, plain)
 
 
+@pytest.mark.slow
 def test_the_module_itself_has_the_current_weights_when_it_is_used(cluster: Coordinator, tmp_path: Path) -> None:
     given = batches(3)
     model = network(dropout=0.0)

@@ -29,6 +29,7 @@ def cluster() -> Iterator[Coordinator]:
         yield coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.quick("auto")
 @pytest.mark.parametrize("strategy", ["auto", "single", "samples", "pipeline"])
 def test_strategies_by_name(cluster: Coordinator, tmp_path: Path, strategy: str) -> None:
@@ -252,6 +253,7 @@ def test_a_named_strategy_may_have_local_statistics(cluster: Coordinator, tmp_pa
     ran.assert_as_planned()
 
 
+@pytest.mark.slow
 def test_a_tensor_data_set(cluster: Coordinator, tmp_path: Path) -> None:
     data = Pictures()
     model = network(dropout=0.0)

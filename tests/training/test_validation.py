@@ -311,6 +311,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_log_for_tensorboard_has_validations(cluster: Coordinator, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

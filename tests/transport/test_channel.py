@@ -49,6 +49,7 @@ def test_both_ways(pair: Pair, size: int) -> None:
     assert pair[0].peer_host == pair[0].local_host == "127.0.0.1"
 
 
+@pytest.mark.quick(every=2)
 def test_many_threads_send_while_one_receives(pair: Pair) -> None:
     client, server = pair
     messages = [bytes([number]) * (1 + 7919 * number % 100_000) for number in range(200)]

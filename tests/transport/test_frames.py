@@ -46,6 +46,7 @@ def read(frame: bytes) -> Header:
     return decode(frame[PRELUDE.size :])
 
 
+@pytest.mark.slow
 @given(headers())
 def test_a_frame_comes_back_as_it_was(header: Header) -> None:
     assert read(encode(header)) == header
@@ -107,6 +108,7 @@ def test_other_fields_are_refused(fields: object) -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
+@pytest.mark.slow
 @given(headers())
 def test_only_frames_without_an_origin_are_for_the_engine(header: Header) -> None:
     assert not is_control(msgspec.structs.replace(header, origin="a"))

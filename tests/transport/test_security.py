@@ -150,6 +150,7 @@ def test_a_web_server_is_told_apart(security: Security) -> None:
         thread.join()
 
 
+@pytest.mark.quick(every=2)
 def test_the_silent_do_not_keep_others_waiting(
     listener: Listener, security: Security, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_links_share_a_port_evenly(up: float, number: int) -> None:
     assert max(ends) - min(ends) <= number * segment_bytes(up) / up * 1.001 + 1e-6
 
 
+@pytest.mark.slow
 @given(rates, rates, fractions, fractions, st.floats(0, 2), st.booleans())
 def test_a_changed_rate_holds_from_then_on(
     before: float, after: float, parts: list[float], rest: list[float], progress: float, is_port: bool
@@ -254,6 +255,7 @@ def test_rates(security: Security, mbit_per_second: float) -> None:
         best_of(25, lambda step: seconds_to(a, b, "x", content, step), len(content) / rate, len(content) / rate * 1.1)
 
 
+@pytest.mark.quick(every=6)
 @pytest.mark.parametrize("milliseconds", [1, 5, 40])
 def test_delays(security: Security, milliseconds: float) -> None:
     delay = milliseconds / 1000
@@ -285,6 +287,7 @@ def test_delay_and_rate(security: Security) -> None:
         best_of(30, lambda step: seconds_to(a, b, "x", content, step), expected, expected * 1.1)
 
 
+@pytest.mark.quick(every=2)
 def test_two_peers_share_a_port(security: Security) -> None:
     up = 16 * MBIT
     content = random_bytes(int(up * 0.1))
@@ -309,6 +312,7 @@ def test_two_peers_share_a_port(security: Security) -> None:
         best_of(40, lambda step: seconds_to(a, b, "x", content, 25 + step), 0.1, 0.115)
 
 
+@pytest.mark.quick(every=2)
 def test_a_slow_link_leaves_the_port_to_others(security: Security) -> None:
     up = 16 * MBIT
     content = random_bytes(int(up * 0.15))
@@ -318,6 +322,7 @@ def test_a_slow_link_leaves_the_port_to_others(security: Security) -> None:
         best_of(12, lambda step: seconds_to(a, b, "x", content, step), 0.15, 0.18)  # the other takes 3 s
 
 
+@pytest.mark.quick(every=2)
 def test_urgent_overtakes(security: Security) -> None:
     """Between two chunks, and what came before stays in order."""
     size = 4 * CHUNK_BYTES
@@ -335,6 +340,7 @@ def test_urgent_overtakes(security: Security) -> None:
         assert b.mailbox.has_arrived("a", 0, "next")
 
 
+@pytest.mark.quick(every=2)
 def test_other_peers_are_not_slowed(security: Security) -> None:
     content = random_bytes(100_000)
     with joined(security, {"x": len(content)}, "a", "b", "c") as (a, b, c):
@@ -345,6 +351,7 @@ def test_other_peers_are_not_slowed(security: Security) -> None:
         assert not b.mailbox.has_arrived("a", 0, "x")
 
 
+@pytest.mark.quick(every=2)
 def test_other_numbers_while_it_is_under_way(security: Security) -> None:
     content = random_bytes(200_000)
     with joined(security, {"x": len(content)}) as (a, b):
@@ -397,6 +404,7 @@ def test_connections_made_later_are_shaped_too(security: Security) -> None:
         assert seconds_to(a, b, "x", random_bytes(1)) >= 0.01
 
 
+@pytest.mark.quick(every=2)
 def test_released_memory_may_change_and_flush_waits(security: Security) -> None:
     size = 3 * CHUNK_BYTES
     contents = {f"x{number}": random_bytes(size) for number in range(3)}
@@ -442,6 +450,7 @@ def test_a_beat_is_not_held_back(security: Security) -> None:
         endpoint.close()
 
 
+@pytest.mark.quick(every=2)
 def test_a_lost_peer_ends_the_wait_at_once(security: Security) -> None:
     """Whoever waits for it, on both sides, while frames are held and one is half-way."""
     with joined(security, {"x": 10_000}, "a", "b", "c") as (a, b, c):

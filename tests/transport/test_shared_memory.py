@@ -85,6 +85,7 @@ def test_a_lie_about_what_was_taken_is_not_believed(lie: int) -> None:
         assert filling.put([memoryview(bytes(20_000))], 20_000) == 0
 
 
+@pytest.mark.slow
 @given(st.integers(-(2**40), 2**40), st.integers(-(2**40), 2**40))
 def test_nothing_is_read_outside(place: int, length: int) -> None:
     if 0 <= place < SIZE and 0 <= length <= SIZE:

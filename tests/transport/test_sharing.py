@@ -81,6 +81,7 @@ def agree(a: TcpEndpoint, b: TcpEndpoint, topic: str = "first") -> None:
 TOPICS = {"first": LARGE, "large": LARGE, "small": SMALL, "x": 100}
 
 
+@pytest.mark.quick(every=2)
 def test_large_messages_go_through_memory_small_ones_do_not(security: Security) -> None:
     with joined(security, TOPICS) as (a, b):
         agree(a, b)
@@ -161,6 +162,7 @@ def test_a_refused_message_frees_its_room(security: Security) -> None:
         assert shared_bytes(a, "b") > before
 
 
+@pytest.mark.quick(every=2)
 def test_a_new_generation_in_the_middle(security: Security) -> None:
     with joined(security, TOPICS) as (a, b):
         agree(a, b)
@@ -199,6 +201,7 @@ def test_switched_off(security: Security, monkeypatch: pytest.MonkeyPatch) -> No
         assert sharing(a, "b")._offered is None
 
 
+@pytest.mark.quick(every=2)
 def test_switched_off_on_one_side(security: Security) -> None:
     with joined(security, TOPICS) as (a, b):
         sharing(b, "a")._setting = SharingSetting(0)

@@ -232,6 +232,7 @@ def test_a_silent_peer_is_lost(security: Security) -> None:
         assert time.monotonic() - start < 15  # waits themselves have a limit of 20
 
 
+@pytest.mark.quick(every=2)
 def test_a_reset_is_noticed_at_once_and_the_rest_goes_on(security: Security) -> None:
     with joined(security, {"x": 1}, "a", "b", "c") as (a, b, c):
         a.close()

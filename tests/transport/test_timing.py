@@ -61,6 +61,7 @@ def test_the_rate_of_a_shaped_link_is_seen(security: Security, mbit: float, size
     raise AssertionError(f"{rate:.0f} B/s was taken for {found}")
 
 
+@pytest.mark.quick(every=2)
 def test_idle_time_does_not_count(security: Security) -> None:
     rate = 8 * MBIT
     with joined(security, {"x": 50_000}) as (a, b):
@@ -74,6 +75,7 @@ def test_idle_time_does_not_count(security: Security) -> None:
         assert rate_of(timed) > rate * 0.7  # with the pauses: 0.25
 
 
+@pytest.mark.quick(every=2)
 def test_small_messages_and_state_are_not_timed(security: Security) -> None:
     with joined(security, {"small": SMALLEST_TIMED_BYTES - 1, "large": SMALLEST_TIMED_BYTES}) as (a, b):
         a.shape({"b": Link(4 * SMALLEST_TIMED_BYTES, 0.0)})
@@ -126,6 +128,7 @@ def test_messages_that_share_a_connection_are_not_counted_twice() -> None:
     assert [one.bytes for one in mailbox.take_timed()] == [10_000]
 
 
+@pytest.mark.quick(every=2)
 def test_as_much_passes_as_a_steep_trace_says(security: Security) -> None:
     """Ten changes a second between nothing and 64 Mbit/s, over one long message; of the best of some attempts."""
     rates = [64, 4, 0, 40, 1, 64, 0, 16, 2, 32]

@@ -124,6 +124,7 @@ def test_files_that_are_something_else_are_refused(tmp_path: Path, content: byte
         stored_tensors(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_on_the_meta_device_is_captured_alike_and_has_no_values(real: Network, file: Path) -> None:
     with mh.without_weights():
         empty = Network()
@@ -167,6 +168,7 @@ def test_a_part_of_mapped_weights_trains_as_from_memory_and_the_rest_stays_in_it
     assert {"embedding.weight", "scale"} <= stored[1]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize(("factor", "is_refused"), [(1 + 1e-5, False), (1.01, True)])
 def test_the_self_check_reads_mapped_weights_in_their_own_type(
     file: Path, factor: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch

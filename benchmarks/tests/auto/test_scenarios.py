@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from manyhands_bench.auto.scenarios import (
     BATCHES,
     COUNT,
@@ -13,6 +15,7 @@ from manyhands_bench.auto.scenarios import (
 )
 
 
+@pytest.mark.slow
 def test_scenarios_are_always_the_same_and_another_seed_draws_others() -> None:
     assert drawn_scenarios() == drawn_scenarios()
     assert list(map(str, drawn_scenarios(seed=1))) != list(map(str, drawn_scenarios()))

@@ -24,6 +24,7 @@ def test_the_weights_in_the_file_generate_what_those_in_memory_do(tmp_path: Path
     assert plain_texts(model, [prompt_of(TINY)], TINY.new_tokens) == expected
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("is_equal", [True, False])
 def test_ratios_are_taken_within_each_repetition(is_equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"paged": iter([1.0, 2.0, 4.0]), "devices": iter([2.0, 6.0, 16.0])}

@@ -64,6 +64,7 @@ def test_a_network_that_can_do_it_all(tmp_path: Path) -> None:
     assert (outcome.trained_by, outcome.trained_difference) == ("", None)
 
 
+@pytest.mark.slow
 def test_ways_of_sharing_that_a_network_does_not_allow(tmp_path: Path) -> None:
     outcome, _ = examined("timm:attending", tmp_path)
     assert not outcome.is_convolutional

@@ -15,6 +15,7 @@ def batch(samples: int) -> torch.Tensor:
     return torch.randn(samples, 3, 8, 8, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_a_graph_with_dropout_returns_what_the_module_does() -> None:
     module = Small().double()
     graph = capture(module, batch(3))

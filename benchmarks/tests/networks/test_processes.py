@@ -36,6 +36,7 @@ def test_every_end_is_a_result(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4, "the output of tasks that returned is removed"
 
 
+@pytest.mark.slow
 def test_processes_are_ended_with_the_walk(tmp_path: Path) -> None:
     file = tmp_path / "process"
     ends = run_tasks([str(file), "good"], behave, ProcessLimits(2, 60, 2**40), tmp_path / "logs")

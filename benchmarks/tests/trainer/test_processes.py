@@ -47,6 +47,7 @@ def task(name: str, folder: Path) -> ProcessTask:
     return ProcessTask("any_module", Named(name), folder / name, folder / "home")
 
 
+@pytest.mark.slow
 def test_each_prints_its_own(tmp_path: Path) -> None:
     expected = [
         {"name": name, "folder": str(tmp_path / name), "home": str(tmp_path / "home")} for name in ("first", "second")
