@@ -26,6 +26,7 @@ def group_sums(cluster: FaultCluster, device: str) -> dict[str, int]:
     return cluster.trip.outcome.logs[device].group_sums
 
 
+@pytest.mark.quick(every=99)
 @pytest.mark.parametrize(
     ("plan", "device", "kind"),
     [

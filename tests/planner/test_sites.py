@@ -66,6 +66,7 @@ def every_plan(task: Task) -> Iterator[Plan]:
                 yield task.plan(stages, micro_batches)
 
 
+@pytest.mark.quick(every=99)
 @pytest.mark.parametrize("uplink", ["20 kB/s", "2 MB/s"])
 def test_no_plan_with_a_replica_in_each_site_is_much_better(uplink: str) -> None:
     task = task_of(cluster(uplink=uplink))

@@ -58,6 +58,7 @@ def until(condition: Callable[[], bool], limit_seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_worker_is_ready_while_it_has_a_coordinator() -> None:
     """Waiting for one, joined, waiting again when that is lost, joined again."""
     readiness, token = Readiness(), new_secret()

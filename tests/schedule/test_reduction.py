@@ -35,6 +35,7 @@ def names(count: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(count))
 
 
+@pytest.mark.slow
 @given(PLACES)
 def test_following_the_rounds_gives_every_device_every_term_once(places: tuple[str, ...]) -> None:
     devices, chunks = names(len(places)), gradient_chunks(places, places)

@@ -152,7 +152,7 @@ def test_the_other_one_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     with endpoints(Security(new_token(), encrypted=False), "a", "r") as (a, relay):
         with pytest.raises(TimedOut, match=r"could not reach b through the relay r at 127\.0\.0\.1:.*has not come"):
             a.connect({"b": through(relay, "a", "b")}, 3.0)
-        assert not relay._rendezvous.relay._waiting
+        wait_until(lambda: not relay._rendezvous.relay._waiting)
 
 
 def test_no_relay_is_there() -> None:
@@ -166,7 +166,7 @@ def test_without_the_secret_nothing_is_relayed() -> None:
     with endpoints(Security(new_token(), encrypted=True), "r") as (relay,):
         with pytest.raises(ManyhandsError):
             tunnel(RelayAddress("r", *relay.address), Security(new_token(), encrypted=True), "a", "b", _soon())
-        assert not relay._rendezvous.relay._waiting
+        wait_until(lambda: not relay._rendezvous.relay._waiting)
 
 
 def test_a_hello_that_makes_no_sense_is_turned_away(security: Security) -> None:
@@ -175,7 +175,7 @@ def test_a_hello_that_makes_no_sense_is_turned_away(security: Security) -> None:
             wire = dial(*relay.address, security, Purpose.RELAY, _soon())
             write_hello(wire, hello, _soon())
             assert _last_byte(wire.socket) == relaying.BAD
-        assert not relay._rendezvous.relay._waiting
+        wait_until(lambda: not relay._rendezvous.relay._waiting)
 
 
 def test_tunnels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

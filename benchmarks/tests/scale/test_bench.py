@@ -25,6 +25,7 @@ def test_every_figure_of_a_short_run() -> None:
     assert "% of" in str(figures["limit_40"])
 
 
+@pytest.mark.slow
 def test_a_few_devices_are_simulated() -> None:
     figures = module._largest(Scale(simulated=(2, 3), say=lambda text: None))
     assert figures["simulated_actions_6"]
