@@ -6,6 +6,8 @@ import pytest
 from small_plans import staged, tiled
 
 from harness import SGD, run
+from manyhands.executor import log as log_module
+from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.facts.plan import ByTiles
 from manyhands.schedule.actions import parse_action
 from small_networks import batches_of, captured
@@ -55,3 +57,18 @@ def test_a_log_of_another_round_would_be_told_apart() -> None:
     ran.logs["s0-0"].actions.pop()
     with pytest.raises(AssertionError):
         ran.assert_as_planned(2)
+
+
+def test_rounds_that_are_graphs_are_watched_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in three is to be watched, a second each; those that are captured, ten seconds apart."""
+    clock = 100.0
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: clock)
+    recorder = Recorder(DeviceLog("a"), watch_every=3)
+    watched = []
+    for step in range(30):
+        recorder.begin(step, is_captured=step >= 6)
+        if recorder.is_watched:
+            watched.append(step)
+        recorder.end()
+        clock += 1.0
+    assert watched == [2, 5, 17, 29]

@@ -12,13 +12,13 @@ from manyhands.executor.projections import (
     COLUMNS,
     LONGEST,
     Numbers,
-    _columns,
     _drawn,
-    _rows,
-    _salt,
+    column_factors,
     numbers_in,
     projection,
     projection_and_norm,
+    row_factors,
+    salt,
 )
 from manyhands.runtime.agreement import SLACK
 
@@ -37,8 +37,8 @@ def exact(parts: list[Numbers]) -> float:
     for place, part in enumerate(parts):
         for first in range(0, part.size, COLUMNS):
             row = part[first : first + COLUMNS].astype(numpy.longdouble)
-            columns = _columns("d")[: row.size].astype(numpy.longdouble)
-            total += _salt(place) * _rows(first // COLUMNS + 1)[-1] * numpy.sum((row * columns)[::-1])
+            columns = column_factors("d")[: row.size].astype(numpy.longdouble)
+            total += salt(place) * row_factors(first // COLUMNS + 1)[-1] * numpy.sum((row * columns)[::-1])
     return float(total)
 
 

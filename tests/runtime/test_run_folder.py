@@ -208,11 +208,13 @@ def test_epochs_and_seconds_between_checkpoints(monkeypatch: pytest.MonkeyPatch)
     config = TrainConfig(batch_size=BATCH)
     options = workload.Workload(network(), Pictures(), functional.cross_entropy, SGD, config)
     assert options.order.steps_per_epoch == 6
-    assert options.checkpoint_steps(100.0) == 1
-    assert options.checkpoint_steps(10.0) == 3
-    assert options.checkpoint_steps(0.5) == 6
-    assert options.checkpoint_steps(0.1) == 12  # short epochs: at least a second apart
-    assert options.checkpoint_steps(0.0) > 1000
+    assert options.checkpoint_steps(100.0, 0) == 1
+    assert options.checkpoint_steps(10.0, 0) == 3
+    assert options.checkpoint_steps(0.5, 0) == 6
+    assert options.checkpoint_steps(0.1, 0) == 12  # short epochs: at least a second apart
+    assert options.checkpoint_steps(0.0, 0) > 1000
+    assert options.checkpoint_steps(0.1, 50_000_000) == 102  # 10 s for 50 MB of weights
+    assert options.checkpoint_steps(0.1, 10**12) == 300  # at most 30 s are lost
 
 
 @pytest.mark.slow

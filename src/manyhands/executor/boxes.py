@@ -58,9 +58,8 @@ def narrowed(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 
 def cut_out(tensor: torch.Tensor, hull: Box, box: Box) -> torch.Tensor:
-    """Return a box of a tensor that holds `hull`: contiguous and on the CPU, without a copy where it is so already."""
-    piece = narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
-    return piece if piece.is_cpu else piece.cpu()
+    """Return a box of a tensor that holds `hull`: contiguous, without a copy where it is so already."""
+    return narrowed(tensor.detach() if tensor.requires_grad else tensor, steps_to(box, hull)).contiguous()
 
 
 def packed_alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy
 import torch
 
+from manyhands.executor.flat_row import FlatRow
+from manyhands.executor.gpu_projections import projected
 from manyhands.executor.measured_choice import MeasuredChoice
 from manyhands.executor.process_groups import STAMP_NUMBERS, AllGather, GroupKey, ProcessGroups
-from manyhands.executor.projections import SumRecord, numbers_in, projection, projection_and_norm
+from manyhands.executor.projections import SumRecord, numbers_in, projection_and_norm
 from manyhands.facts.network import Network
-from manyhands.graph.weights import memory_order
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import chunk_points, element_bytes, topic
 from manyhands.transport.memory import as_bytes
@@ -33,7 +33,7 @@ class Collectives:
         self.groups, self.is_measured = groups, is_measured
         self._first_step, self._stride = first_step, stride
         self._choices: defaultdict[GroupKey, MeasuredChoice] = defaultdict(MeasuredChoice)
-        self._row = torch.empty(0)
+        self._row = FlatRow()
         self.counts: Counter[str] = Counter()
         """Group -> reductions that have gone through it."""
 
@@ -66,28 +66,20 @@ class Collectives:
         key = GroupKey.of(reduce)
         place, dtype = self.groups.device_of(key), gradients[0].dtype
         points, size = chunk_points(reduce, network), element_bytes(reduce, network)
-        staged = [gradient.to(place) for gradient in gradients]  # the same, where they lie there already
-        if reduce.weights:  # stages may lay out their copies of a weight differently
-            staged = [gradient.contiguous() for gradient in staged]
-        numbers = self._room(points[-1] + STAMP_NUMBERS, dtype, place)
-        rows = [_dense(gradient) for gradient in staged]
-        ends = [0, *numpy.cumsum([row.numel() for row in rows]).tolist()]
-        for row, (first, last) in zip(rows, pairwise(ends)):
-            _copy(row, numbers[first:last])
+        numbers, laid_out = self._row.filled(reduce, gradients, place, more=STAMP_NUMBERS)
 
-        def chunks() -> list[list[numpy.ndarray]]:
-            memory = as_bytes(numbers.cpu())
-            return [[numbers_in(memory[size * first : size * last], dtype)] for first, last in pairwise(points)]
+        def projections() -> list[tuple[float | None, float]]:
+            if numbers.is_cuda:
+                return projected([[numbers[first:last]] for first, last in pairwise(points)])
+            memory = as_bytes(numbers)
+            places = [(size * first, size * last) for first, last in pairwise(points)]
+            return [projection_and_norm([numbers_in(memory[first:last], dtype)]) for first, last in places]
 
-        before = [projection_and_norm(chunk) for chunk in chunks()]
+        before = projections()
         self.counts[str(key)] += 1
         self.groups.all_reduce(key, numbers, f"{topic(reduce, 0, 0)} of step {step}")
-        after = tuple(projection(chunk) for chunk in chunks())
-        for row, (first, last) in zip(rows, pairwise(ends)):
-            _copy(numbers[first:last], row)
-        for gradient, copy in zip(gradients, staged):
-            if gradient is not copy:
-                gradient.copy_(copy)
+        after = tuple(total for total, _ in projections())
+        laid_out.take_from(numbers)
         return SumRecord(
             reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
             tuple(norm for _, norm in before), (), (), after, tied=reduce.weights[0] if reduce.weights else "",
@@ -98,25 +90,3 @@ class Collectives:
         key = GroupKey.of(reduce)
         self.counts[str(key)] += 1
         return self.groups.begin_all_gather(key, row, f"{topic(reduce, 0, 0)} of step {step}")
-
-    def _room(self, count: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-        """Return memory for so many numbers, used again and again."""
-        if self._row.dtype != dtype or self._row.device != place or self._row.numel() < count:
-            self._row = torch.empty(count, dtype=dtype, device=place)
-        return self._row[:count]
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's memory as one row, in the order in which it lies."""
-    if not gradient.is_contiguous():
-        gradient = gradient.permute(memory_order(gradient))
-    return gradient.detach().view(-1)
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy numbers; between processors' memory on this thread alone, as torch would start threads that fight for the
-    cores that compute."""
-    if target.is_cpu:
-        numpy.copyto(numpy.frombuffer(as_bytes(target), "uint8"), numpy.frombuffer(as_bytes(source), "uint8"))
-    else:
-        target.copy_(source)

@@ -159,12 +159,14 @@ class Executor:
 
     @property
     def log(self) -> DeviceLog:
-        """The log of what was done so far."""
         log = self.recorder.log
         log.elements = sum(runner.elements for part in self.parts.values() for runner in part.runners.values())
         log.sent_bytes, log.received_bytes = dict(self.endpoint.sent_bytes), dict(self.endpoint.mailbox.received_bytes)
         log.state_bytes, log.group_sums = dict(self.endpoint.unplanned_bytes), self.reductions.group_sums
-        log.refused_frames = self.endpoint.mailbox.refused
+        log.refused_frames, log.host_bytes = (
+            self.endpoint.mailbox.refused,
+            sum(p.host_bytes for p in self.parts.values()),
+        )
         return log
 
     def close(self) -> None:
@@ -204,8 +206,7 @@ class Executor:
         state = DeviceState(arrived, FedMicroBatches(box, step) if is_fed_singly else None)
         is_slowed, torch_device, is_on_gpu = self.slowdown.is_on, self.torch_device, self.torch_device.type == "cuda"
         with torch.no_grad(), self.part.on_stream():  # code that needs autograd enables it
-            launched = self._launch()
-            for action in islice(self._in_turn(policy, state), launched, None):
+            for action in islice(self._in_turn(policy, state), self._launch(), None):
                 began, started = time.monotonic(), self.slowdown.now() if is_slowed else 0.0
                 self._act(action)
                 if is_on_gpu and self.recorder.is_traced:
@@ -217,8 +218,7 @@ class Executor:
             if self._losses:
                 self.result.pending = LateLoss(self._losses)
                 self._losses = []
-        self.in_flight.clear()
-        self.messenger.forget()
+        self.part.end_round()
         if self.lengths is None:
             self.in_flight.feed.look_ahead(step + steps)
         if isinstance(policy, MiniBatches):
@@ -273,7 +273,7 @@ class Executor:
         self._use(part)
         self.step = step
         self.endpoint.mailbox.begin_step(step)
-        self.recorder.begin(step)
+        self.recorder.begin(step, is_captured=part.captured is not None and part.captured.has_graph)
         self.result, self.settled_step, self._losses = RoundResult(step), step, []
         part.begin_round(step)
 

@@ -17,6 +17,7 @@ from manyhands.executor.captured_round import CapturedRound, can_be_captured
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
 from manyhands.executor.diagnosis import NumberDiagnosis
+from manyhands.executor.gpu_peers import GpuPeers
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.local_exchange import LocalExchange
 from manyhands.executor.log import Recorder
@@ -81,13 +82,14 @@ class GraphPart:
         feed = DeviceFeed(endpoint, parts, self.runners, options, torch_device, plan)
         self.in_flight = InFlightMicroBatches(plan, self.runners, samples, feed, options.seed)
         self.diagnosis = NumberDiagnosis(schedule.network, self.device, self.in_flight)
+        gpu_peers = self.gpu_peers = GpuPeers(self.device, options.gpu_peers, torch_device)
         self.messenger = Messenger(
             endpoint, schedule, weights, self.in_flight, Coding(plan, schedule.network, self.actions),
-            self.diagnosis, recorder, setup.slowdown,
+            self.diagnosis, recorder, setup.slowdown, gpu_peers,
         )  # fmt: skip
         self.collectives = options.collectives
         self.reductions = Reductions(
-            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, self.collectives
+            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, gpu_peers, self.collectives
         )
         rates = None
         if options.is_scheduled and setup.stepper is not None:
@@ -118,7 +120,9 @@ class GraphPart:
         actions = self.actions
         if self.collectives is not None and not self.collectives.is_measured:  # no reduction is a message
             actions = tuple(action for action in actions if not isinstance(action, Reduce))
-        messages = expected_messages(actions, self.device, self.schedule.network)
+        messages = expected_messages(
+            actions, self.device, self.schedule.network, self.messenger.expected_bytes, self.reductions.row_bytes
+        )
         size = self.in_flight.feed.bytes
         if size:
             messages |= {(COORDINATOR, feed_topic(m)): size for m in range(self.schedule.plan.micro_batches)}
@@ -147,6 +151,17 @@ class GraphPart:
         self.messenger.forget()
         self.updates.begin_round(step)
         self.diagnosis.begin_round()
+
+    def end_round(self) -> None:
+        """Forget the round that has ended."""
+        self.in_flight.clear()
+        self.messenger.forget()
+        self.gpu_peers.forget()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of tensors of a GPU that have gone to others through the machine's memory."""
+        return self.messenger.host_bytes + self.reductions.reducer.host_bytes
 
     def rest(self) -> None:
         """Prepare the runners for weights that are all here; only in inference, where the weights stay as they are."""

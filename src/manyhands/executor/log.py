@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ WARM_UP_ROUNDS = 2
 """The first rounds of a run take longer: their times are not kept."""
 MOST_ROUNDS = 256
 """Rounds whose times are kept, the last ones."""
+SECONDS_BETWEEN_CAPTURED = 10.0
+"""Between rounds that are watched though they are one CUDA graph otherwise, and take twice as long when watched."""
 
 
 class MeasuredSpan(msgspec.Struct, frozen=True):
@@ -55,6 +59,8 @@ class DeviceLog(msgspec.Struct):
     sent_bytes: dict[str, int] = {}
     """Payload bytes handed to the link for the plan, by receiver."""
     received_bytes: dict[str, int] = {}
+    host_bytes: int = 0
+    """Bytes of a GPU's tensors that went to other devices through the machine's memory."""
     state_bytes: dict[str, int] = {}
     """Bytes of weights and optimiser state sent to each device, as a backup or to go on with; in neither of the
     above."""
@@ -157,11 +163,17 @@ class Recorder:
     is_traced: bool = False
     """Whether it matters in this step when an action ends."""
     _seconds: dict[int, float] = field(default_factory=dict)
+    _watched_at: float = -math.inf
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, is_captured: bool = False) -> None:
+        """Begin a round; `is_captured`: it is one CUDA graph, and would be slower if it were watched."""
         self.step, self._round, self._seconds = step, [], {}
         self.glimpses = []
         self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)
+        if self.is_watched:
+            now = time.monotonic()
+            self.is_watched = not is_captured or now - self._watched_at >= SECONDS_BETWEEN_CAPTURED
+            self._watched_at = now if self.is_watched else self._watched_at
         self.is_traced = self.is_watched or step in self.trace_steps
         if len(self._known) > MOST_SPANS:  # an event-driven schedule makes its actions anew in every round
             self._known.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,18 +113,29 @@ def _target(spec: TensorSpec, intervals: tuple[Interval, ...], samples: int) -> 
     return FeedPart(spec.name, box, spec.dtype, is_target=True, scattered=rows if len(rows) > 1 else ())
 
 
-def expected_messages(actions: Iterable[Action], device: str, network: Network) -> dict[tuple[str, str], int]:
-    """Return (source, topic) -> bytes of the messages that a device receives, from its own actions."""
+def expected_messages(
+    actions: Iterable[Action], device: str, network: Network,
+    bytes_of: Callable[[Receive], int] | None = None, row_bytes_of: Callable[[Reduce], int] | None = None,
+) -> dict[tuple[str, str], int]:  # fmt: skip
+    """Return (source, topic) -> bytes of the messages that a device receives, from its own actions.
+
+    `bytes_of` and `row_bytes_of`: the bytes of a message, and of each row or sum of a reduction's (0: as planned),
+    where tensors do not travel as they are planned.
+    """
     expected: dict[tuple[str, str], int] = {}
     for action in actions:
         if isinstance(action, Receive):
-            expected[(action.source, action.message.topic)] = action.message.bytes
+            size = bytes_of(action) if bytes_of is not None else action.message.bytes
+            expected[(action.source, action.message.topic)] = size
         elif isinstance(action, Reduce):
             points = byte_points(action, network)
+            described = row_bytes_of(action) if row_bytes_of is not None else 0
             for number, hops in enumerate(rounds_of(action)):
                 for hop in hops:
                     if hop.target == device:
                         size = points[hop.last] - points[hop.first]
+                        if described:
+                            size = described * (1 if action.what == "gradients" else hop.last - hop.first)
                         expected[(hop.source, topic(action, number, hop.first))] = size
     return expected
 

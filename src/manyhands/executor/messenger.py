@@ -2,21 +2,27 @@
 
 send       runner ──box──▶ codec ──bytes──▶ endpoint
 receive    mailbox ──bytes──▶ codec ──box──▶ runner
+
+A box for a worker on the same GPU stays there: its descriptor travels (gpu_peers.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from manyhands.executor.boxes import cut_out, empty
+from manyhands.executor.boxes import cut_out, dtype_of, empty
 from manyhands.executor.channels import ChannelRunner
 from manyhands.executor.codec import Coding, NoRange
 from manyhands.executor.diagnosis import NumberDiagnosis
+from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
 from manyhands.executor.runner import Runner
 from manyhands.executor.slowdown import Slowdown
 from manyhands.facts.boxes import Box
+from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Message, Part, Receive, Send, is_urgent
 from manyhands.schedule.policy import Schedule
@@ -39,10 +45,14 @@ class Messenger:
         diagnosis: NumberDiagnosis,
         recorder: Recorder,
         slowdown: Slowdown,
+        gpu_peers: GpuPeers,
     ) -> None:
         self.endpoint, self.network, self.weights = endpoint, schedule.network, weights
         self.in_flight, self.runners, self.coding = in_flight, in_flight.runners, coding
         self.diagnosis, self.recorder, self.slowdown = diagnosis, recorder, slowdown
+        self.gpu_peers = gpu_peers
+        self.host_bytes = 0
+        """Bytes of a GPU's boxes that went through the machine's memory."""
         self._keeps_messages = schedule.keeps_messages
         self._topics: dict[int, str] = {}
         """Topics of messages, by their identity: the schedule keeps them."""
@@ -65,6 +75,25 @@ class Messenger:
         runner = self.runners.get(message.stage) if message.kind == "halo" else None
         return runner if isinstance(runner, ChannelRunner) else None
 
+    def _stays_on_gpu(self, other: str, message: Message, part: Part) -> bool:
+        """Return whether a box to or from another worker stays on the GPU of both."""
+        return other in self.gpu_peers and not self.coding.bits(message, part)
+
+    def expected_bytes(self, action: Receive) -> int:
+        """Return the bytes of a message as it arrives."""
+        message = action.message
+        if action.source not in self.gpu_peers or self._channel_runner(message) is not None:
+            return message.bytes
+        staying = [part for part in message.parts if self._stays_on_gpu(action.source, message, part)]
+        return message.bytes + sum(DESCRIPTOR_BYTES - self._size_of(message, part) for part in staying)
+
+    def _size_of(self, message: Message, part: Part) -> int:
+        return part.box.volume * DTYPE_BYTES[self._table(message)[part.tensor].dtype]
+
+    def _table(self, message: Message) -> Mapping[str, WeightSpec | TensorSpec]:
+        """Return the tensors among which the message's are."""
+        return self.network.weights if message.kind in _OF_WEIGHTS else self.network.tensors
+
     # Out
 
     def send(self, action: Send) -> None:
@@ -72,26 +101,33 @@ class Messenger:
         message = action.message
         if (runner := self._channel_runner(message)) is not None:
             parts = runner.outgoing(message)
+            self.diagnosis.watch(self.endpoint.name, parts)
         else:
-            parts = [self._packed(action.to, message, part) for part in message.parts]
+            boxes = [self._outgoing(message, part) for part in message.parts]
+            self.diagnosis.watch(self.endpoint.name, boxes)
+            parts = [self._packed(action.to, message, part, box) for part, box in zip(message.parts, boxes)]
         self.recorder.sent(message)
-        self.diagnosis.watch(self.endpoint.name, parts)
         self.endpoint.send(action.to, self.in_flight.step, self.topic(message), parts, urgent=is_urgent(message))
 
-    def _packed(self, to: str, message: Message, part: Part) -> torch.Tensor:
-        data = self._outgoing(message, part)
+    def _packed(self, to: str, message: Message, part: Part, data: torch.Tensor) -> torch.Tensor:
+        """Return a box as it travels, in the machine's memory."""
+        if self._stays_on_gpu(to, message, part):
+            return self.gpu_peers.described(data)
+        if not data.is_cpu:
+            self.host_bytes += data.nbytes
+            data = data.cpu()
         try:
             return self.coding.packed(to, message, part, data)
         except NoRange as error:
             raise self.diagnosis.packing_error(message, part, self.coding.bits(message, part), error) from error
 
     def _outgoing(self, message: Message, part: Part) -> torch.Tensor:
-        """Return the box that a part names, on the CPU."""
+        """Return the box that a part names, where it is computed."""
         tensor, box, micro_batch = part.tensor, part.box, message.micro_batch
         if message.kind == "weights":
-            return self.weights.tensors[tensor].detach().contiguous().cpu().clone()
+            return self.weights.tensors[tensor].detach().contiguous().clone()
         if message.kind == "weight-gradient":
-            return dense_gradient(self.weights.tensors[tensor]).contiguous().cpu()
+            return dense_gradient(self.weights.tensors[tensor]).contiguous()
         if message.kind == "input":
             whole = self.in_flight.fed(micro_batch).at_home[tensor]
             return cut_out(whole, Box.whole(whole.shape), box)
@@ -125,13 +161,10 @@ class Messenger:
             return
         if message.kind in _BEGINS_A_PASS:  # room for what it brings
             self.in_flight.begin_pass(number=message.micro_batch)
-        table = self.network.weights if message.kind in _OF_WEIGHTS else self.network.tensors
-        tensors = [
-            empty(part.box, table[part.tensor].dtype) if (room := self.coding.room(message, part)) is None else room
-            for part in message.parts
-        ]
+        tensors = [self._room(action.source, message, part) for part in message.parts]
         self.endpoint.mailbox.receive(action.source, step, self.topic(message), tensors)
         started = self.slowdown.now()
+        tensors = [self._opened(action.source, message, part, tensor) for part, tensor in zip(message.parts, tensors)]
         self.diagnosis.watch(action.source, tensors)
         for part, tensor in zip(message.parts, tensors):
             data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
@@ -141,6 +174,19 @@ class Messenger:
         if message.kind == "gradient":
             self.coding.came_back(action.source, message)
         self.slowdown.stretch(started)
+
+    def _room(self, source: str, message: Message, part: Part) -> torch.Tensor:
+        """Return memory for what is to arrive of a part."""
+        if self._stays_on_gpu(source, message, part):
+            return torch.empty(DESCRIPTOR_BYTES, dtype=torch.uint8)
+        room = self.coding.room(message, part)
+        return empty(part.box, self._table(message)[part.tensor].dtype) if room is None else room
+
+    def _opened(self, source: str, message: Message, part: Part, arrived: torch.Tensor) -> torch.Tensor:
+        """Return what has arrived, or what it describes."""
+        if not self._stays_on_gpu(source, message, part):
+            return arrived
+        return self.gpu_peers.opened(arrived, part.box.shape, dtype_of(self._table(message)[part.tensor].dtype))
 
     def _incoming(self, source: str, message: Message, part: Part, data: torch.Tensor) -> None:
         """Put a box that has arrived where it is read, or add it there."""

@@ -24,7 +24,7 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.optimizer_groups import OptimizerGroup
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
-from manyhands.profiler.steps import now
+from manyhands.profiler.layer_clocks import CallTimer
 
 SEPARATOR = "/"
 _PROBE_SIZES = (2, 3, 5, 7, 11, 13)
@@ -298,20 +298,14 @@ def steps_seconds(
     """Return the seconds of `count` steps over these weights, without the first: it makes the optimizer's state."""
     for weight in weights.values():
         weight.grad = torch.full_like(weight, 1e-6)
-    stepper = build(optimizer, weights)
-    seconds = []
-    for _ in range(count):
-        start = now(device)
-        stepper.step()
-        seconds.append(now(device) - start)
-    return seconds[1:]
+    stepper, timer = build(optimizer, weights), CallTimer(device)
+    return [timer(stepper.step) for _ in range(count)][1:]
 
 
 def passed_bytes(graph: Graph, optimizer: Optimizer) -> int:
     """Return the bytes that a step passes over: weights, gradients and its own state, (3 + 2 slots) times the weights'
     in all."""
-    trained = sum(weight.bytes for weight in graph.network.weights.values() if weight.trainable)
-    return trained * (3 + 2 * slots(optimizer))
+    return graph.network.trained_bytes * (3 + 2 * slots(optimizer))
 
 
 def _state_after_a_step(

@@ -46,3 +46,5 @@ class ExecutorOptions:
     """Whether the coordinator sends learning rates, and what else schedules change, with every step."""
     collectives: Collectives | None = None
     """What carries out reductions in place of messages; None: all are messages."""
+    gpu_peers: frozenset[str] = frozenset()
+    """The workers that compute on the same GPU: tensors for them stay there."""

@@ -74,7 +74,7 @@ def numbers_in(memory: memoryview, dtype: torch.dtype) -> Numbers:
 def projection(parts: Sequence[Numbers]) -> float | None:
     """Return the projection of some rows laid end to end; None where not all of their numbers are finite."""
     with numpy.errstate(all="ignore"):
-        total = sum(_salt(place) * _of_row(part) for place, part in enumerate(parts))
+        total = sum(salt(place) * _of_row(part) for place, part in enumerate(parts))
         return total if math.isfinite(total) else _again(parts)
 
 
@@ -84,7 +84,7 @@ def projection_and_norm(parts: Sequence[Numbers]) -> tuple[float | None, float]:
         total = squares = 0.0
         for place, part in enumerate(parts):
             of_row, of_squares = _of_both(part)
-            total += _salt(place) * of_row
+            total += salt(place) * of_row
             squares += of_squares
         if math.isfinite(total) and math.isfinite(squares):
             return total, math.sqrt(squares)
@@ -98,7 +98,7 @@ def _again(parts: Sequence[Numbers]) -> float | None:
     precision."""
     if not all(bool(numpy.isfinite(part).all()) for part in parts):
         return None
-    total = sum(_salt(place) * _of_row(part.astype(numpy.float64)) for place, part in enumerate(parts))
+    total = sum(salt(place) * _of_row(part.astype(numpy.float64)) for place, part in enumerate(parts))
     return total if math.isfinite(total) else None
 
 
@@ -107,15 +107,15 @@ def _of_row(part: Numbers) -> float:
     total = 0.0
     if count:
         rows = part[: count * COLUMNS].reshape(count, COLUMNS)
-        each = numpy.einsum("ij,j->i", rows, _columns(rows.dtype.char))
-        total = float(numpy.einsum("i,i->", each.astype(numpy.float64), _rows(count)))
+        each = numpy.einsum("ij,j->i", rows, column_factors(rows.dtype.char))
+        total = float(numpy.einsum("i,i->", each.astype(numpy.float64), row_factors(count)))
     return total + _rest(part, count)
 
 
 def _of_both(part: Numbers) -> tuple[float, float]:
     """Return the projection and the sum of squares of a row, formed block by block."""
     count = part.size // COLUMNS
-    weights, columns = _rows(count), _columns(part.dtype.char)
+    weights, columns = row_factors(count), column_factors(part.dtype.char)
     total = squares = 0.0
     for first in range(0, count, _BLOCK):
         last = min(first + _BLOCK, count)
@@ -132,7 +132,8 @@ def _rest(part: Numbers, count: int) -> float:
     tail = part[count * COLUMNS :]
     if not tail.size:
         return 0.0
-    return float(numpy.einsum("i,i->", tail, _columns(part.dtype.char)[: tail.size])) * float(_rows(count + 1)[count])
+    columns = column_factors(part.dtype.char)[: tail.size]
+    return float(numpy.einsum("i,i->", tail, columns)) * float(row_factors(count + 1)[count])
 
 
 def _squares(flat: Numbers) -> float:
@@ -146,11 +147,13 @@ def _squares_exactly(flat: Numbers) -> float:
 
 
 @lru_cache(maxsize=8)
-def _columns(kind: str) -> Numbers:
+def column_factors(kind: str) -> Numbers:
+    """Return `v`, as numbers of a type (numpy's letter for it)."""
     return _drawn(COLUMNS, 1).astype(kind)
 
 
-def _rows(count: int) -> Numbers:
+def row_factors(count: int) -> Numbers:
+    """Return the first numbers of `u`."""
     return _rows_up_to(max(10, (count - 1).bit_length()))[:count]
 
 
@@ -160,7 +163,7 @@ def _rows_up_to(bits: int) -> Numbers:
 
 
 @lru_cache(maxsize=4096)
-def _salt(place: int) -> float:
+def salt(place: int) -> float:
     """Return the factor of the part at `place`, so that two tensors that changed places are noticed."""
     return float(_drawn(1, 3 + place)[0])
 

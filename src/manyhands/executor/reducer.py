@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from manyhands.executor.collectives import Collectives
+from manyhands.executor.gpu_sums import GpuSums
+from manyhands.executor.host_staging import HostStaging, ready_event
 from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
 from manyhands.facts.errors import TimedOut
 from manyhands.facts.network import Network
@@ -37,15 +39,35 @@ def row_of(tensor: torch.Tensor) -> memoryview:
     return as_bytes(tensor)
 
 
+class _Bucket(NamedTuple):
+    """Gradients to be added up."""
+
+    reduce: Reduce
+    step: int
+    gradients: list[torch.Tensor]
+    ready: torch.cuda.Event | None
+    """When a GPU has them; None: they are there."""
+
+
 class Reducer:
     """Adds up gradients among the devices of a stage, in the order they are handed over."""
 
     def __init__(
-        self, endpoint: Endpoint, network: Network, on_span: OnSpan, collectives: Collectives | None = None
+        self,
+        endpoint: Endpoint,
+        network: Network,
+        on_span: OnSpan,
+        collectives: Collectives | None = None,
+        gpu_sums: GpuSums | None = None,
     ) -> None:
-        """`collectives`: what forms some of the sums, or all, in place of messages; None: it forms none."""
+        """`collectives`: what forms some of the sums, or all, in place of messages; None: it forms none. `gpu_sums`:
+        what forms those among workers on one GPU."""
         self.endpoint, self.network, self.on_span, self.collectives = endpoint, network, on_span, collectives
-        self._work: queue.SimpleQueue[tuple[Reduce, int, list[torch.Tensor]] | None] = queue.SimpleQueue()
+        self._gpu_sums = gpu_sums
+        self._staging = HostStaging()
+        self.host_bytes = 0
+        """Bytes of a GPU's gradients that went through the machine's memory."""
+        self._work: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._open = 0
         self._records: list[SumRecord] = []
@@ -57,7 +79,7 @@ class Reducer:
         """Hand over a bucket; the gradients are the sum once `wait` has returned."""
         with self._change:
             self._open += 1
-        self._work.put((reduce, step, gradients))
+        self._work.put(_Bucket(reduce, step, gradients, ready_event(gradients)))
 
     def wait(self) -> None:
         """Wait until every bucket handed over is added up. The mailbox limits each wait inside; this limit is a little
@@ -87,31 +109,37 @@ class Reducer:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            reduce, step, gradients = item
             try:
                 if self._error is None:
                     start = time.monotonic()
-                    self._reduce(reduce, step, gradients)
-                    self.on_span(reduce, start, time.monotonic())
+                    self._reduce(item)
+                    self.on_span(item.reduce, start, time.monotonic())
             except Exception as error:  # whatever it is, `wait` raises it instead of waiting for a dead thread
                 self._error = error
             with self._change:
                 self._open -= 1
                 self._change.notify_all()
 
-    def _reduce(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> None:
-        collectives = self.collectives
+    def _reduce(self, bucket: _Bucket) -> None:
+        collectives, reduce, step = self.collectives, bucket.reduce, bucket.step
         takes_it = collectives is not None and collectives.takes(reduce, step)
         start = time.monotonic()
         if collectives is not None and takes_it:
-            self._records.append(collectives.sum(reduce, self.network, step, gradients))
+            self._records.append(collectives.sum(reduce, self.network, step, bucket.gradients))
+        elif self._gpu_sums is not None and self._gpu_sums.takes(reduce):
+            self._records.append(self._gpu_sums.sum(reduce, step, bucket.gradients))
         else:
-            self._records.append(self._sum_by_messages(reduce, step, gradients))
+            self._records.append(self._sum_by_messages(bucket))
         if collectives is not None:
             collectives.took(reduce, step, time.monotonic() - start)
 
-    def _sum_by_messages(self, reduce: Reduce, step: int, gradients: list[torch.Tensor]) -> SumRecord:
-        staged = [gradient.cpu() for gradient in gradients]  # the same, unless they lie on another device
+    def _sum_by_messages(self, bucket: _Bucket) -> SumRecord:
+        reduce, step, gradients = bucket.reduce, bucket.step, bucket.gradients
+        key = (reduce.stage, reduce.first, reduce.last, reduce.weights)
+        on_host = self._staging.staged(key, gradients, bucket.ready)
+        staged = on_host
+        if bucket.ready is not None:
+            self.host_bytes += sum(gradient.nbytes for gradient in gradients)
         if reduce.weights:  # stages may lay out their copies of a weight differently
             staged = [gradient.contiguous() for gradient in staged]
         rows = [row_of(tensor) for tensor in staged]
@@ -152,9 +180,10 @@ class Reducer:
             for chunk in added:
                 after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
                 sums.append(after[chunk])
-        for gradient, copy in zip(gradients, staged):
+        for gradient, copy in zip(on_host, staged):
             if gradient is not copy:
                 gradient.copy_(copy)
+        self._staging.give_back(gradients, on_host)
         return SumRecord(
             reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
             tuple(norm for _, norm in before), tuple(received), tuple(sums),

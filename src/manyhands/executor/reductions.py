@@ -15,6 +15,10 @@ import torch
 
 from manyhands.executor.collectives import Collectives
 from manyhands.executor.diagnosis import NumberDiagnosis
+from manyhands.executor.flat_row import in_memory_order
+from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
+from manyhands.executor.gpu_projections import projected
+from manyhands.executor.gpu_sums import GpuSums
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
 from manyhands.executor.process_groups import AllGather
@@ -43,12 +47,15 @@ class Reductions:
         in_flight: InFlightMicroBatches,
         diagnosis: NumberDiagnosis,
         recorder: Recorder,
+        gpu_peers: GpuPeers,
         collectives: Collectives | None = None,
     ) -> None:
         """`collectives`: what carries out reductions in place of messages; None: all are messages."""
         self.endpoint, self.weights, self.recorder, self.collectives = endpoint, weights, recorder, collectives
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
-        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives)
+        self.gpu_peers = gpu_peers
+        gpu_sums = GpuSums(endpoint, schedule.network, gpu_peers)
+        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums)
         self._completed = {
             stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last, schedule.lowering.tied)
             for stage, runner in self.runners.items()
@@ -87,8 +94,7 @@ class Reductions:
         batch = in_flight.fed(reduce.micro_batch)
         runner = self.runners[reduce.stage]
         row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
-        sent = row if row.is_cpu else row.cpu()
-        self.diagnosis.watch(device, [sent])
+        self.diagnosis.watch(device, [row])
         gathering = self._begin(reduce, row)
         if reduce.later:
             batch.pending_statistics[reduce.key] = (reduce, row, gathering)
@@ -103,7 +109,17 @@ class Reductions:
         """Send this device's row, as far as it does not travel with those of others."""
         for hop, name in self._rounds_of(reduce)[0]:
             if hop.source == self.endpoint.name:
-                self.endpoint.send(hop.target, self.in_flight.step, name, [row], urgent=True)
+                self.endpoint.send(hop.target, self.in_flight.step, name, [self._as_sent(reduce, row)], urgent=True)
+
+    def _as_sent(self, reduce: Reduce, row: torch.Tensor) -> torch.Tensor:
+        """Return a row as it travels."""
+        if self.gpu_peers.takes(reduce):
+            return self.gpu_peers.described(row)
+        return row if row.is_cpu else row.cpu()
+
+    def row_bytes(self, reduce: Reduce) -> int:
+        """Return the bytes of a message for each row in it; 0: as many as the row has."""
+        return DESCRIPTOR_BYTES if self.gpu_peers.takes(reduce) else 0
 
     def finish_statistics(self, action: Await) -> None:
         """Wait for the others' rows of an all-gather that was begun before."""
@@ -115,7 +131,7 @@ class Reductions:
         step = self.in_flight.step
         if self.collectives is not None and self.collectives.takes(reduce, step):
             return self.collectives.begin_gather(reduce, step, row)
-        self._give(reduce, row if row.is_cpu else row.cpu())
+        self._give(reduce, row)
         return None
 
     def _gathered(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather | None) -> list[torch.Tensor]:
@@ -131,7 +147,7 @@ class Reductions:
         if reduce.what == "statistics":
             for source, other in zip(reduce.devices, rows):
                 if source != self.endpoint.name:
-                    self.diagnosis.watch(source, [other.cpu()])
+                    self.diagnosis.watch(source, [other])
         return [other.to(row.device) for other in rows]
 
     def _received(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
@@ -141,7 +157,7 @@ class Reductions:
         for number, hops in enumerate(self._rounds_of(reduce)):
             for hop, name in hops if number else ():
                 if hop.source == device:
-                    handed_on = [rows[each].cpu() for each in order[hop.first : hop.last]]
+                    handed_on = [self._as_sent(reduce, rows[each]) for each in order[hop.first : hop.last]]
                     self.endpoint.send(hop.target, self.in_flight.step, name, handed_on, urgent=True)
             for hop, name in hops:
                 if hop.target == device:
@@ -153,6 +169,12 @@ class Reductions:
         self, reduce: Reduce, names: Sequence[str], came: memoryview, like: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Return the rows of these devices that one message has brought."""
+        if self.gpu_peers.takes(reduce):
+            starts = range(0, len(came), DESCRIPTOR_BYTES)
+            pieces = [came[start : start + DESCRIPTOR_BYTES] for start in starts]
+            opened = [self.gpu_peers.opened(piece, like.shape, like.dtype) for piece in pieces]
+            self.diagnosis.watch(names[0], opened)
+            return dict(zip(names, opened, strict=True))
         empty = torch.empty(0, dtype=like.dtype)
         others = (torch.frombuffer(came, dtype=like.dtype) if came else empty).view(len(names), -1)
         rows = {}
@@ -201,9 +223,12 @@ class Reductions:
     def _with_weights(self, record: SumRecord) -> SumRecord:
         """Return the record of a sum with the projection and the norm of the weights that it led to. Their norm changes
         slowly: it is formed anew after some rounds, or when the weights have moved far."""
-        weights = [self.weights.tensors[name].detach().cpu() for name in self._summed[record.key]]
+        weights = [self.weights.tensors[name].detach() for name in self._summed[record.key]]
         if record.tied:
             weights = [weight.contiguous() for weight in weights]
+        if weights and weights[0].is_cuda:
+            ((now, norm),) = projected([[in_memory_order(weight) for weight in weights]])
+            return msgspec.structs.replace(record, weights=now, weights_norm=norm)
         rows = [numbers_in(row_of(weight), weight.dtype) for weight in weights]
         now = projection(rows)
         before, norm, rounds = self._weight_norms.get(record.key, (None, 0.0, 0))

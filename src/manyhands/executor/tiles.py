@@ -185,7 +185,7 @@ class TileRunner:
         """Return this device's part of what the network returns, for the process that started a stream."""
         values = self.in_flight[micro_batch].values
         return [
-            cut_out(values[name].tensor, values[name].box, box)
+            cut_out(values[name].tensor, values[name].box, box).cpu()
             for name in self.graph.outputs
             for box in self.geometry.returning(name).boxes(self.device)
             if not box.is_empty

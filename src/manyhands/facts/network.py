@@ -363,6 +363,10 @@ class Network(Summarized, msgspec.Struct, frozen=True, dict=True):
         return sum(weight.bytes for weight in self.weights.values() if not weight.buffer)
 
     @property
+    def trained_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights.values() if weight.trainable)
+
+    @property
     def input_text(self) -> str:
         """'3x224x224' for one image input, 'input_ids 512 + attention_mask 512' for several."""
         texts = []

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from manyhands.facts.boxes import Box
+from manyhands.graph.gpu_draws import Keys, drawn_bits
 
 _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B - (1 << 32)
@@ -95,12 +96,12 @@ class KeyTable:
         finally:
             _recording.table = None
 
-    def of(self, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where the keys of a draw will be."""
+    def of(self, draw: Draw) -> torch.Tensor:
+        """Return the row where the two keys of a draw will be."""
         row = self._rows.setdefault((draw.seed, draw.operator, draw.stream), len(self._rows))
         if row >= _MOST_DRAWS:
             raise RuntimeError(f"more than {_MOST_DRAWS} random operators")
-        return self._keys[row, 0], self._keys[row, 1]
+        return self._keys[row]
 
     def renew(self, step: int) -> None:
         """Put the keys of a step in place."""
@@ -117,6 +118,14 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
+def keys_of(draw: Draw) -> Keys:
+    """Return the keys of a draw, or where a GPU finds them while a round is captured as a graph."""
+    if _recording.table is not None:
+        return _recording.table.of(draw)
+    first, second = _keys(draw)
+    return _signed(first), _signed(second)
+
+
 def bits(
     draw: Draw, box: Box, sample_shape: tuple[int, ...], batch_axis: int | None, device: torch.device
 ) -> torch.Tensor:
@@ -127,12 +136,11 @@ def bits(
     """
     if device.type == "cpu" and box.volume <= _SMALL:
         return torch.from_numpy(_small_bits(draw, box, sample_shape, batch_axis))
-    key: int | torch.Tensor
-    second_key: int | torch.Tensor
-    if _recording.table is not None:
-        key, second_key = _recording.table.of(draw)
-    else:
-        key, second_key = (_signed(key) for key in _keys(draw))
+    keys = keys_of(draw)
+    drawn = drawn_bits(keys, box, sample_shape, batch_axis, device) if device.type == "cuda" else None
+    if drawn is not None:
+        return drawn
+    key, second_key = keys
     place = torch.zeros((), dtype=torch.int64, device=device)
     sample = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
@@ -200,10 +208,15 @@ def _wrap(x: torch.Tensor) -> torch.Tensor:
 
 def keep_mask(random_bits: torch.Tensor, probability: float, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask that is 1 with the given probability, else 0."""
-    threshold = round(probability * 2**32) - 2**31
-    if threshold >= 2**31:
+    limit = limit_of(probability)
+    if limit >= 2**31:
         return torch.ones_like(random_bits, dtype=dtype)
-    return (random_bits < threshold).to(dtype)
+    return (random_bits < limit).to(dtype)
+
+
+def limit_of(probability: float) -> int:
+    """Return the number below which bits are with the given probability."""
+    return round(probability * 2**32) - 2**31
 
 
 def uniform(random_bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 
 from manyhands.facts.boxes import Box
 from manyhands.facts.network import TensorSpec
-from manyhands.graph import ops
+from manyhands.graph import gpu_draws, ops
 from manyhands.graph.nodes import Argument, Node
-from manyhands.graph.random import Draw, bits, keep_mask, normal, uniform
+from manyhands.graph.random import Draw, bits, keep_mask, keys_of, limit_of, normal, uniform
 
 RandomCall = Callable[..., torch.Tensor]
 _ALPHA = 1.7580993408473766  # SELU's negative saturation (Klambauer et al. 2017)
@@ -61,9 +61,20 @@ def dropped(
 
 
 def _dropout(node: Node, seed: int, step: int, first_sample: int, x: torch.Tensor, p: float) -> torch.Tensor:
-    box = _box(node.outputs[0], first_sample, x.shape)
+    spec = node.outputs[0]
+    box = _box(spec, first_sample, x.shape)
+    if x.is_cuda and node.target == "aten.dropout.default" and p < 1:
+        at_once = _dropped_at_once(x, Draw(seed, step, node.name), box, spec, p)
+        if at_once is not None:
+            return at_once
     factor, offset = dropped(node, seed, step, box, x.dtype, x.device)
     return x * factor if offset is None else x * factor + offset
+
+
+def _dropped_at_once(x: torch.Tensor, draw: Draw, box: Box, spec: TensorSpec, p: float) -> torch.Tensor | None:
+    """Return a dropout of a tensor on a GPU, by one kernel; None where there is none for it."""
+    factor = torch.ones((), dtype=x.dtype).div_(1 - p)  # rounded as `dropped` rounds it
+    return gpu_draws.dropout(x, keys_of(draw), box, spec.shape, spec.batch_axis, limit_of(1 - p), float(factor))
 
 
 def _bernoulli(
@@ -111,6 +122,11 @@ def _attention(
     weights: torch.Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
     spec = node.outputs[0]
     whole = TensorSpec(spec.name, (*spec.shape[:-1], scores.shape[-1]), spec.dtype, spec.batch_axis)
+    if weights.is_cuda:
+        box = _box(whole, first_sample, weights.shape)
+        at_once = _dropped_at_once(weights, Draw(seed, step, node.name), box, whole, p)
+        if at_once is not None:
+            return at_once @ value
     drawn = _bits(node, seed, step, first_sample, weights.shape, whole, query.device)
     return (weights * keep_mask(drawn, 1 - p, weights.dtype).div_(1 - p)) @ value
 

@@ -252,7 +252,7 @@ class Job:
 
     def checkpoint_every(self, planned: PlannedRun) -> int:
         """Return the number of steps between two checkpoints."""
-        return self.workload.checkpoint_steps(planned.step_seconds)
+        return self.workload.checkpoint_steps(planned.step_seconds, planned.network.trained_bytes)
 
     def backup_every(self, planned: PlannedRun) -> int:
         """Return the number of rounds between two backups of the state."""

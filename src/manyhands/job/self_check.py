@@ -91,7 +91,7 @@ def _bytes(graph: Graph, samples: int) -> int:
     network = graph.network
     held = sum(layer.saved_fixed_bytes + samples * layer.saved_bytes for layer in network.layers)
     read = max((layer.parameter_bytes for layer in network.layers), default=0)
-    trained = sum(weight.bytes for weight in network.weights.values() if weight.trainable)
+    trained = network.trained_bytes
     entering = graph.loss.inputs if graph.loss is not None else ()
     held += _OUTPUTS_HELD * samples * sum(spec.elements * DTYPE_BYTES[spec.dtype] for spec in entering)
     return 2 * trained + read * any(map(is_mapped, graph.state.values())) + held

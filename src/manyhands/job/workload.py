@@ -53,6 +53,9 @@ GIVEN = "in batches as given"
 CHECKPOINT_SECONDS = 30.0
 LEAST_CHECKPOINT_SECONDS = 1.0
 """Short epochs are not worth a checkpoint each."""
+CHECKPOINT_BYTES_PER_SECOND = 5e6
+"""Bytes of trained weights for each second between checkpoints: to copy, check, send and write them, with what the
+optimizer keeps, takes some hundredths of that second."""
 
 
 @dataclass
@@ -251,10 +254,11 @@ class Workload:
             return {0: self.samples}
         return {long: self.lengths.examples(self.data, long) for long in self.lengths.padding.lengths}
 
-    def checkpoint_steps(self, step_seconds: float) -> int:
+    def checkpoint_steps(self, step_seconds: float, trained_bytes: int) -> int:
         """Return the number of steps between two checkpoints: an epoch, within the limits of time."""
         most = max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
-        least = math.ceil(LEAST_CHECKPOINT_SECONDS / max(step_seconds, 1e-6))
+        least_seconds = max(LEAST_CHECKPOINT_SECONDS, trained_bytes / CHECKPOINT_BYTES_PER_SECOND)
+        least = math.ceil(least_seconds / max(step_seconds, 1e-6))
         epoch = self.order.steps_per_epoch
         return min(most, epoch * math.ceil(least / epoch))
 

@@ -256,7 +256,7 @@ def hetpipe(task: Task, price_on: Callable[[Plan, Cluster], float]) -> HetPipe:
     with its share, takes; staleness is not priced.
     """
     names = by_memory(task.cluster)
-    weights = sum(weight.bytes for weight in task.network.weights.values() if weight.trainable)
+    weights = task.network.trained_bytes
     best: HetPipe | None = None
     for count in range(1, len(names) + 1):
         groups = [names[number::count] for number in range(count)]  # of each kind to each group, in turn

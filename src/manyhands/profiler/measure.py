@@ -35,8 +35,9 @@ from manyhands.profiler.bands import (
     whole_seconds,
 )
 from manyhands.profiler.kernels import choose_kernels
+from manyhands.profiler.layer_clocks import LayerClock, layer_clock
 from manyhands.profiler.memory import PeakBytes
-from manyhands.profiler.steps import borrowed_state, now
+from manyhands.profiler.steps import borrowed_state
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads
 
@@ -289,7 +290,7 @@ class _Layers:
         if self.by_layers:
             return self._training_by_layers(inputs, samples)
         timed = _Pass()
-        clock = _Clock(self.device, self.alone)
+        clock = layer_clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
         entered: list[dict[str, torch.Tensor]] = []
         produced: list[dict[str, torch.Tensor]] = []
@@ -304,7 +305,7 @@ class _Layers:
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
         timed.forward = clock.seconds()
-        timed.backward = _backward(entered, produced, seeds, _Clock(self.device, self.alone))
+        timed.backward = _backward(entered, produced, seeds, layer_clock(self.device, self.alone))
         return timed
 
     def _entering(self, piece: Piece, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -317,7 +318,7 @@ class _Layers:
 
     def _training_by_layers(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
         """Run each layer forward and at once backward, so that only one keeps what its backward pass needs."""
-        forward, backward = _Clock(self.device, self.alone), _Clock(self.device, self.alone)
+        forward, backward = layer_clock(self.device, self.alone), layer_clock(self.device, self.alone)
         values, context = dict(inputs), Context(samples=samples)
         for piece, unread in zip(self.pieces, self._unread_after):
             inputs_here = self._entering(piece, values)
@@ -337,7 +338,7 @@ class _Layers:
 
     @torch.no_grad()
     def _inference(self, inputs: dict[str, torch.Tensor], samples: int) -> _Pass:
-        clock = _Clock(self.device, self.alone)
+        clock = layer_clock(self.device, self.alone)
         values, context = dict(inputs), Context(training=False, samples=samples)
         for piece, unread in zip(self.pieces, self._unread_after):
             clock.start()
@@ -353,7 +354,7 @@ def _backward(
     entered: list[dict[str, torch.Tensor]],
     produced: list[dict[str, torch.Tensor]],
     gradients: dict[str, torch.Tensor],
-    clock: _Clock,
+    clock: LayerClock,
 ) -> list[float]:
     """Return the seconds of every layer's backward pass, in the layers' order. Empties the lists, so that memory falls
     as in training."""
@@ -365,31 +366,3 @@ def _backward(
         for name in outputs:
             gradients.pop(name, None)
     return clock.seconds()[::-1]
-
-
-class _Clock:
-    """A stopwatch for one layer after another. Where one thread computes, the total time is divided among the layers by
-    their CPU time: a device that is paused for a while (a share of a core, other work) is paused in the midst of any
-    layer, however short. `alone`: time for which it is paused does not count at all."""
-
-    def __init__(self, device: torch.device, alone: bool = False) -> None:
-        self.device, self.alone = device, alone
-        self._divides = device.type == "cpu" and torch.get_num_threads() == 1
-        self._taken: list[float] = []
-        self._computed: list[float] = []
-
-    def start(self) -> None:
-        self._began, self._computing = now(self.device), time.thread_time()
-
-    def stop(self) -> None:
-        self._computed.append(time.thread_time() - self._computing)
-        self._taken.append(now(self.device) - self._began)
-
-    def seconds(self) -> list[float]:
-        if self.alone:
-            return self._computed
-        computed = sum(self._computed)
-        if not self._divides or not computed:
-            return self._taken
-        factor = sum(self._taken) / computed
-        return [factor * layer_seconds for layer_seconds in self._computed]

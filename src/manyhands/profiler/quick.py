@@ -30,7 +30,8 @@ from manyhands.graph.nodes import Argument, Value, Weight
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.steps import borrowed_state, now, random_inputs
+from manyhands.profiler.layer_clocks import layer_clock
+from manyhands.profiler.steps import borrowed_state, random_inputs
 from manyhands.profiler.this_machine import identify
 
 LEAST_PASSES, MOST_PASSES = 3, 5
@@ -234,17 +235,16 @@ class _Passes:
         for name, tensor in entering.items():
             if self.graph.network.tensors[name].differentiable:
                 tensor.requires_grad_()
-        start = self._now()
+        forward, backward = (layer_clock(self.device, self.settings.alone) for _ in range(2))
+        forward.start()
         outputs = piece(entering, context)
-        forward = self._now() - start
+        forward.stop()
         gradients = {name: torch.ones_like(made) for name, made in outputs.items() if made.is_floating_point()}
-        start = self._now()
+        backward.start()
         backward_piece(entering, outputs, gradients)
-        backward = self._now() - start
-        return {name: made.detach() for name, made in outputs.items()}, (forward, backward)
-
-    def _now(self) -> float:
-        return time.thread_time() if self.settings.alone else now(self.device)
+        backward.stop()
+        seconds = forward.seconds()[0], backward.seconds()[0]
+        return {name: made.detach() for name, made in outputs.items()}, seconds
 
     def estimate(self, layer: Layer, samples: int) -> Seconds:
         """Return the seconds that a layer takes on a typical processor, by its arithmetic and its bytes."""

@@ -3,7 +3,6 @@ inferences."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -28,13 +27,6 @@ def random_tensor(spec: TensorSpec, samples: int, seed: int = 0) -> torch.Tensor
 
 def random_inputs(graph: Graph, samples: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     return {spec.name: random_tensor(spec, samples, seed).to(device) for seed, spec in enumerate(graph.inputs)}
-
-
-def now(device: torch.device) -> float:
-    """Return the clock's time, once a GPU has finished its work: it computes while Python goes on."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def random_state(graph: Graph) -> dict[str, torch.Tensor]:

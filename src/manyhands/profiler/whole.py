@@ -21,7 +21,8 @@ from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.weights import Weights
-from manyhands.profiler.steps import now, random_inputs
+from manyhands.profiler.layer_clocks import CallTimer
+from manyhands.profiler.steps import random_inputs
 
 SECONDS = 1.0
 LEAST_STEPS = 4
@@ -54,15 +55,16 @@ def scaled_to_steps(
     step_seconds: list[float] = []
     updates: list[float] = []
     end = time.perf_counter() + seconds
-    while len(step_seconds) < LEAST_STEPS or time.perf_counter() < end:
-        start = now(device)
+    step_timer, update_timer = CallTimer(device), CallTimer(device)
+
+    def passes() -> None:
         outputs = piece(inputs, Context(samples=samples))
         roots = [outputs[name] for name in graph.outputs if outputs[name].requires_grad]
         torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        middle = now(device)
-        step_seconds.append(middle - start)
-        update()
-        updates.append(now(device) - middle)
+
+    while len(step_seconds) < LEAST_STEPS or time.perf_counter() < end:
+        step_seconds.append(step_timer(passes))
+        updates.append(update_timer(update))
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
     factor = min(max(statistics.median(step_seconds[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
     scaled = msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(step_seconds[1:]), _MOST_SPREAD))

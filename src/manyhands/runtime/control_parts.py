@@ -53,6 +53,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The backends of torch.distributed that it has."""
     is_relay: bool = False
     """Whether it offers to relay the connections of others, before the coordinator does."""
+    gpu: str = ""
+    """A key in common with the workers that can open its memory on the GPU (executor/gpu_peers.py); empty: none can."""
 
 
 class LengthGraph(msgspec.Struct, frozen=True):
@@ -116,6 +118,8 @@ class DeviceJob(msgspec.Struct, frozen=True):
     """Whether the coordinator sends the optimizer's learning rates, and what else schedules change, with every step."""
     collectives: CollectiveTerms | None = None
     """How the devices form process groups for their sums; None: messages carry these."""
+    gpu_peers: tuple[str, ...] = ()
+    """The other devices of the job that compute on the same GPU: tensors for them stay there."""
 
 
 class Shape(msgspec.Struct, frozen=True):

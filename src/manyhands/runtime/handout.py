@@ -55,6 +55,7 @@ class Handout:
     def job(
         self, name: str, member: Member, order: Order, feed: BatchFeed, document: GraphDocument,
         wait_limit_seconds: float, gpu_math: GpuMath, collectives: CollectiveTerms | None = None,
+        gpu_peers: tuple[str, ...] = (),
     ) -> DeviceJob:  # fmt: skip
         """Return a device's part of the job. The graph is left out where the device already has it."""
         located, lengths = self.located, order.lengths
@@ -83,7 +84,7 @@ class Handout:
             longest=max(lengths.graphs) if lengths is not None else 0,
             shorter=() if is_known else document.shorter,
             step_lengths=lengths.places(first, order.last_step) if lengths is not None else b"",
-            collectives=collectives,
+            collectives=collectives, gpu_peers=gpu_peers,
         )  # fmt: skip
 
     def given_here(self) -> Iterator[tuple[str, list[torch.Tensor]]]:

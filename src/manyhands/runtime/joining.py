@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from manyhands.data.silo import Silo
+from manyhands.executor.gpu_peers import gpu_key
 from manyhands.executor.process_groups import available_backends
 from manyhands.facts.errors import BadValue
 from manyhands.profiler.this_machine import identify
@@ -106,7 +107,7 @@ def facts_of(joining: Joining, silo: Silo | None) -> Facts:
         machine=machine.text, cores=machine.cores, threads=torch.get_num_threads(), torch=str(torch.__version__),
         memory_bytes=_memory_bytes(joining.compute), compute=joining.compute, pid=os.getpid(),
         slowdown=joining.slowdown, silo=_silo_facts(silo), confinement=joining.confinement,
-        backends=available_backends(), is_relay=joining.is_relay,
+        backends=available_backends(), is_relay=joining.is_relay, gpu=gpu_key(joining.compute),
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class PartBuilder:
             local_names=frozenset(job.held),
             resident=self._resident_dataset_for(graph, schedule, job),
             is_scheduled=job.is_scheduled and stepper is not None, is_exact=job.gpu_math.is_exact,
-            collectives=self._collectives(generation, job, schedule),
+            collectives=self._collectives(generation, job, schedule), gpu_peers=frozenset(job.gpu_peers),
         )  # fmt: skip
         self.endpoint.mailbox.limit_seconds = job.wait_limit_seconds
         self.endpoint.sent_bytes.clear()

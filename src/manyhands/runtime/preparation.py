@@ -51,6 +51,12 @@ def _learn_routes(run: Run) -> None:
     report_relays(coordinator, run.participants)
 
 
+def _gpu_peers(run: Run, name: str) -> tuple[str, ...]:
+    """Return the other devices of a run that compute on the same GPU as one of them."""
+    gpu = run.members[name].facts.gpu
+    return tuple(other for other in run.names if gpu and other != name and run.members[other].facts.gpu == gpu)
+
+
 def prepare(run: Run) -> None:
     """Hand out the parts of a run, and return when all its devices are ready."""
     _learn_routes(run)
@@ -66,7 +72,7 @@ def prepare(run: Run) -> None:
             job = run.handout.job(
                 name, run.members[name], run.order, run.feed, GraphDocument(document, shorter, digest),
                 run.worker_wait_seconds, run.coordinator.gpu_math,
-                run.store.terms if run.store is not None else None,
+                run.store.terms if run.store is not None else None, _gpu_peers(run, name),
             )  # fmt: skip
         if job is not None and not (job.resident_dataset and job.is_preloaded) and not keeps_dataset(job):
             # it drops the dataset it has; the new one is complete after its first round

@@ -55,7 +55,7 @@ class LoopWorkload(Workload):
     def known_steps(self) -> None:
         """None: the loop knows."""
 
-    def checkpoint_steps(self, step_seconds: float) -> int:
+    def checkpoint_steps(self, step_seconds: float, trained_bytes: int) -> int:
         return max(1, int(CHECKPOINT_SECONDS / max(step_seconds, 1e-6)))
 
 
