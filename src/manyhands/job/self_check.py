@@ -16,7 +16,9 @@ from manyhands.graph.verify import Verified, verify
 from manyhands.job.evaluation import EXAMPLE_SAMPLES, floats_of
 from manyhands.job.metrics import cast
 from manyhands.job.workload import Workload
+from manyhands.profiler.threads import with_threads
 from manyhands.runtime.memory_kills import free_bytes
+from manyhands.session.session import usable_cores
 from manyhands.weights.mapped import is_mapped
 
 LARGE_MACS = 500_000_000
@@ -25,12 +27,17 @@ _OUTPUTS_HELD = 4
 """Tensors of the size of the outputs that a loss works with: they, what it makes of them, and gradients of both."""
 
 
+_CORES_PER_THREAD = 4
+"""Cores of this machine for each thread that a self-check computes with. Workers of this machine are measured meanwhile,
+and take all cores: threads that wait for each other and are paused in turn take several times as long as one alone."""
+
+
 class SelfChecks:
     """Self-checks that are made one after another in a thread of their own; leaving the context waits for its end."""
 
     def __init__(self, checks: Sequence[Callable[[], Verified]]) -> None:
         self._pool = ThreadPoolExecutor(1, "self-check")
-        self._made = self._pool.submit(lambda: [check() for check in checks])
+        self._made = self._pool.submit(lambda: _made_in_turn(checks))
         self._is_new = True
 
     @property
@@ -51,6 +58,11 @@ class SelfChecks:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _made_in_turn(checks: Sequence[Callable[[], Verified]]) -> list[Verified]:
+    with with_threads(max(1, usable_cores() // _CORES_PER_THREAD)):
+        return [check() for check in checks]
 
 
 def self_check(graph: Graph, workload: Workload, requested: bool | None, data: Dataset[Any]) -> Callable[[], Verified]:
