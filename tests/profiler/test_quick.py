@@ -14,7 +14,16 @@ from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.piece import Piece
 from manyhands.models.registry import build, example_batch
-from manyhands.profiler.quick import LEAST_PASSES, MOST_PASSES, QuickSettings, alike, measure_quickly
+from manyhands.profiler import quick
+from manyhands.profiler.quick import (
+    LEAST_PASSES,
+    MOST_PASSES,
+    MOST_PAUSED,
+    QuickSettings,
+    alike,
+    computing_clock,
+    measure_quickly,
+)
 
 LADDER = (1, 4, 2, 8)
 
@@ -100,6 +109,37 @@ def test_other_work_of_the_machine_does_not_count(tiny: Graph, monkeypatch: pyte
     seconds = {alone: sum(layer.ladder[0].forward_seconds for layer in one.layers) for alone, one in found.items()}
     assert seconds[False] >= 0.01 * len(tiny.network.layers)
     assert seconds[True] < 0.5 * seconds[False]
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5, 0.1])
+def test_the_limit_counts_what_a_paused_thread_computes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, computed = 100.0, 7.0
+
+    class Time:
+        perf_counter = staticmethod(lambda: real)
+        thread_time = staticmethod(lambda: computed)
+
+    monkeypatch.setattr(quick, "time", Time)
+    clock = computing_clock()
+    assert clock() == 0.0
+    real, computed = real + 8.0, computed + 8.0 * part
+    assert clock() == pytest.approx(8.0 * max(part, 1 / MOST_PAUSED))
+
+
+def test_a_paused_worker_still_passes_over_a_whole_share(tiny: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others' work a second of the clock is a tenth of a second of computing."""
+    real = Piece.__call__
+
+    def paused(self: Piece, *given: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return real(self, *given, **options)
+
+    monkeypatch.setattr(Piece, "__call__", paused)
+    limit = 0.05 * len(tiny.network.layers)
+    by_clock = measure_quickly(tiny, (1, 4), {}, QuickSettings(0.9 * limit, alone=True))
+    by_computing = measure_quickly(tiny, (1, 4), {}, QuickSettings(0.9 * limit, alone=True, clock=computing_clock()))
+    assert [timing.samples for timing in by_clock.layers[0].ladder] == [1]
+    assert [timing.samples for timing in by_computing.layers[0].ladder] == [1, 4]
 
 
 def test_weights_of_the_graph_are_left_alone(tiny: Graph) -> None:

@@ -42,6 +42,10 @@ _TYPICAL = Device(
 )  # fmt: skip
 """Only the ratio of two layers' estimates counts: that of arithmetic, bytes and operators of a usual processor."""
 
+MOST_PAUSED = 4.0
+"""Real seconds for each second of the limit, where only the seconds that a thread computes count: other work may pause
+it for as long."""
+
 Clock = Callable[[], float]
 Seconds = tuple[float, float]
 """Of a layer, forward and backward."""
@@ -60,6 +64,16 @@ class QuickSettings:
     passed."""
     clock: Clock = time.perf_counter
     """What the limit is measured by; tests give another."""
+
+
+def computing_clock() -> Clock:
+    """Return a clock of the seconds that this thread computes, for the limit where others' work pauses it.
+
+    By real seconds a thread that has a tenth of a core would make a single pass of one sample, its first, which takes
+    many times as long as any later one. The clock runs at 1/MOST_PAUSED of real time at least.
+    """
+    began, computed = time.perf_counter(), time.thread_time()
+    return lambda: max(time.thread_time() - computed, (time.perf_counter() - began) / MOST_PAUSED)
 
 
 def measure_quickly(

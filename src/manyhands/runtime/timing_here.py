@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
 from manyhands.profiler.bands import is_measured_by_layers, needed_bytes
 from manyhands.profiler.measure import measure_network
-from manyhands.profiler.quick import QuickSettings, measure_quickly
+from manyhands.profiler.quick import QuickSettings, computing_clock, measure_quickly
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
 from manyhands.profiler.whole import scaled_to_steps
@@ -61,7 +62,8 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
 
 def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Joining) -> Measured:
     """Return the times of the layers as far as the limit of seconds allows, and the rate of the optimiser's steps."""
-    settings = QuickSettings(command.seconds, device, joining.compute, command.alone)
+    clock = computing_clock() if command.alone else time.perf_counter
+    settings = QuickSettings(command.seconds, device, joining.compute, command.alone, clock)
     profile = measure_quickly(graph, command.ladder, command.kernels or {}, settings)
     rate = 0.0
     if command.optimizer is not None:
