@@ -79,7 +79,7 @@ class Executor:
             DeviceLog(self.device), options.trace_steps, waits_for_device=self.torch_device.type == "cpu",
             watch_every=options.watch_every,
         )  # fmt: skip
-        self.slowdown = Slowdown(options.slowdown)
+        self.slowdown = Slowdown(options.slowdown, self.torch_device)
         waits = self.torch_device.type == "cpu" or options.is_exact or schedule.plan.steps_per_round > 1
         self.puts_off_losses = not waits
         """Whether a round ends before its loss is known: the next one may begin meanwhile. See `settle`."""

@@ -242,18 +242,25 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         delay_seconds: float = 60e-6,
         estimated: bool = True,
         gpus: int = 0,
+        workers_per_gpu: int = 1,
     ) -> Cluster:
-        """Return `count` workers on this machine, the first `gpus` of them each on a GPU, joined by loopback."""
+        """Return `count` workers on this machine, joined by loopback: `workers_per_gpu` on each of `gpus` GPUs, and the
+        others on its processor."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
             raise BadValue(f"local: {count!r} workers asked for; it must be 1 to {MOST_DEVICES}.")
+        if workers_per_gpu < 1 or not 0 <= gpus * workers_per_gpu <= count:
+            raise BadValue(
+                f"local: {gpus} GPUs with {workers_per_gpu} worker(s) each, and {count} workers in all.",
+                hint=f"Write Cluster.local({max(count, gpus * max(1, workers_per_gpu))}, ...).",
+            )
         devices = tuple(
             Device(
-                name=f"local-{number}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
+                name=f"local-{number + 1}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
                 memory_bytes_per_second=memory_bytes_per_second, cores=cores, operator_seconds=operator_seconds,
                 estimated=estimated, source="A worker on this machine.",
-                compute=f"cuda:{number - 1}" if number <= gpus else "cpu",
+                compute=f"cuda:{number // workers_per_gpu}" if number < gpus * workers_per_gpu else "cpu",
             )
-            for number in range(1, count + 1)
+            for number in range(count)
         )  # fmt: skip
         return cls(f"local:{count}", devices, Link(bytes_per_second, delay_seconds))
 
