@@ -273,7 +273,7 @@ class Executor:
         self._use(part)
         self.step = step
         self.endpoint.mailbox.begin_step(step)
-        self.recorder.begin(step, is_captured=part.captured is not None and part.captured.has_graph)
+        self.recorder.begin(step, is_captured=part.captured is not None and not part.captured.failure)
         self.result, self.settled_step, self._losses = RoundResult(step), step, []
         part.begin_round(step)
 

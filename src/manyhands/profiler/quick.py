@@ -176,6 +176,8 @@ class _Passes:
     kernels: Mapping[str, Kernel]
     settings: QuickSettings
     pieces: dict[int, Piece] = field(default_factory=dict)
+    _loaded: set[tuple[int, int]] = field(default_factory=set)
+    """Layers and numbers of samples that a GPU has computed: it has loaded their kernels."""
 
     def __post_init__(self) -> None:
         graph, device = self.graph, torch.device(self.settings.torch_device)
@@ -219,6 +221,9 @@ class _Passes:
                 values.update(zip(layer.outputs, made[first], strict=True))
             else:
                 piece = self._piece(place)
+                if self.device.type == "cuda" and (place, samples) not in self._loaded:
+                    self._timed(piece, values, context)
+                    self._loaded.add((place, samples))
                 outputs, timed[place] = self._timed(piece, values, context)
                 made[place] = [outputs[name] for name in layer.outputs]
                 values.update(outputs)

@@ -25,6 +25,9 @@ from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.processes import give_back_memory
 from manyhands.runtime.received_graph import graph_of
 
+_GPU_SECONDS = 5.0
+"""The least limit of measuring quickly on a GPU, which loads every kernel before it runs it for the first time."""
+
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
     """Return the times of a network's layers on this device, measured with made-up weights."""
@@ -61,7 +64,8 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
 
 def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Joining) -> Measured:
     """Return the times of the layers as far as the limit of seconds allows, and the rate of the optimiser's steps."""
-    settings = QuickSettings(command.seconds, device, joining.compute, command.alone)
+    seconds = command.seconds if joining.compute == "cpu" else max(command.seconds, _GPU_SECONDS)
+    settings = QuickSettings(seconds, device, joining.compute, command.alone)
     profile = measure_quickly(graph, command.ladder, command.kernels or {}, settings)
     rate = 0.0
     if command.optimizer is not None:

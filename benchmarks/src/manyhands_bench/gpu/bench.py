@@ -29,7 +29,7 @@ from manyhands_bench.parts import check_asked, measure_parts
 class GpuScope:
     """The amount of measuring."""
 
-    steps: int = 60
+    steps: int = 50
     repeats: int = 1
     networks: tuple[str, ...] = tuple(NETWORKS)
 

@@ -35,7 +35,7 @@ from manyhands_bench.tile.setup import QUICK_SHAPE, SHAPE, TiledNetwork, TileVar
 BATCHES = (1, 2, 4, 8)
 GROUPS = (1, 5, 16)
 """Groups of layers with one exchange each; the network has 16 layers, so the last is an exchange at every layer."""
-PROFILE_SECONDS = 5.0
+PROFILE_SECONDS = 2.0
 STEPS, QUICK_STEPS = 4, 1
 MOST_UNEVEN = 8
 """The most times as many rows as the other tile that one has."""
@@ -72,13 +72,14 @@ def bench_gpu_tiles(quick: bool, say: Progress) -> Figures:
         "weights' gradients",
         PROFILE_MACHINE: profiled_here(),
     }
-    for batch_size in BATCHES[:2] if quick else BATCHES:
-        subject = TiledNetwork.of(QUICK_SHAPE if quick else SHAPE, batch_size=batch_size)
-        for pair in pairs():
-            say(f"batch {batch_size}, {pair.text}")
-            with _session(pair) as session:
+    batches = BATCHES[:2] if quick else BATCHES
+    subjects = [TiledNetwork.of(QUICK_SHAPE if quick else SHAPE, batch_size=batch_size) for batch_size in batches]
+    for pair in pairs():
+        with _session(pair) as session:
+            for subject in subjects:
+                say(f"batch {subject.batch_size}, {pair.text}")
                 figures |= _measured(subject, session, pair, QUICK_STEPS if quick else STEPS)
-    return figures | _gains(figures, BATCHES[:2] if quick else BATCHES)
+    return figures | _gains(figures, batches)
 
 
 @contextlib.contextmanager
