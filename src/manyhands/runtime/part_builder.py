@@ -55,6 +55,7 @@ class PartBuilder:
         what this device has of the state that the job begins with."""
         if self._joining.compute != "cpu":
             use(job.gpu_math)
+            torch.cuda.empty_cache()  # what the last part had is free for tensors of other sizes, and for other workers
         graph, lengths = self._graphs_of(job)
         network = graph.network
         plan = resolve(job.plan, network)
