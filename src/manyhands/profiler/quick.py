@@ -221,7 +221,7 @@ class _Passes:
                 values.update(zip(layer.outputs, made[first], strict=True))
             else:
                 piece = self._piece(place)
-                if self.device.type == "cuda" and (place, samples) not in self._loaded:
+                if self.device.type != "cpu" and (place, samples) not in self._loaded:
                     self._timed(piece, values, context)
                     self._loaded.add((place, samples))
                 outputs, timed[place] = self._timed(piece, values, context)
