@@ -31,6 +31,10 @@ class LayerClock(Protocol):
         """Return the seconds of every layer so far."""
         ...
 
+    def launch_seconds(self) -> list[float]:
+        """Return what Python took to launch each layer; 0 where it computes it."""
+        ...
+
 
 def layer_clock(device: torch.device, alone: bool = False) -> LayerClock:
     """Return a stopwatch for layers on a device. `alone`: time for which the one thread is paused does not count."""
@@ -69,6 +73,9 @@ class ProcessorClock:
         factor = sum(self._taken) / computed
         return [factor * layer_seconds for layer_seconds in self._computed]
 
+    def launch_seconds(self) -> list[float]:
+        return [0.0] * len(self._taken)
+
 
 class GpuClock:
     """A stopwatch for layers that a GPU computes."""
@@ -76,14 +83,17 @@ class GpuClock:
     def __init__(self, device: torch.device, head_start_seconds: float = _HEAD_START_SECONDS) -> None:
         self._device, self._cycles = device, int(head_start_seconds * _CYCLES_PER_SECOND)
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._launches: list[float] = []
 
     def start(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
             self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._began.record()
+        self._launching = time.perf_counter()
 
     def stop(self) -> None:
+        self._launches.append(time.perf_counter() - self._launching)
         with torch.cuda.device(self._device):
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended.record()
@@ -92,6 +102,9 @@ class GpuClock:
     def seconds(self) -> list[float]:
         torch.cuda.synchronize(self._device)
         return [began.elapsed_time(ended) / 1000 for began, ended in self._spans]
+
+    def launch_seconds(self) -> list[float]:
+        return self._launches
 
 
 class CallTimer:
