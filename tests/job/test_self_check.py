@@ -18,7 +18,9 @@ import manyhands as mh
 from custom_functions import reverse
 from manyhands.facts.errors import BadValue, CaptureFailed, ManyhandsError
 from manyhands.graph.capture import capture
+from manyhands.graph.verify import Verified
 from manyhands.job import self_check as verifying
+from manyhands.job.self_check import SelfChecks
 from manyhands.runtime.coordinator import Coordinator
 from real_runs import workers
 
@@ -224,3 +226,17 @@ def test_setup_is_called_and_a_validation_step_is_warned_of(cluster: Coordinator
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         mh.Trainer(cluster=cluster, batch_size=BATCH, folder=tmp_path / "again").fit(Validated(), rows())
+
+
+def test_checks_leave_cores_to_the_workers_that_are_measured_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def check() -> Verified:
+        threads.append(torch.get_num_threads())
+        return Verified(1, 0.0, 0.0)
+
+    for cores in (2, 8):
+        monkeypatch.setattr("manyhands.job.self_check.usable_cores", lambda cores=cores: cores)
+        with SelfChecks([check]) as checks:
+            checks.result()
+    assert threads == [1, 2]

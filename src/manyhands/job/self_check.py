@@ -28,8 +28,8 @@ _OUTPUTS_HELD = 4
 
 
 _CORES_PER_THREAD = 4
-"""Cores of this machine for each thread that a self-check computes with. Workers of this machine are measured meanwhile,
-and take all cores: threads that wait for each other and are paused in turn take several times as long as one alone."""
+"""Cores of this machine for each thread that a self-check computes with. Workers that are measured meanwhile may take
+all cores: threads that wait for each other and are paused in turn take several times as long as one alone."""
 
 
 class SelfChecks:
