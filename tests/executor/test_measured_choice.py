@@ -109,7 +109,9 @@ def test_it_looks_again_when_times_have_shifted() -> None:
 
 def test_a_trial_that_was_disturbed_as_a_whole_is_made_good() -> None:
     """Something else runs through the whole of the first trial, and hits one way only."""
-    ways = train(4 * WINDOW_ROUNDS, lambda number, is_torch: [5.0 if not is_torch and number < TRIAL_ROUNDS else 1.0] * 2)
+    ways = train(
+        4 * WINDOW_ROUNDS, lambda number, is_torch: [5.0 if not is_torch and number < TRIAL_ROUNDS else 1.0] * 2
+    )
     assert ways[TRIAL_ROUNDS]
     assert not ways[-1]
 

@@ -6,18 +6,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from manyhands.facts.errors import Refused, TimedOut
 from manyhands.transport import dialling
-from manyhands.transport import listener as listener_module
 from manyhands.transport.dialling import dial
 from manyhands.transport.endpoint import Address
 from manyhands.transport.inprocess import InProcessTransport
-from manyhands.transport.security import PREAMBLE, Purpose, Security, new_token, preamble
+from manyhands.transport.security import PREAMBLE, Purpose, Security, admit, new_token, preamble
 from manyhands.transport.transport import ConnectedEndpoint, TcpTransport, Transport, reach_either
 
 HERE = "127.0.0.1"
@@ -155,7 +154,7 @@ class Busy:
     def __init__(self, security: Security, *, is_silent: bool = False) -> None:
         self.came, self._security, self._is_silent = 0, security, is_silent
         self._socket = socket.create_server((HERE, 0))
-        self.address = self._socket.getsockname()
+        self.address: tuple[str, int] = self._socket.getsockname()
         self._held: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -166,16 +165,13 @@ class Busy:
                 connected, _ = self._socket.accept()
             except OSError:
                 return
-            connected.recv(PREAMBLE.size, socket.MSG_WAITALL)
             self.came += 1
-            connected.sendall(preamble(self._security, Purpose.CONTROL))
-            if self._is_silent:
-                self._held.append(connected)
-            else:
-                connected.shutdown(socket.SHUT_WR)  # a reset could overtake the preamble
-                while connected.recv(4096):
-                    pass
-                connected.close()
+            self._held.append(connected)
+            with suppress(OSError):  # the other end has closed
+                connected.recv(PREAMBLE.size, socket.MSG_WAITALL)
+                connected.sendall(preamble(self._security, Purpose.CONTROL))
+                if not self._is_silent:
+                    connected.shutdown(socket.SHUT_WR)  # not closed: a reset could overtake the preamble
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -211,7 +207,7 @@ def test_it_is_let_in_once_there_is_time(closing: ExitStack, monkeypatch: pytest
     monkeypatch.setattr(dialling, "_CUT_OFF_SECONDS", (0.01, 0.02))
     listener = TcpTransport().listen("a", HERE, 0, OTHER)
     closing.callback(listener.close)
-    admit, closed = listener_module.admit, []
+    closed: list[bytes] = []
 
     def busy(connected: socket.socket, *others: Any) -> Any:
         if len(closed) < 2:
@@ -220,6 +216,6 @@ def test_it_is_let_in_once_there_is_time(closing: ExitStack, monkeypatch: pytest
             raise TimeoutError
         return admit(connected, *others)
 
-    monkeypatch.setattr(listener_module, "admit", busy)
+    monkeypatch.setattr("manyhands.transport.listener.admit", busy)
     TcpTransport().reach("b", *listener.address, OTHER, 20.0).close()
     assert len(closed) == 2

@@ -90,7 +90,9 @@ class KeyRefused(Refused):
 class TakesNoProofs(Exception):
     """No proof of the token is accepted now, or none is sent; it may be tried again after `seconds`."""
 
-    def __init__(self, seconds: float, reason: str = "it takes no token for {:.0f} s: too many wrong ones came") -> None:
+    def __init__(
+        self, seconds: float, reason: str = "it takes no token for {:.0f} s: too many wrong ones came"
+    ) -> None:
         super().__init__(reason.format(seconds))
         self.seconds = seconds
 
@@ -217,7 +219,9 @@ def _prove_token(handshake: Handshake, knowledge: Knowledge, where: str) -> None
     except NotAgreed as error:
         raise Refused(f"{where} is not to be trusted: it does not know the token itself ({error}).") from error
     except Limited as error:
-        raise TakesNoProofs(error.seconds, "it has not proven the token too often: none is sent for {:.0f} s") from error
+        raise TakesNoProofs(
+            error.seconds, "it has not proven the token too often: none is sent for {:.0f} s"
+        ) from error
 
 
 def _check_answer(handshake: Handshake, key: bytes, where: str) -> None:

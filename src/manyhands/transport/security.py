@@ -229,7 +229,6 @@ class CutOff(Broken):
     peers than it can handle. A refusal is said."""
 
 
-
 def preamble(security: Security, purpose: Purpose) -> bytes:
     return PREAMBLE.pack(MAGIC, PROTOCOL, security.encrypted, purpose)
 
