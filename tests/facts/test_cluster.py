@@ -295,6 +295,16 @@ def test_a_changed_link() -> None:
         cluster.with_link(slow, ("laptop", "nobody"))
 
 
+def test_local_workers_on_gpus_and_beside_them() -> None:
+    assert [device.compute for device in Cluster.local(3, gpus=2).devices] == ["cuda:0", "cuda:1", "cpu"]
+    several = Cluster.local(5, gpus=[0, 0, 1, 1])
+    assert [device.compute for device in several.devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cpu"]
+    assert several.names == Cluster.local(5).names
+    for count, gpus in ((1, 2), (1, [0, 0]), (2, -1), (2, [0, -1])):
+        with pytest.raises(BadValue, match="gpus="):
+            Cluster.local(count, gpus=gpus)
+
+
 def test_local_workers_are_equal_but_for_their_names() -> None:
     cluster = Cluster.local(3, gflops=7.0)
     assert cluster.names == ("local-1", "local-2", "local-3")

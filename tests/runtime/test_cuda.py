@@ -85,3 +85,30 @@ def test_a_gpu_among_cpus_is_exact(tmp_path: Path, by: str) -> None:
     for (source, target), size in result.planned_bytes.items():
         assert result.logs[source].sent_bytes[target] == 20 * size
     assert all(log.rounds == 20 and log.operators for log in result.logs.values())
+
+
+@pytest.mark.parametrize("by", ["samples", "stages", "tiles"])
+def test_two_workers_on_one_gpu_exchange_there(tmp_path: Path, by: str) -> None:
+    """Exactly, and without a byte of a tensor in the machine's memory; with a third worker on a processor, only what
+    that one gets goes through it."""
+    layers = len(mh.capture(Network().double(), torch.randn(4, 3, 12, 12, dtype=torch.float64)).layers)
+    micro_batches = 2 if by == "stages" else 1
+    whole = mh.Plan("Network", 12, (Stage((0, layers), ("local-1",)),), micro_batches)
+    alone, _ = trained(mh.Cluster.local(1), whole, tmp_path / "alone")
+    for count in (2, 3):
+        cluster = mh.Cluster.local(count, gpus=[0, 0])
+        names = cluster.names
+        share = BySamples((6, 6) if count == 2 else (4, 5, 3)) if by == "samples" else ByTiles((1,) * count, (1,))
+        stages: tuple[Stage, ...] = (Stage((0, layers), names, share),)
+        if by == "stages":
+            stages = (Stage((0, 2), names[:1]), Stage((2, layers), names[1:2]))
+            if count == 3:
+                stages = (Stage((0, 1), names[:1]), Stage((1, 2), names[1:2]), Stage((2, layers), names[2:]))
+        plan = mh.Plan("Network", 12, stages, micro_batches)
+        together, result = trained(cluster, plan, tmp_path / f"together-{count}")
+        for name, tensor in alone.items():
+            scale = float(tensor.abs().max()) or 1.0
+            assert float((together[name] - tensor).abs().max()) <= 1e-10 * scale, name
+        assert sum(log.host_bytes for log in result.logs.values()) == 0 or count == 3
+        assert result.logs[names[0]].sent_bytes[names[1]] > 0
+    assert result.logs[names[1]].host_bytes > 0

@@ -41,8 +41,8 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="Run only this bench: capture, core, lab, tile, tile-8, pipeline, recovery, chaos, split, auto, "
-            "infer, infer-accuracy, networks, generate, larger, trainer, gpu, collectives, scale. Repeatable.",
+            help="Run only this bench: capture, core, lab, tile, tile-8, tile-gpu, pipeline, recovery, chaos, split, "
+            "auto, infer, infer-accuracy, networks, generate, larger, trainer, gpu, collectives, scale. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -121,6 +121,9 @@ def tile(
     quick: Quick = False,
     full: Full = False,
     out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("tile-studies"),
+    compute: Annotated[
+        str, typer.Option("--compute", help="cuda: the paper's study of GPUs alone, on a GPU and beside processors.")
+    ] = "cpu",
     json: Json = False,
 ) -> None:
     """Compare training in tiles with one device: speed, memory, bytes, groupings.
@@ -128,6 +131,15 @@ def tile(
     Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
     """
     from manyhands_bench.tile.bench import bench_tile
+    from manyhands_bench.tile.gpu_study import bench_gpu_tiles
+
+    if compute not in ("cpu", "cuda"):
+        from manyhands.facts.errors import BadValue
+
+        raise BadValue(f"--compute {compute:.40}: tiles are measured on cpu or cuda.", hint="Write --compute cuda.")
+    if compute == "cuda":
+        _measure("tile", lambda say: bench_gpu_tiles(quick, _lines(say)), quick, json)
+        return
 
     _measure(
         "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json,
@@ -430,7 +442,9 @@ def collectives(quick: Quick = False, json: Json = False) -> None:
 
 @app.command("gpu")
 def gpu(
-    only: Annotated[Only, typer.Option("--only", help="Run only this part: ratio, bf16, exact. Repeatable.")] = None,
+    only: Annotated[
+        Only, typer.Option("--only", help="Run only this part: ratio, bf16, exact, shared, mixed. Repeatable.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Where figures are stored as they are measured.", show_default=False),
@@ -438,7 +452,8 @@ def gpu(
     quick: Quick = False,
     json: Json = False,
 ) -> None:
-    """Measure one GPU by manyhands beside plain PyTorch on it: float32, bfloat16, and the price of exact=True.
+    """Measure one GPU by manyhands beside plain PyTorch on it: float32, bfloat16, the price of exact=True; two workers
+    on it, and one beside processors.
 
     Needs a GPU; the BERT needs transformers, the ViT torchvision. Figures go to standard output, settings to standard
     error. About five minutes.

@@ -31,6 +31,7 @@ from manyhands_bench.results import Host, Result, write_result
 
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
+    "tile-gpu": "tile --compute cuda",
     "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer", "gpu": "gpu", "collectives": "collectives",
@@ -39,8 +40,8 @@ WORDS = {
 """Result -> the words after `manyhands bench` that measure it."""
 CORES = {"tile-8": 8}
 """Result -> the least number of cores it needs."""
-ON_GPU = ("infer-accuracy", "gpu")
-DRAWS = ("tile", "tile-8", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy", "networks")
+ON_GPU = ("infer-accuracy", "gpu", "tile-gpu")
+DRAWS = ("tile", "tile-8", "tile-gpu", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy", "networks")
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""
 LIMIT_SECONDS = 3 * 3600.0

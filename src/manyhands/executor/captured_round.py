@@ -44,11 +44,6 @@ class CapturedRound:
         self._rounds = 0
 
     @property
-    def has_graph(self) -> bool:
-        """Whether rounds have been captured."""
-        return self._graph is not None
-
-    @property
     def is_there(self) -> bool:
         """Whether there is a graph, for the weights where they are now."""
         return self._graph is not None and self._places == _places(self._weights)

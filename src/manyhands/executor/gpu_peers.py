@@ -22,6 +22,8 @@ import torch
 from manyhands.facts.errors import BadSchedule
 from manyhands.schedule.actions import Reduce
 
+GPU_SHARING_VARIABLE = "MANYHANDS_GPU_SHARING"
+"""The environment variable with which a worker shares no memory of its GPU: 0."""
 DESCRIPTOR_BYTES = 512
 """The bytes of a message for each tensor that stays where it is."""
 _LENGTH_BYTES = 2
@@ -33,7 +35,7 @@ _MOST_HANDLE_BYTES = 80
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a tensor is in a GPU's memory, in PyTorch's terms (`torch.multiprocessing`)."""
+    """The place of a tensor in a GPU's memory, in PyTorch's terms (`torch.multiprocessing`)."""
 
     handle: bytes
     byte_count: int
@@ -120,7 +122,8 @@ def _read(row: bytes) -> _Descriptor:
 def gpu_key(compute: str) -> str:
     """Return a key that workers have in common which compute on one GPU and can open each other's memory there; empty
     for a worker without a GPU of this kind."""
-    if not compute.startswith("cuda") or torch.version.hip is not None:
+    is_off = os.environ.get(GPU_SHARING_VARIABLE, "1") == "0"
+    if is_off or not compute.startswith("cuda") or torch.version.hip is not None:
         return ""
     gpu = str(getattr(torch.cuda.get_device_properties(torch.device(compute)), "uuid", ""))
     if not gpu:

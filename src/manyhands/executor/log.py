@@ -166,7 +166,7 @@ class Recorder:
     _watched_at: float = -math.inf
 
     def begin(self, step: int, *, is_captured: bool = False) -> None:
-        """Begin a round; `is_captured`: it is one CUDA graph, and would be slower if it were watched."""
+        """Begin a round; `is_captured`: it is one CUDA graph, or is to be one, and is slower where it is watched."""
         self.step, self._round, self._seconds = step, [], {}
         self.glimpses = []
         self.is_watched = self.watch_every > 0 and self.log.rounds % self.watch_every == min(2, self.watch_every - 1)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
 
@@ -241,19 +241,27 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         bytes_per_second: float = 3e9,
         delay_seconds: float = 60e-6,
         estimated: bool = True,
-        gpus: int = 0,
+        gpus: int | Sequence[int] = 0,
     ) -> Cluster:
-        """Return `count` workers on this machine, the first `gpus` of them each on a GPU, joined by loopback."""
+        """Return `count` workers on this machine, joined by loopback. The first ones are on GPUs: `gpus` of them each
+        on its own, or those that `gpus` lists, as [0, 0] for two workers on the first GPU."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
             raise BadValue(f"local: {count!r} workers asked for; it must be 1 to {MOST_DEVICES}.")
+        of_workers = list(range(gpus) if isinstance(gpus, int) else gpus)
+        is_sensible = gpus >= 0 if isinstance(gpus, int) else all(gpu >= 0 for gpu in of_workers)
+        if not is_sensible or len(of_workers) > count:
+            raise BadValue(
+                f"local: {count} worker(s), and gpus={gpus!r}.",
+                hint="Write how many workers have a GPU of their own, or the GPU of each worker: gpus=[0, 0].",
+            )
         devices = tuple(
             Device(
-                name=f"local-{number}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
+                name=f"local-{number + 1}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
                 memory_bytes_per_second=memory_bytes_per_second, cores=cores, operator_seconds=operator_seconds,
                 estimated=estimated, source="A worker on this machine.",
-                compute=f"cuda:{number - 1}" if number <= gpus else "cpu",
+                compute=f"cuda:{of_workers[number]}" if number < len(of_workers) else "cpu",
             )
-            for number in range(1, count + 1)
+            for number in range(count)
         )  # fmt: skip
         return cls(f"local:{count}", devices, Link(bytes_per_second, delay_seconds))
 

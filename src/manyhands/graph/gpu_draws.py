@@ -9,6 +9,7 @@ made of PyTorch's operators.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -174,12 +175,29 @@ def _launch(
     in_memory = isinstance(keys, torch.Tensor)
     row = keys if in_memory else _no_keys(out.device)
     first, second = (0, 0) if isinstance(keys, torch.Tensor) else keys
+    _enter_gpu(out.device)
     with torch.cuda.device(out.device):
         kernel(
             ((count + _THREADS - 1) // _THREADS, 1, 1),
             (_THREADS, 1, 1),
             [*arguments, row, int(in_memory), first, second, count, *itertools.chain.from_iterable(axes)],
         )
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
+_entered = _Entered()
+
+
+def _enter_gpu(device: torch.device) -> None:
+    """Make a GPU's context this thread's: PyTorch's own kernels do so, which a thread of autograd may not have launched
+    yet, and a compiled kernel does not."""
+    if device not in _entered.devices:
+        torch.zeros((), device=device)
+        _entered.devices.add(device)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ import torch
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.executor.update_rate import quick_bytes_per_second
 from manyhands.facts.optimizer import Optimizer
+from manyhands.graph import accelerators
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
@@ -24,6 +25,9 @@ from manyhands.runtime.joining import Joining
 from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.processes import give_back_memory
 from manyhands.runtime.received_graph import graph_of
+
+_GPU_SECONDS = 5.0
+"""The least limit of measuring quickly on a GPU, which loads every kernel before it runs it for the first time."""
 
 
 def measured(command: Measure, device: str, joining: Joining) -> Measured:
@@ -61,7 +65,8 @@ def measured(command: Measure, device: str, joining: Joining) -> Measured:
 
 def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Joining) -> Measured:
     """Return the times of the layers as far as the limit of seconds allows, and the rate of the optimiser's steps."""
-    settings = QuickSettings(command.seconds, device, joining.compute, command.alone)
+    seconds = command.seconds if joining.compute == "cpu" else max(command.seconds, _GPU_SECONDS)
+    settings = QuickSettings(seconds, device, joining.compute, command.alone)
     profile = measure_quickly(graph, command.ladder, command.kernels or {}, settings)
     rate = 0.0
     if command.optimizer is not None:
@@ -83,4 +88,4 @@ def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
 
 def _free_bytes(compute: str) -> int:
     """Return the bytes that this process may still take on the device where it computes."""
-    return int(torch.cuda.mem_get_info(torch.device(compute))[0]) if compute.startswith("cuda") else free_bytes()
+    return accelerators.free_bytes(torch.device(compute)) or free_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -125,11 +126,10 @@ def open_session(
 
 
 def _shared_memory(cluster: Cluster, coordinator: Coordinator) -> Cluster:
-    """Return the cluster with the machine's memory divided among its workers, which share it."""
-    count = sum(device.compute == "cpu" for device in cluster.devices)
+    """Return the cluster with the memory of the machine, and of each GPU, divided among the workers that share it."""
+    counts = Counter(device.compute for device in cluster.devices)
     devices = []
     for device in cluster.devices:
         memory_bytes = coordinator.members[device.name].facts.memory_bytes
-        budget = memory_bytes // count if device.compute == "cpu" else memory_bytes
-        devices.append(msgspec.structs.replace(device, memory_bytes=budget))
+        devices.append(msgspec.structs.replace(device, memory_bytes=memory_bytes // counts[device.compute]))
     return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)

@@ -3,6 +3,8 @@
 ratio      a step of plain PyTorch over ours, one GPU alone, in PyTorch's default float32
 bf16       the same under bfloat16 autocast
 exact      a step with exact=True over one without: what deterministic kernels without TF32 cost
+shared     the bytes of tensors that two workers on one GPU exchange through the machine's memory
+mixed      the speed of a GPU, slowed to a Jetson's, beside workers on processors over that of the GPU alone
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from pathlib import Path
 import torch
 
 from manyhands.facts.errors import ManyhandsError
+from manyhands.session.session import usable_cores
 from manyhands_bench.figures import Figures, Progress
-from manyhands_bench.gpu.alone import our_seconds, step_ratio
+from manyhands_bench.gpu.alone import our_seconds, plain_seconds, step_ratio
 from manyhands_bench.gpu.networks import NETWORKS
+from manyhands_bench.gpu.several import MOST_CPU_WORKERS, SHARED_WAYS, jetson_slowdown, mixed_gain, shared_gpu
 from manyhands_bench.parts import check_asked, measure_parts
 
 
@@ -25,7 +29,7 @@ from manyhands_bench.parts import check_asked, measure_parts
 class GpuScope:
     """The amount of measuring."""
 
-    steps: int = 60
+    steps: int = 50
     repeats: int = 1
     networks: tuple[str, ...] = tuple(NETWORKS)
 
@@ -33,6 +37,7 @@ class GpuScope:
 DEFAULT = GpuScope()
 QUICK = GpuScope(steps=20, networks=("resnet50", "resnet18"))
 EXACT_NETWORK = "resnet50"
+SHARED_NETWORK = "resnet18"
 NOT_MEASURED = math.nan
 """The figure of a network that cannot be measured here."""
 
@@ -54,6 +59,17 @@ class GpuBench:
         network, steps = NETWORKS[EXACT_NETWORK], self.scope.steps
         usual, exact = our_seconds(network, "float32", steps), our_seconds(network, "float32", steps, exact=True)
         return {"exact_price": exact / usual, "exact_step_seconds": exact, "exact_setting": network.title}
+
+    def shared(self) -> Figures:
+        figures: Figures = {"shared_gpu_setting": f"{NETWORKS[SHARED_NETWORK].title}, two workers on one GPU"}
+        for way in SHARED_WAYS:
+            figures |= shared_gpu(NETWORKS[SHARED_NETWORK], way)
+        return figures | {"bytes_through_host": sum(int(figures[f"bytes_through_host_{way}"]) for way in SHARED_WAYS)}
+
+    def mixed(self) -> Figures:
+        network = NETWORKS[EXACT_NETWORK]
+        slowdown = jetson_slowdown(network, plain_seconds(network, "float32", self.scope.steps))
+        return mixed_gain(network, slowdown, min(MOST_CPU_WORKERS, max(1, usable_cores() - 1)))
 
     def _ratios(self, precision: str, key: str) -> Figures:
         figures: Figures = {
@@ -77,6 +93,7 @@ class GpuBench:
 
 PARTS: Mapping[str, Callable[[GpuBench], Figures]] = {
     "ratio": GpuBench.ratio, "bf16": GpuBench.bf16, "exact": GpuBench.exact,
+    "shared": GpuBench.shared, "mixed": GpuBench.mixed,
 }  # fmt: skip
 
 

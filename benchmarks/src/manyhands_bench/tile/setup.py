@@ -60,25 +60,29 @@ WARM_UP_STEPS = 1
 
 @dataclass
 class TiledNetwork:
-    """The network captured at one image size, with a batch of one sample and the kernels both sides use."""
+    """The network captured at one image size, with a batch and the kernels both sides use."""
 
     shape: tuple[int, ...]
     graph: Graph
     data: SameBatch
     preload: Preload
     kernels: Mapping[str, Kernel]
+    batch_size: int = 1
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], kernels: Mapping[str, Kernel] | None = None) -> TiledNetwork:
-        data = SameBatch(MODEL, shape, 1)
+    def of(
+        cls, shape: tuple[int, ...], kernels: Mapping[str, Kernel] | None = None, batch_size: int = 1
+    ) -> TiledNetwork:
+        data = SameBatch(MODEL, shape, batch_size)
         torch.manual_seed(0)
         module, loss = build(MODEL), loss_function(ZOO[MODEL].loss)
         return cls(
-            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Preload.of(data), kernels or {}
-        )
+            shape, captured(module, data, loss, granularity="blocks", name=MODEL), data, Preload.of(data),
+            kernels or {}, batch_size,
+        )  # fmt: skip
 
     def __str__(self) -> str:
-        return f"{MODEL} {'x'.join(map(str, self.shape))} batch 1"
+        return f"{MODEL} {'x'.join(map(str, self.shape))} batch {self.batch_size}"
 
     # Plans
 
@@ -92,13 +96,14 @@ class TiledNetwork:
         """Return a plan of even tiles."""
         grid = way.grid
         share = ByTiles((1,) * grid[0], (1,) * grid[1])
-        plan = self.plan(Stage((0, len(self.graph.network.layers)), tuple(devices), share))
+        stage = Stage((0, len(self.graph.network.layers)), tuple(devices), share)
+        plan = self.plan(stage, batch_size=self.batch_size)
         if not way.beside_sums:
             return plan
         geometry = TileGeometry(plan, 0, self.graph.network)
         starts = geometry.start_names(geometry.beside_sums(through_windows=True))
         share = msgspec.structs.replace(share, forward_groups=starts)
-        return self.plan(msgspec.structs.replace(plan.stages[0], share=share))
+        return self.plan(msgspec.structs.replace(plan.stages[0], share=share), batch_size=self.batch_size)
 
     def by_samples(self, devices: Sequence[str], batch_size: int) -> Plan:
         """Return a data-parallel plan, as even as possible; with fewer samples than devices the last ones are idle."""
