@@ -36,7 +36,7 @@ from manyhands.profiler.bands import (
 )
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.layer_clocks import LayerClock, layer_clock
-from manyhands.profiler.memory import PeakBytes
+from manyhands.graph.peak_bytes import PeakBytes
 from manyhands.profiler.steps import borrowed_state
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads
