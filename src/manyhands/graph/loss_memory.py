@@ -45,9 +45,7 @@ def _peaks(loss: Graph, counts: Sequence[int]) -> list[int]:
 
 
 def _peak(loss: Graph, piece: Piece, outputs: set[str], samples: int) -> int:
-    inputs = {
-        spec.name: torch.empty(spec.shape_for(samples), dtype=getattr(torch, spec.dtype)) for spec in loss.inputs
-    }
+    inputs = {spec.name: torch.empty(spec.shape_for(samples), dtype=getattr(torch, spec.dtype)) for spec in loss.inputs}
     for name, tensor in inputs.items():
         if name in outputs and tensor.is_floating_point():
             tensor.requires_grad_()

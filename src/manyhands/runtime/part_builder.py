@@ -39,7 +39,6 @@ from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.transport import ConnectedEndpoint
 
-
 SPARE = 1.5
 """The free memory, in what the plan takes, that a process needs to keep what it frees."""
 
