@@ -25,6 +25,7 @@ TO_DO = {
     "BadPlan": "The message names the stage and both values. `manyhands plan --out plan.yaml` writes one that fits.",
     "CaptureFailed": "The message names the line of your module. See [own models](../howto/own-model.md).",
     "BadGraph": "Do not load it; capture the network again from its source.",
+    "GpuOutOfMemory": "As for `OutOfMemory`; the job has tried once with twice as many micro-batches, if it could.",
     "OutOfMemory": "More devices, more micro-batches, or tiles: `--share auto` looks at all. "
     "The message says what is missing where.",
     "BadSchedule": "A plan written by hand that deadlocks, or a bug: `manyhands plan --schedule` prints every action.",

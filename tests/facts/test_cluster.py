@@ -297,12 +297,12 @@ def test_a_changed_link() -> None:
 
 def test_local_workers_on_gpus_and_beside_them() -> None:
     assert [device.compute for device in Cluster.local(3, gpus=2).devices] == ["cuda:0", "cuda:1", "cpu"]
-    several = Cluster.local(5, gpus=2, workers_per_gpu=2)
+    several = Cluster.local(5, gpus=[0, 0, 1, 1])
     assert [device.compute for device in several.devices] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1", "cpu"]
     assert several.names == Cluster.local(5).names
-    for count, gpus, each in ((1, 2, 1), (3, 2, 2), (2, 1, 0), (2, -1, 1)):
-        with pytest.raises(BadValue, match="GPUs"):
-            Cluster.local(count, gpus=gpus, workers_per_gpu=each)
+    for count, gpus in ((1, 2), (1, [0, 0]), (2, -1), (2, [0, -1])):
+        with pytest.raises(BadValue, match="gpus="):
+            Cluster.local(count, gpus=gpus)
 
 
 def test_local_workers_are_equal_but_for_their_names() -> None:

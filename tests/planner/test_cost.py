@@ -190,3 +190,25 @@ def test_moving_bytes_takes_computing_where_cores_are_short() -> None:
     assert costs.copy_seconds("a", Send("b", message)) == costs.copy_seconds("b", Receive("a", message)) == 1.0
     free = CostModel(NETWORK, cluster(names, Link(1e6, 0.001)), PROFILE)
     assert free.copy_seconds("a", reduce) == 0.0
+
+
+def test_small_kernels_of_a_gpu_take_as_long_as_launching_them() -> None:
+    """Unless the GPU computes a whole round alone, which is launched at once."""
+    times = PROFILE.of("a")
+    launches = ((0.001, 0.5), (0.5, 0.001), (0.03, 0.03), (0.0, 0.0))
+    on_gpu = Profile({"a": msgspec.structs.replace(times, launch_seconds=launches), "b": PROFILE.of("b")})
+    costs, plain = CostModel(NETWORK, CLUSTER, on_gpu), model()
+    count = len(NETWORK.ops)
+
+    def priced(costs: CostModel, plan: Plan, stage: int, first: int, last: int) -> tuple[float, float]:
+        geometry = geometry_of(resolve(plan, NETWORK, CLUSTER), stage, NETWORK)
+        forward, backward = Forward(stage, 0, first, last), Backward(stage, 0, first, last)
+        return costs.compute_seconds(geometry, "a", forward), costs.compute_seconds(geometry, "a", backward)
+
+    alone = Plan(NETWORK.name, 1, (Stage((0, 4), ("a",)),))
+    assert priced(costs, alone, 0, 0, count) == priced(plain, alone, 0, 0, count)
+    piped = Plan(NETWORK.name, 1, (Stage((0, 2), ("a",)), Stage((2, 4), ("b",))))
+    assert priced(costs, piped, 0, 0, 6) == pytest.approx((0.501, 0.501))
+    assert priced(costs, piped, 0, 0, 3) == pytest.approx((TIMES[0][0], 0.5))
+    assert priced(costs, piped, 0, 0, 1) == pytest.approx((TIMES[0][0] / 3, 0.5 / 3))
+    assert priced(plain, piped, 0, 0, 6) == pytest.approx((0.04, 0.07))

@@ -96,7 +96,7 @@ def test_two_workers_on_one_gpu_exchange_there(tmp_path: Path, by: str) -> None:
     whole = mh.Plan("Network", 12, (Stage((0, layers), ("local-1",)),), micro_batches)
     alone, _ = trained(mh.Cluster.local(1), whole, tmp_path / "alone")
     for count in (2, 3):
-        cluster = mh.Cluster.local(count, gpus=1, workers_per_gpu=2)
+        cluster = mh.Cluster.local(count, gpus=[0, 0])
         names = cluster.names
         share = BySamples((6, 6) if count == 2 else (4, 5, 3)) if by == "samples" else ByTiles((1,) * count, (1,))
         stages: tuple[Stage, ...] = (Stage((0, layers), names, share),)

@@ -190,6 +190,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         "redeployed": f"another cut, K or packing from step {step} ({event.get('reason', '')})",
         "waiting": f"waiting for workers: {event.get('workers')} of {event.get('least')}",
         "rewound": str(event.get("reason", "")),
+        "out of memory": str(event.get("reason", "")),
         "checkpoint": f"checkpoint after step {step}",
         "evaluated": _evaluated(event),
         "validated": _validated(event),

@@ -40,7 +40,7 @@ def serve(
     ] = "",
     token_file: TokenFile = "",
     name: Annotated[str, typer.Option("--name", help="What the cloud is called in a run.")] = "server",
-    compute: Annotated[str, typer.Option("--compute", help="cpu, cuda or cuda:1.")] = "cpu",
+    compute: Annotated[str, typer.Option("--compute", help="cpu, cuda, cuda:1, xpu or mps.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=0, help="Threads to compute with. 0: all cores.")] = 0,
     slowdown: Annotated[
         float, typer.Option("--slowdown", min=1.0, help="Take so many times as long as it must.")

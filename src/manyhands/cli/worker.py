@@ -44,7 +44,7 @@ def worker(
         str,
         typer.Option(
             "--compute", envvar="MANYHANDS_COMPUTE", show_envvar=True,
-            help="cpu, cuda or cuda:1. Under torchrun or Slurm cuda is the GPU of the local rank.",
+            help="cpu, cuda, cuda:1, xpu or mps. Under torchrun or Slurm cuda is the GPU of the local rank.",
         ),
     ] = "cpu",
     threads: Annotated[

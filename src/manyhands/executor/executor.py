@@ -40,6 +40,7 @@ from manyhands.executor.runner import Runner
 from manyhands.executor.slowdown import Slowdown
 from manyhands.executor.tensor_memory import TensorMemory
 from manyhands.facts.errors import BadSchedule
+from manyhands.graph.accelerators import synchronize
 from manyhands.graph.graph import Graph
 from manyhands.graph.lengths import LengthGraphs
 from manyhands.graph.weights import Weights
@@ -204,13 +205,13 @@ class Executor:
         box = self.endpoint.mailbox
         arrived = ArrivedMessages(box, step, self.messenger.topic)
         state = DeviceState(arrived, FedMicroBatches(box, step) if is_fed_singly else None)
-        is_slowed, torch_device, is_on_gpu = self.slowdown.is_on, self.torch_device, self.torch_device.type == "cuda"
+        is_slowed, torch_device, is_on_gpu = self.slowdown.is_on, self.torch_device, self.torch_device.type != "cpu"
         with torch.no_grad(), self.part.on_stream():  # code that needs autograd enables it
             for action in islice(self._in_turn(policy, state), self._launch(), None):
                 began, started = time.monotonic(), self.slowdown.now() if is_slowed else 0.0
                 self._act(action)
                 if is_on_gpu and self.recorder.is_traced:
-                    torch.cuda.synchronize(torch_device)  # a GPU computes while Python goes on
+                    synchronize(torch_device)  # a GPU computes while Python goes on
                 if is_slowed and isinstance(action, (Forward, Backward, Step, Send)):
                     self.slowdown.stretch(started)
                 self.recorder.took(action, began, time.monotonic())
@@ -228,8 +229,7 @@ class Executor:
         passes = steps * self.plan.micro_batches // self.plan.steps_per_round
         self.recorder.log.samples += self.part.samples_in(self.work.stage) * passes
         self.result.not_finite_from = self.diagnosis.first_source
-        self.result.seconds = time.monotonic() - start
-        self.settled_step = step + steps
+        self.result.seconds, self.settled_step = time.monotonic() - start, step + steps
         return self.result
 
     def settle(self, result: RoundResult) -> None:

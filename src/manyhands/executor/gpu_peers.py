@@ -35,7 +35,7 @@ _MOST_HANDLE_BYTES = 80
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a tensor is in a GPU's memory, in PyTorch's terms (`torch.multiprocessing`)."""
+    """The place of a tensor in a GPU's memory, in PyTorch's terms (`torch.multiprocessing`)."""
 
     handle: bytes
     byte_count: int

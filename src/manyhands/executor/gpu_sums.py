@@ -39,12 +39,15 @@ class GpuSums:
         points = chunk_points(reduce, self._network)
         chunks = [row[first:last] for first, last in pairwise(points)]
         before = projected([[chunk] for chunk in chunks])
+        received: list[torch.Tensor] = []
+        formed: list[torch.Tensor] = []
         for number, hops in enumerate(gradient_rounds(reduce.devices, reduce.places)):
             named = [(hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target)]
             for hop, name in named:
                 if hop.source == device:
                     descriptor = peers.described(row[points[hop.first] : points[hop.last]])
                     endpoint.send(hop.target, step, name, [descriptor])
+            added: dict[int, None] = {}
             for hop, name in named:
                 if hop.target != device:
                     continue
@@ -53,13 +56,20 @@ class GpuSums:
                 endpoint.mailbox.receive(hop.source, step, name, [arrived])
                 other = peers.opened(arrived, mine.shape, mine.dtype)
                 if hop.adds:
+                    offset = points[hop.first]
+                    for chunk in range(hop.first, hop.last):
+                        received.append(other[points[chunk] - offset : points[chunk + 1] - offset])
+                        added[chunk] = None
                     mine.add_(other)
                 else:
                     mine.copy_(other)
+            formed += [chunks[chunk].clone() for chunk in added]
+        of_received, of_formed = (projected([[row] for row in rows]) for rows in (received, formed))
         after = projected([[chunk] for chunk in chunks])
         laid_out.take_from(row)
         return SumRecord(
             reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tuple(total for total, _ in before),
-            tuple(norm for _, norm in before), (), (), tuple(total for total, _ in after),
+            tuple(norm for _, norm in before), tuple(total for total, _ in of_received),
+            tuple(total for total, _ in of_formed), tuple(total for total, _ in after),
             tied=reduce.weights[0] if reduce.weights else "",
         )  # fmt: skip

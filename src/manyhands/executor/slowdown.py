@@ -6,20 +6,22 @@ import time
 
 import torch
 
+from manyhands.graph.accelerators import synchronize
+
 
 class Slowdown:
     """Makes what is computed take `factor` times as long; a factor of 1 changes nothing."""
 
     def __init__(self, factor: float, torch_device: torch.device | None = None) -> None:
         self.factor, self.is_on = factor, factor > 1.0
-        self._gpu = torch_device if torch_device is not None and torch_device.type == "cuda" else None
+        self._gpu = torch_device if torch_device is not None and torch_device.type != "cpu" else None
 
     def now(self) -> float:
         """Return seconds of computing, to be compared: on a crowded machine, waiting for a core is not slowed. A GPU
         that is slowed ends what it was given first."""
         if self._gpu is not None:
             if self.is_on:
-                torch.cuda.synchronize(self._gpu)
+                synchronize(self._gpu)
             return time.monotonic()
         return time.thread_time() if torch.get_num_threads() == 1 else time.monotonic()
 

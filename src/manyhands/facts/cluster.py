@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
 
@@ -241,24 +241,25 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         bytes_per_second: float = 3e9,
         delay_seconds: float = 60e-6,
         estimated: bool = True,
-        gpus: int = 0,
-        workers_per_gpu: int = 1,
+        gpus: int | Sequence[int] = 0,
     ) -> Cluster:
-        """Return `count` workers on this machine, joined by loopback: `workers_per_gpu` on each of `gpus` GPUs, and the
-        others on its processor."""
+        """Return `count` workers on this machine, joined by loopback. The first ones are on GPUs: `gpus` of them each
+        on its own, or those that `gpus` lists, as [0, 0] for two workers on the first GPU."""
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DEVICES:
             raise BadValue(f"local: {count!r} workers asked for; it must be 1 to {MOST_DEVICES}.")
-        if workers_per_gpu < 1 or not 0 <= gpus * workers_per_gpu <= count:
+        of_workers = list(range(gpus) if isinstance(gpus, int) else gpus)
+        is_sensible = gpus >= 0 if isinstance(gpus, int) else all(gpu >= 0 for gpu in of_workers)
+        if not is_sensible or len(of_workers) > count:
             raise BadValue(
-                f"local: {gpus} GPUs with {workers_per_gpu} worker(s) each, and {count} workers in all.",
-                hint=f"Write Cluster.local({max(count, gpus * max(1, workers_per_gpu))}, ...).",
+                f"local: {count} worker(s), and gpus={gpus!r}.",
+                hint="Write how many workers have a GPU of their own, or the GPU of each worker: gpus=[0, 0].",
             )
         devices = tuple(
             Device(
                 name=f"local-{number + 1}", kind="local", gflops=gflops, memory_bytes=memory_bytes,
                 memory_bytes_per_second=memory_bytes_per_second, cores=cores, operator_seconds=operator_seconds,
                 estimated=estimated, source="A worker on this machine.",
-                compute=f"cuda:{number // workers_per_gpu}" if number < gpus * workers_per_gpu else "cpu",
+                compute=f"cuda:{of_workers[number]}" if number < len(of_workers) else "cpu",
             )
             for number in range(count)
         )  # fmt: skip

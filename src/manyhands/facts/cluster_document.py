@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from manyhands.facts.catalogue import CATALOGUE, catalogue_key
-from manyhands.facts.device import DEVICE_NAME, MOST_OF_ANYTHING, NAME_HINT, Device
+from manyhands.facts.device import COMPUTE, COMPUTE_HINT, DEVICE_NAME, MOST_OF_ANYTHING, NAME_HINT, Device
 from manyhands.facts.errors import BadFile, BadValue, UnknownName, did_you_mean
 from manyhands.facts.link import DirectedLink, Link
 from manyhands.facts.site import Site
@@ -120,8 +119,8 @@ _write_size = partial(_exact, write=format_bytes, parse=parse_bytes, unit="B")
 # field in the document: (field of Device, reader, writer)
 def _compute(value: object, path: str) -> str:
     text = read_text(value, path)
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", text):
-        raise BadFile(f"{path}: '{text:.40}' is not something to compute with.", hint="Write cpu, cuda or cuda:1.")
+    if not COMPUTE.fullmatch(text):
+        raise BadFile(f"{path}: '{text:.40}' is not something to compute with.", hint=COMPUTE_HINT)
     return text
 
 

@@ -13,6 +13,10 @@ MOST_OF_ANYTHING = 1e18  # FLOP/s in billions, bytes, seconds, watts: beyond thi
 NAME_HINT = "Use 1 to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit; quote a bare number."
 DEVICE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
+COMPUTE = re.compile(r"cpu|mps|(cuda|xpu)(:[0-9]{1,2})?")
+"""What a worker computes with: the processor, or a GPU in PyTorch's words."""
+COMPUTE_HINT = "Write cpu, cuda, cuda:1, xpu or mps."
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """A machine: how fast it trains, what it holds, what it draws, and the port that all its traffic shares."""
@@ -33,7 +37,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     site: str = ""  # the site whose uplink all that leaves it shares; empty: it is in none
     copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
     message_seconds: float = 0.0  # of computing lost to each message sent or received, however small
-    compute: str = "cpu"  # what a worker on it computes with: cpu, cuda or cuda:1
+    compute: str = "cpu"  # what a worker on it computes with: cpu, cuda, cuda:1, xpu or mps
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
 

@@ -80,6 +80,10 @@ class OutOfMemory(ManyhandsError):
     exit_code = 8
 
 
+class GpuOutOfMemory(OutOfMemory):
+    """A GPU with less memory than a worker requested there: a job tries once more with more micro-batches."""
+
+
 class BadSchedule(ManyhandsError):
     """A schedule that deadlocks or leaves a message unmatched."""
 

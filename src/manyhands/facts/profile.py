@@ -102,6 +102,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     """The difference between whole steps, as a part of the usual one (a standard deviation)."""
     corrected: Corrected | None = None
     """The correction of the profile; None if it is as measured or estimated."""
+    launch_seconds: tuple[tuple[float, float], ...] = ()
+    """For each layer, what Python takes to launch its kernels on a GPU, forward and backward, whatever the batch size;
+    empty: kernels take no launching. A GPU that computes a whole round alone launches it as one graph instead."""
     is_coarse: bool = False
     """Whether it was measured in little time, before a run's first step: a thorough measurement replaces it."""
     version: int = 1

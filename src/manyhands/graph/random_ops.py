@@ -112,14 +112,16 @@ def _attention(
     if node.options.get("enable_gqa"):  # several heads of the query share one of key and value
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * scale
+    scores = (query * scale) @ key.transpose(-2, -1)
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    # A row with everything masked is 0, as torch's own attention makes it, not nan.
-    weights: torch.Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
+    if mask is None:
+        weights = torch.softmax(scores, -1)
+    else:  # a row with everything masked is 0, as torch's own attention makes it, not nan
+        weights = torch.ops.aten._safe_softmax.default(scores, -1)
     spec = node.outputs[0]
     whole = TensorSpec(spec.name, (*spec.shape[:-1], scores.shape[-1]), spec.dtype, spec.batch_axis)
     if weights.is_cuda:

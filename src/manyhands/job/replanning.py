@@ -32,7 +32,9 @@ OF_MEASURING = SWITCHED, KEPT = "switched", "kept"
 
 def happened(event: str, facts: Mapping[str, Any]) -> str:
     """Return what happened to the workers, in words; empty if it is not worth reporting."""
-    if event == "lost":
+    if event == "out of memory" and "why_not" in facts:
+        return f"{facts['reason']} More micro-batches are of no use: {facts['why_not']}."
+    if event in ("lost", "out of memory"):
         return str(facts["reason"])
     if event == "replanned" and facts["how"] in OF_MEASURING:
         return str(facts["reason"])

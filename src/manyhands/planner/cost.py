@@ -43,8 +43,25 @@ class CostModel:
         seconds = self._computed.get(key)
         if seconds is None:
             together = self.profile.of(device).together(len(geometry.devices))
-            seconds = self._computed[key] = self._compute_seconds(geometry, device, action) * together
+            computed = self._compute_seconds(geometry, device, action)
+            seconds = self._computed[key] = max(computed, self._launch_seconds(geometry, device, action)) * together
         return seconds
+
+    def _launch_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
+        """Return what Python takes to launch an action's kernels on a GPU: small ones end before the next is launched.
+        A round that a GPU computes alone is one graph, and is launched at once (`executor.captured_round`)."""
+        launches = self.profile.of(device).launch_seconds
+        is_graph = len(geometry.devices) == 1 and geometry.first == 0 and geometry.last == len(self.network.ops)
+        if not launches or is_graph:
+            return 0.0
+        way = int(isinstance(action, Backward))
+        part = _BACKWARD_PART[action.part] if isinstance(action, Backward) else 1.0
+        total = 0.0
+        for op in range(action.first, action.last):
+            number = self.network.layer_of_op[op]
+            layer = self.network.layers[number]
+            total += launches[number][way] / (layer.last - layer.first)
+        return total * part
 
     def _compute_seconds(self, geometry: StageGeometry, device: str, action: Forward | Backward) -> float:
         key = (geometry, device, isinstance(action, Forward))

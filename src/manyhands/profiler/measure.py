@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypedDict, Unpack
 
+import msgspec
 import psutil
 import torch
 
@@ -127,7 +128,8 @@ def measure_network(
             say(f"{graph.name} does not fit here: measuring one of {layers.parts} bands of it")
             ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
-        return _profile(graph, passes, peaks, kernels, place.device, identify().text)
+        profile = _profile(graph, passes, peaks, kernels, place.device, identify().text)
+        return msgspec.structs.replace(profile, launch_seconds=layers.launch_seconds())
 
 
 def _check_ladder(ladder: Sequence[int]) -> None:
@@ -241,6 +243,8 @@ class _Layers:
     ) -> None:
         self.graph, self.device, self.training, self.alone = graph, device, training, alone
         self.parts, self.by_layers = 1, by_layers
+        self._launches: tuple[list[float], list[float]] = ([], [])
+        """What Python took to launch every layer in the last pass, forward and backward in the layers' order."""
         if by_layers:
             state = borrowed_state(graph)
             tensors = {s.name: state[s.name].to(device).detach().requires_grad_(s.trainable) for s in graph.weights}
@@ -305,8 +309,14 @@ class _Layers:
         seeds = {n: torch.ones_like(values[n]) for n in self.graph.outputs if values[n].is_floating_point()}
         del values
         timed.forward = clock.seconds()
-        timed.backward = _backward(entered, produced, seeds, layer_clock(self.device, self.alone))
+        back = layer_clock(self.device, self.alone)
+        timed.backward = _backward(entered, produced, seeds, back)
+        self._launches = clock.launch_seconds(), back.launch_seconds()[::-1]
         return timed
+
+    def launch_seconds(self) -> tuple[tuple[float, float], ...]:
+        """Return what Python takes to launch each layer, forward and backward; empty where it computes them."""
+        return tuple(zip(*self._launches)) if any(map(any, self._launches)) else ()
 
     def _entering(self, piece: Piece, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what enters a layer, detached; a gradient is wanted of what has one in training."""

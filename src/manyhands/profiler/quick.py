@@ -82,10 +82,12 @@ def measure_quickly(
         for place, layer in enumerate(network.layers)
     )
     repeats = min(rung.whole_passes for rung in least.values())
+    launches = [passes.launches.get(passes.first[place], (0.0, 0.0)) for place in range(len(network.layers))]
     return DeviceProfile(
         network=network.name, fingerprint=network.fingerprint, input=network.input_text,
         granularity=network.granularity, device=settings.device, source="measured", layers=layers,
         kernels=dict(kernels), machine=identify().text, repeats=repeats,
+        launch_seconds=tuple(launches) if any(map(any, launches)) else (),
         is_coarse=repeats < LEAST_PASSES or set(least) != set(ladder),
     )  # fmt: skip
 
@@ -176,6 +178,8 @@ class _Passes:
     kernels: Mapping[str, Kernel]
     settings: QuickSettings
     pieces: dict[int, Piece] = field(default_factory=dict)
+    launches: dict[int, Seconds] = field(default_factory=dict)
+    """Layer -> what Python took to launch it last."""
     _loaded: set[tuple[int, int]] = field(default_factory=set)
     """Layers and numbers of samples that a GPU has computed: it has loaded their kernels."""
 
@@ -221,10 +225,10 @@ class _Passes:
                 values.update(zip(layer.outputs, made[first], strict=True))
             else:
                 piece = self._piece(place)
-                if self.device.type == "cuda" and (place, samples) not in self._loaded:
+                if self.device.type != "cpu" and (place, samples) not in self._loaded:
                     self._timed(piece, values, context)
                     self._loaded.add((place, samples))
-                outputs, timed[place] = self._timed(piece, values, context)
+                outputs, timed[place], self.launches[place] = self._timed(piece, values, context)
                 made[place] = [outputs[name] for name in layer.outputs]
                 values.update(outputs)
                 for name in piece.weight_names:
@@ -235,7 +239,8 @@ class _Passes:
 
     def _timed(
         self, piece: Piece, values: Mapping[str, torch.Tensor], context: Context
-    ) -> tuple[dict[str, torch.Tensor], Seconds]:
+    ) -> tuple[dict[str, torch.Tensor], Seconds, Seconds]:
+        """Return what a layer returned, its seconds, and those that Python took to launch it."""
         entering = {name: values[name].detach() for name in piece.inputs}
         for name, tensor in entering.items():
             if self.graph.network.tensors[name].differentiable:
@@ -249,7 +254,8 @@ class _Passes:
         backward_piece(entering, outputs, gradients)
         backward.stop()
         seconds = forward.seconds()[0], backward.seconds()[0]
-        return {name: made.detach() for name, made in outputs.items()}, seconds
+        launches = forward.launch_seconds()[0], backward.launch_seconds()[0]
+        return {name: made.detach() for name, made in outputs.items()}, seconds, launches
 
     def estimate(self, layer: Layer, samples: int) -> Seconds:
         """Return the seconds that a layer takes on a typical processor, by its arithmetic and its bytes."""

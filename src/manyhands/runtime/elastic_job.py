@@ -19,16 +19,16 @@ from collections.abc import Sequence
 
 from manyhands.data.rewinding import RewindableBatches
 from manyhands.executor.log import DeviceLog, merged
-from manyhands.executor.messages import COORDINATOR
 from manyhands.facts.errors import ManyhandsError, NotFinite, TimedOut, WorkerLost
 from manyhands.runtime import state
 from manyhands.runtime.agreement import Suspicions
-from manyhands.runtime.control_messages import Progress, Retain
+from manyhands.runtime.control_messages import Retain
 from manyhands.runtime.control_parts import Arrival
-from manyhands.runtime.controller import Controller, Replan
+from manyhands.runtime.controller import Change, Controller, Replan
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.job_membership import JobMembership
 from manyhands.runtime.living import Living
+from manyhands.runtime.memory_retry import MemoryRetry
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.outcome import JobHooks, JobOutcome, Recovery, RunHooks
 from manyhands.runtime.retry_policy import RetryPolicy
@@ -74,6 +74,7 @@ class ElasticJob:
         self._membership = JobMembership(coordinator, retry_policy, self.log_event)
         self._constants = state.constant_weights(order.graph.network, is_training=order.plan.is_training)
         self._failures = 0
+        self._memory_retry = MemoryRetry(self.log_event)
         self._suspicions = Suspicions()
         self._since = coordinator.new_generation()
         """Before all of this job's: what workers have of earlier jobs is none of its state."""
@@ -96,7 +97,8 @@ class ElasticJob:
             hooks = RunHooks(
                 on_step=self._stepped, on_snapshot=self._saved, on_safe=self._is_safe,
                 should_pause=self._should_pause, on_arrivals=self._arrived, on_ready=self.hooks.on_ready,
-                on_progress=self.living.reported if self.living is not None else _ignore, log_event=self.log_event,
+                on_progress=self.living.reported if self.living is not None else RunHooks.on_progress,
+                log_event=self.log_event,
             )  # fmt: skip
             run = self._run = Run(
                 self.coordinator, bounded, hooks, since=self._since, usual=self._usual(), suspicions=self._suspicions
@@ -261,6 +263,8 @@ class ElasticJob:
         since = time.monotonic()
         alive = {member.name for member in self.coordinator.alive()}
         lost = [name for name in dict.fromkeys(participants) if name not in alive]
+        if (change := self._memory_retry.change(order, error)) is not None:
+            return self._next(order, since, error, change=change)
         is_theirs = isinstance(error, WorkerLost) or (isinstance(error, TimedOut) and bool(lost))
         self._failures += 1
         if not is_theirs or not order.plan.is_training or self._failures > self.retry_policy.attempts:
@@ -319,8 +323,11 @@ class ElasticJob:
             watch_every=0,
         )  # fmt: skip
 
-    def _next(self, order: Order, since: float, error: ManyhandsError, lost: str = "") -> Order:
-        """Return the order of the next generation. A worker that is lost while it is made is not in it."""
+    def _next(
+        self, order: Order, since: float, error: ManyhandsError, lost: str = "", change: Change | None = None
+    ) -> Order:
+        """Return the order of the next generation. A worker that is lost while it is made is not in it. `change`: what
+        is known of it already."""
         located = self._surveyed(error)
         while True:
             available = self._membership.available()
@@ -328,19 +335,17 @@ class ElasticJob:
                 located = self._surveyed(error)
                 continue
             self._membership.know_all()
+            names = tuple(member.name for member in available)
             try:
-                change = self.replan(order.plan, tuple(member.name for member in available), self.retry_policy.replan)
+                if change is None or not set(change.plan.devices) <= set(names):
+                    change = self.replan(order.plan, names, self.retry_policy.replan)
                 break
             except (WorkerLost, TimedOut) as new_error:
                 self._failures += 1
                 if self._failures > self.retry_policy.attempts:
                     raise
                 located, error = self._surveyed(new_error), new_error
-        is_saved_alone = any(
-            holders == (COORDINATOR,) and state.weight_of(name) not in self._constants
-            for name, holders in located.holders.items()
-        )
-        if is_saved_alone and located.steps_done < self._furthest:
+        if located.is_saved_alone(self._constants) and located.steps_done < self._furthest:
             reason = (
                 f"some weights were on {lost or 'one device'} alone and are gone: going on from the last checkpoint"
             )
@@ -389,7 +394,3 @@ class ElasticJob:
         """Raise KeyboardInterrupt where the job is to stop: others may never join, and no further step is needed."""
         if self.hooks.should_stop():
             raise KeyboardInterrupt
-
-
-def _ignore(name: str, message: Progress) -> None:
-    """Ignore a device's progress: the run is not shown anywhere."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from manyhands.facts.errors import Refused
 from manyhands.facts.gpu_math import EXACT, GpuMath
 
 
@@ -28,10 +27,3 @@ def use(math: GpuMath) -> None:
     torch.backends.cudnn.benchmark = math.tries_kernels
     torch.backends.cudnn.allow_tf32 = math.convolutions_in_tf32
     torch.set_float32_matmul_precision("high" if math.matrices_in_tf32 else "highest")
-
-
-def check_gpu(compute: str) -> None:
-    """Refuse a GPU that is not there."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(compute.partition(":")[2] or 0) >= count:
-        raise Refused(f"--compute {compute} was asked for; torch sees {count} GPU(s) here.", hint="Use --compute cpu.")

@@ -14,6 +14,7 @@ from manyhands.data.silo import Silo
 from manyhands.executor.gpu_peers import gpu_key
 from manyhands.executor.process_groups import available_backends
 from manyhands.facts.errors import BadValue
+from manyhands.graph import accelerators
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime import state
 from manyhands.runtime.addresses import Advertised
@@ -121,6 +122,4 @@ def _silo_facts(silo: Silo | None) -> SiloFacts | None:
 def _memory_bytes(compute: str) -> int:
     import psutil
 
-    if compute.startswith("cuda"):
-        return int(torch.cuda.get_device_properties(torch.device(compute)).total_memory)
-    return int(psutil.virtual_memory().total)
+    return accelerators.memory_bytes(torch.device(compute)) or int(psutil.virtual_memory().total)

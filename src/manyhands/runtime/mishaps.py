@@ -9,7 +9,7 @@ import traceback
 import psutil
 import torch
 
-from manyhands.facts.errors import ManyhandsError, OutOfMemory
+from manyhands.facts.errors import GpuOutOfMemory, ManyhandsError, OutOfMemory
 from manyhands.facts.units import format_bytes, parse_bytes
 from manyhands.files.documents import write_failed
 from manyhands.runtime.memory_kills import group_of, limit_bytes
@@ -58,7 +58,8 @@ def _out_of_memory(error: BaseException, name: str) -> OutOfMemory:
     size = asked_bytes(error)
     more = f"{format_bytes(size)} ({size} bytes) more were asked for" if size else "more was asked for than there is"
     hint = f"Give {name} less to hold: a smaller batch, more micro-batches, or more devices to share the work."
-    return OutOfMemory(f"out of memory: {more}; {_in_use(error)}.", hint=hint)
+    kind = GpuOutOfMemory if isinstance(error, torch.OutOfMemoryError) else OutOfMemory
+    return kind(f"out of memory: {more}; {_in_use(error)}.", hint=hint)
 
 
 def _in_use(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from manyhands.facts.errors import BadPlan, WorkerLost
 from manyhands.facts.network import WeightSpec
 from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.plan_check import resolve
+from manyhands.graph.accelerators import release_memory
 from manyhands.graph.check import check_weights
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import store_weights
@@ -61,6 +62,7 @@ class PartBuilder:
         what this device has of the state that the job begins with."""
         if self._joining.compute != "cpu":
             use(job.gpu_math)
+            release_memory(torch.device(self._joining.compute))  # the last part's: for other sizes, and other workers
         graph, lengths = self._graphs_of(job)
         network = graph.network
         plan = resolve(job.plan, network)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.hosts import host_and_port
+from manyhands.graph.accelerators import check_gpu
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
 from manyhands.runtime.control_messages import Heartbeat, Refusal
 from manyhands.runtime.failed_proofs import REPORT_SECONDS, FailedProofs
-from manyhands.runtime.gpu_settings import check_gpu
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.shared_token import config_folder
 from manyhands.runtime.worker import Worker

@@ -113,6 +113,12 @@ class Located:
         listed = {entry.name: entry for entry in entries(tensors)}
         return cls(saved.steps_done, saved.scalars, listed, dict.fromkeys(tensors, (COORDINATOR,)), tensors)
 
+    def is_saved_alone(self, constants: Collection[str]) -> bool:
+        """Return whether the coordinator alone has some of it, `constants` apart, which no step changes."""
+        return any(
+            holders == (COORDINATOR,) and weight_of(name) not in constants for name, holders in self.holders.items()
+        )
+
     def with_here(self, more: Mapping[str, torch.Tensor]) -> Located:
         """Return the same state with these tensors added, which the coordinator has."""
         listed = {entry.name: entry for entry in entries(more)}

@@ -9,6 +9,7 @@ import torch
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.executor.update_rate import quick_bytes_per_second
 from manyhands.facts.optimizer import Optimizer
+from manyhands.graph import accelerators
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
 from manyhands.planner.split_profile import slowed
@@ -87,4 +88,4 @@ def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:
 
 def _free_bytes(compute: str) -> int:
     """Return the bytes that this process may still take on the device where it computes."""
-    return int(torch.cuda.mem_get_info(torch.device(compute))[0]) if compute.startswith("cuda") else free_bytes()
+    return accelerators.free_bytes(torch.device(compute)) or free_bytes()

@@ -22,6 +22,7 @@ import torch
 from manyhands.data.silo import Silo
 from manyhands.executor.process_groups import Hosts
 from manyhands.facts.errors import ManyhandsError, WorkerLost
+from manyhands.graph.accelerators import check_gpu
 from manyhands.runtime import link_probe
 from manyhands.runtime.assignment import Assignment, Stopped
 from manyhands.runtime.control import Message, decode_from_coordinator, encode
@@ -55,7 +56,6 @@ from manyhands.runtime.control_messages import (
     Survey,
 )
 from manyhands.runtime.control_parts import Standing
-from manyhands.runtime.gpu_settings import check_gpu
 from manyhands.runtime.handshake import hello_of, pin_coordinator, welcome_from
 from manyhands.runtime.joining import Joining, listening_host, reach
 from manyhands.runtime.keeping import Keeping

@@ -33,7 +33,7 @@ def for_smaller_batch(plan: Plan, network: Network, samples: int) -> Plan:
     refusals: list[BadPlan] = []
     for micro_batches in _counts(samples, plan.micro_batch_size):
         try:
-            return resolve(_with(plan, samples, micro_batches), network)
+            return resolve(divided_anew(plan, samples, micro_batches), network)
         except BadPlan as error:
             refusals.append(error)
     raise refusals[0]
@@ -47,7 +47,8 @@ def _counts(samples: int, most: int) -> Iterator[int]:
     yield from (count for count in reversed(divisors) if count <= fewest)
 
 
-def _with(plan: Plan, samples: int, micro_batches: int) -> Plan:
+def divided_anew(plan: Plan, samples: int, micro_batches: int) -> Plan:
+    """Return the plan for so many samples in so many micro-batches, shared in the same proportions."""
     warm_up = plan.warm_up
     if isinstance(warm_up, tuple):
         warm_up = tuple(min(ahead, micro_batches) for ahead in warm_up)

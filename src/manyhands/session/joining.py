@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.facts.cluster import Cluster, preset
-from manyhands.facts.device import NAME_HINT
+from manyhands.facts.device import COMPUTE, COMPUTE_HINT, NAME_HINT
 from manyhands.facts.errors import BadFile, BadValue
 from manyhands.facts.hosts import host_and_port
 from manyhands.facts.presets import PRESETS
@@ -94,8 +94,8 @@ def refuse_preset(cluster: Cluster, listen: str = "") -> None:
 
 
 def parse_compute(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", text):
-        raise BadValue(f"--compute '{text:.40}' is not something to compute with.", hint="Write cpu, cuda or cuda:1.")
+    if not COMPUTE.fullmatch(text):
+        raise BadValue(f"--compute '{text:.40}' is not something to compute with.", hint=COMPUTE_HINT)
     return text
 
 

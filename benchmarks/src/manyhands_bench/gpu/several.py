@@ -33,7 +33,7 @@ def shared_gpu(network: GpuNetwork, way: str) -> Figures:
     """Return the bytes of tensors that two workers on one GPU exchange through the machine's memory, and the seconds of
     a step."""
     model, (inputs, targets) = network.build(), network.data(2)
-    cluster, example = Cluster.local(2, gpus=1, workers_per_gpu=2), inputs[:2]
+    cluster, example = Cluster.local(2, gpus=[0, 0]), inputs[:2]
     plan = _plan(way, network.batch_size, mh.capture(model, example).network, cluster.names)
     with TemporaryDirectory() as folder:
         result = mh.train(

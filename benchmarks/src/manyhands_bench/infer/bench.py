@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.runtime.gpu_settings import check_gpu
+from manyhands.graph.accelerators import check_gpu
 from manyhands.session.joining import parse_compute
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.infer.accuracy import SHORT, WAYS, Accuracy, DecoupledVariant, bench_accuracy

@@ -53,7 +53,7 @@ class Pair:
 
 
 def pairs() -> tuple[Pair, ...]:
-    on_one = Cluster.local(2, gpus=1, workers_per_gpu=2)
+    on_one = Cluster.local(2, gpus=[0, 0])
     return (
         Pair("gpus", "two workers on one GPU, exchanging there", on_one, True),
         Pair("gpus_apart", "two workers on one GPU, exchanging through the machine's memory", on_one, False),
@@ -143,9 +143,9 @@ def _gains(figures: Figures, batches: tuple[int, ...]) -> Figures:
     batch_size, gains = batches[-1], dict[str, float | int | str]()
     for pair in pairs():
         for link in ("fast", "slow"):
-            every, one = (
+            every_layer, one_group = (
                 float(figures[f"gpu_tiles_{pair.name}_b{batch_size}_g{count}_{link}_seconds"])
                 for count in (GROUPS[-1], GROUPS[0])
             )
-            gains[f"gpu_tiles_{pair.name}_{link}_every_layer_over_one_group"] = every / one
+            gains[f"gpu_tiles_{pair.name}_{link}_every_layer_over_one_group"] = every_layer / one_group
     return gains
