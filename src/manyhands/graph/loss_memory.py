@@ -7,16 +7,19 @@ scores, their log-softmax, its gradient, and the gradient of the scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.facts.network import DTYPE_BYTES
-from manyhands.graph.graph import Graph
 from manyhands.graph.peak_bytes import PeakBytes
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.trees import tree_leaves
 from manyhands.graph.weights import Weights
+
+if TYPE_CHECKING:
+    from manyhands.graph.graph import Graph
 
 COPIES = 4
 """How often a loss that cannot be followed is taken to hold what it reads."""
