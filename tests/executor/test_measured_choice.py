@@ -3,45 +3,129 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 
-from manyhands.executor.measured_choice import TRIED_ROUNDS, MeasuredChoice
+from manyhands.executor.measured_choice import (
+    MARGIN,
+    MOST_WINDOWS,
+    TRIAL_ROUNDS,
+    TRIED_PAIRS,
+    WINDOW_ROUNDS,
+    MeasuredChoice,
+)
+
+Times = Callable[[int, bool], list[float]]
+"""Round, and whether torch forms its sums -> what each device measures."""
 
 
-def tried(builtin: list[float], torch: list[float]) -> MeasuredChoice:
-    """A device's choice after the rounds that are tried; a round's time is given in two sums."""
-    choice = MeasuredChoice()
-    for number, seconds in enumerate([*builtin, *torch]):
-        assert not choice.is_due(number)
-        assert choice.uses_torch(number) == (number >= TRIED_ROUNDS)
-        choice.took(number, seconds / 4)
-        choice.took(number, 3 * seconds / 4)
-    assert choice.is_due(2 * TRIED_ROUNDS)
-    return choice
+def train(rounds: int, times: Times, devices: int = 2) -> list[bool]:
+    """Whether each round went through torch; the devices never differ, and a round's time is given in two sums."""
+    choices, ways = [MeasuredChoice() for _ in range(devices)], []
+    for number in range(rounds):
+        due = {choice.is_due(number) for choice in choices}
+        assert len(due) == 1
+        if due.pop():
+            rows = [choice.times() for choice in choices]
+            for choice in choices:
+                choice.decide(number, rows)
+        (is_torch,) = {choice.uses_torch(number) for choice in choices}
+        ways.append(is_torch)
+        for choice, seconds in zip(choices, times(number, is_torch), strict=True):
+            choice.took(number, seconds / 4)
+            choice.took(number, 3 * seconds / 4)
+    return ways
 
 
-def test_the_best_round_of_each_way_counts_and_its_first_does_not() -> None:
-    choice = tried([0.1, 4.0, 3.0, 5.0], [0.1, 7.0, 9.0, 2.0])
-    assert choice.times() == pytest.approx((3.0, 2.0))
+def steady(builtin: float, torch: float) -> Times:
+    return lambda number, is_torch: [torch if is_torch else builtin] * 2
 
 
-def test_all_devices_choose_the_way_whose_slowest_is_faster() -> None:
-    times = [(3.0, 2.0), (1.0, 2.5)]
-    choices = [tried([9.0, a, a, a], [9.0, b, b, b]) for a, b in times]
-    for choice in choices:
-        choice.decide([each.times() for each in choices])
-        assert choice.is_torch
-        assert choice.uses_torch(100)
-        assert not choice.is_due(100)
-    slower = tried([9.0, 1.0, 1.0, 1.0], [9.0, 1.0, 1.0, 1.0])
-    slower.decide([(1.0, 1.0), (1.0, 1.0)])
-    assert slower.is_torch is False
-    assert not slower.uses_torch(100)
+def test_the_ways_take_turns_before_one_is_taken() -> None:
+    for times, is_torch in ((steady(3.0, 2.0), True), (steady(2.0, 3.0), False), (steady(2.0, 2.0), False)):
+        ways = train(TRIAL_ROUNDS + 5, times)
+        assert ways == [False, True] * TRIED_PAIRS + [is_torch] * 5
+
+
+def test_torch_must_be_faster_by_a_margin() -> None:
+    for part, is_torch in ((1 - 0.9 * MARGIN, False), (1 - 1.1 * MARGIN, True)):
+        assert train(TRIAL_ROUNDS + 1, steady(1.0, part))[-1] == is_torch
+
+
+def test_the_first_of_each_and_single_rounds_that_were_disturbed_do_not_count() -> None:
+    def times(number: int, is_torch: bool) -> list[float]:
+        disturbed = number in (1, 3, 7)  # of torch, which is the faster
+        return [50.0 if disturbed else 1.0 if is_torch else 2.0] * 2
+
+    assert train(TRIAL_ROUNDS + 1, times)[-1]
+
+
+def test_who_waits_for_a_slower_device_says_nothing_of_the_sums() -> None:
+    """One device comes late, now more and now less; the late one's times are the sums'."""
+    chance = random.Random(3)
+
+    def times(number: int, is_torch: bool) -> list[float]:
+        seconds = 0.004 if is_torch else 0.008
+        return [seconds + chance.uniform(0.1, 0.5), seconds]
+
+    assert train(TRIAL_ROUNDS + 1, times)[-1]
+
+
+@pytest.mark.parametrize("torch", [0.5, 2.0], ids=["torch is faster", "torch is slower"])
+def test_noisy_times(torch: float) -> None:
+    """Two ways that differ by half, on machines where a third of all rounds takes up to six times as long: nearly all
+    trials end right, and those that do not are made good."""
+    is_wrong, later = 0, 0
+    for seed in range(200):
+        chance = random.Random(seed)
+
+        def times(number: int, is_torch: bool, chance: random.Random = chance) -> list[float]:
+            base = (torch if is_torch else 1.0) * chance.uniform(0.9, 1.1)
+            return [base * (chance.uniform(1, 6) if chance.random() < 1 / 3 else 1.0)] * 2
+
+        ways = train(8 * WINDOW_ROUNDS, times)
+        is_wrong += ways[TRIAL_ROUNDS] != (torch < 1)
+        later += sum(way != (torch < 1) for way in ways[4 * WINDOW_ROUNDS :])
+    assert is_wrong <= 40, "of 200"
+    assert later <= 0.15 * 200 * 4 * WINDOW_ROUNDS
+
+
+def test_it_looks_again_when_times_have_shifted() -> None:
+    """Torch becomes slow, as where another job has come; then it is the faster again."""
+    begun, ended = 10 * WINDOW_ROUNDS, 30 * WINDOW_ROUNDS
+
+    def times(number: int, is_torch: bool) -> list[float]:
+        return [(9.0 if begun <= number < ended else 1.0) if is_torch else 2.0] * 2
+
+    ways = train(31 * WINDOW_ROUNDS + 2 * MOST_WINDOWS * WINDOW_ROUNDS, times)
+    assert all(ways[TRIAL_ROUNDS : TRIAL_ROUNDS + WINDOW_ROUNDS])
+    assert ways[begun - 1]
+    soon = begun + 2 * WINDOW_ROUNDS + TRIAL_ROUNDS
+    assert not any(ways[soon : soon + WINDOW_ROUNDS // 2])
+    assert ways[-1]
+
+
+def test_a_trial_that_was_disturbed_as_a_whole_is_made_good() -> None:
+    """Something else runs through the whole of the first trial, and hits one way only."""
+    ways = train(
+        4 * WINDOW_ROUNDS, lambda number, is_torch: [5.0 if not is_torch and number < TRIAL_ROUNDS else 1.0] * 2
+    )
+    assert ways[TRIAL_ROUNDS]
+    assert not ways[-1]
+
+
+def test_trials_become_rare_where_nothing_changes() -> None:
+    rounds = 4 * MOST_WINDOWS * WINDOW_ROUNDS
+    slower = sum(train(rounds, steady(1.0, 2.0)))
+    assert TRIED_PAIRS < slower < rounds / 50
 
 
 def test_rounds_without_sums_decide_nothing() -> None:
     choice = MeasuredChoice()
-    assert choice.times() == (math.inf, math.inf)
-    choice.decide([choice.times()])
-    assert choice.is_torch is False
+    assert choice.times() == [math.inf] * (TRIAL_ROUNDS - 2)
+    choice.decide(TRIAL_ROUNDS, [choice.times()])
+    assert not choice.uses_torch(TRIAL_ROUNDS)
+    choice.decide(TRIAL_ROUNDS + WINDOW_ROUNDS, [choice.times()])
+    assert not choice.is_trial

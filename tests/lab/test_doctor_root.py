@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lab_places import ROOT_ONLY, assert_nothing_left, cluster, tag
 
-from manyhands.doctor.check import BROKEN, OK, PairRate
+from manyhands.doctor.check import OK, WARNING, PairRate
 from manyhands.doctor.network import pair_checks
 from manyhands.facts.cluster import LabCluster
 from manyhands.lab.lab import Lab
@@ -37,11 +37,17 @@ def test_what_a_firewall_drops_and_where_there_is_no_way(tmp_path: Path, monkeyp
         assert all(0.5 * RATE < link.bytes_per_second < 1.2 * RATE for link in links), links
         route(lab, "d2", "add", "blackhole", lab.address("d1"))  # what d1 sends arrives, and no answer leaves
         route(lab, "d1", "add", "unreachable", lab.address("d3"))
-        shut = {c.where: c for c in pair_checks(session.coordinator, NAMES, [], lambda text: None)}
-        assert shut["d1, d2"].state == shut["d1, d3"].state == BROKEN
-        assert "silent" in shut["d1, d2"].found
-        assert f"ufw allow proto tcp from {lab.address('d1')}" in shut["d1, d2"].fix
-        assert "no route" in shut["d1, d3"].found
-        assert f"ping {lab.address('d3')}" in shut["d1, d3"].fix
-        assert shut["d2, d3"].state == OK
+        links.clear()
+        found = list(pair_checks(session.coordinator, NAMES, links, lambda text: None))
+        shut = {check.where: check for check in found if check.subject == "reach"}
+        assert {where: check.state for where, check in shut.items()} == {"d1, d2": WARNING, "d1, d3": WARNING}
+        for where, check in shut.items():
+            source, target = where.split(", ")
+            assert check.found == "they do not reach each other; the coordinator relays between them"
+            assert f"ufw allow proto tcp from {lab.address(source)}" in check.fix
+            assert f"On {source}, for what the network says: ping {lab.address(target)}" in check.fix
+        assert [check.state for check in found if check.subject != "reach"] == [OK] * 3
+        relayed = {(link.source, link.target) for link in links if link.relay}
+        assert relayed == {("d1", "d2"), ("d2", "d1"), ("d1", "d3"), ("d3", "d1")}
+        assert len(links) == 6
     assert_nothing_left()

@@ -63,6 +63,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def ray() -> Iterator[Any]:
     """A cluster of one machine, with three CPUs as it counts them."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - else 15: beside other tests they would hardly run
     module = pytest.importorskip("ray", reason="pip install ray")
     module.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield module

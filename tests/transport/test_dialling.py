@@ -6,15 +6,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
 from manyhands.facts.errors import Refused, TimedOut
+from manyhands.transport import dialling
 from manyhands.transport.dialling import dial
 from manyhands.transport.endpoint import Address
 from manyhands.transport.inprocess import InProcessTransport
-from manyhands.transport.security import Purpose, Security, new_token
+from manyhands.transport.security import PREAMBLE, Purpose, Security, admit, new_token, preamble
 from manyhands.transport.transport import ConnectedEndpoint, TcpTransport, Transport, reach_either
 
 HERE = "127.0.0.1"
@@ -141,3 +143,79 @@ def test_a_port_that_swallows_everything_is_given_up_when_told() -> None:
         assert 0.2 <= time.monotonic() - begun < 3
         for one in waiting:
             one.close()
+
+
+# Handshakes that are cut off
+
+
+class Busy:
+    """A listener of the right kind that has no time: it answers with its preamble, and no more."""
+
+    def __init__(self, security: Security, *, is_silent: bool = False) -> None:
+        self.came, self._security, self._is_silent = 0, security, is_silent
+        self._socket = socket.create_server((HERE, 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self._held: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                return
+            self.came += 1
+            self._held.append(connected)
+            with suppress(OSError):  # the other end has closed
+                connected.recv(PREAMBLE.size, socket.MSG_WAITALL)
+                connected.sendall(preamble(self._security, Purpose.CONTROL))
+                if not self._is_silent:
+                    connected.shutdown(socket.SHUT_WR)  # not closed: a reset could overtake the preamble
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(5)
+        for one in (self._socket, *self._held):
+            one.close()
+
+
+@pytest.mark.parametrize("security", [OWN, OTHER], ids=["plain", "encrypted"])
+def test_a_handshake_that_is_cut_off_is_tried_again(
+    security: Security, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is no refusal: restart policies start the worker again."""
+    monkeypatch.setattr(dialling, "_CUT_OFF_SECONDS", (0.01, 0.02))
+    busy = Busy(security)
+    closing.callback(busy.close)
+    with pytest.raises(TimedOut, match=r"answered, but it ended the handshake: .*\nIt may be busy") as caught:
+        reach_either(TcpTransport(), "a", busy.address, security.token, 1.0, encrypted=security.encrypted)
+    assert busy.came > 1
+    assert (caught.value.exit_code, caught.value.is_lasting) == (15, False)
+
+
+def test_so_is_one_that_falls_silent(closing: ExitStack) -> None:
+    busy = Busy(OTHER, is_silent=True)
+    closing.callback(busy.close)
+    with pytest.raises(TimedOut, match="answered, but it did not go on with the handshake"):
+        TcpTransport().reach("a", *busy.address, OTHER, 0.3, once=True)
+    assert busy.came == 1
+
+
+def test_it_is_let_in_once_there_is_time(closing: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two connections are closed by the listener before it takes the third."""
+    monkeypatch.setattr(dialling, "_CUT_OFF_SECONDS", (0.01, 0.02))
+    listener = TcpTransport().listen("a", HERE, 0, OTHER)
+    closing.callback(listener.close)
+    closed: list[bytes] = []
+
+    def busy(connected: socket.socket, *others: Any) -> Any:
+        if len(closed) < 2:
+            closed.append(connected.recv(PREAMBLE.size, socket.MSG_WAITALL))
+            connected.sendall(preamble(OTHER, Purpose.CONTROL))
+            raise TimeoutError
+        return admit(connected, *others)
+
+    monkeypatch.setattr("manyhands.transport.listener.admit", busy)
+    TcpTransport().reach("b", *listener.address, OTHER, 20.0).close()
+    assert len(closed) == 2

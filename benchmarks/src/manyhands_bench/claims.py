@@ -370,6 +370,8 @@ CLAIMS: tuple[Claim, ...] = (
           "two tiles, one on a GPU and one on processors, batch 8: an exchange at every layer over one"),
     # Very many devices
     Claim("scale", "plan_seconds_1000", "seconds to plan for 1,000 devices in 20 sites", form="seconds", aim=most(60)),
+    Claim("scale", "plan_cpu_seconds_1000", "of these, the processor's: what it takes where nothing else runs",
+          form="seconds", aim=most(60)),
     Claim("scale", "simulate_seconds_1000", "seconds to simulate a step of that plan", form="seconds"),
     Claim("scale", "simulate_seconds_10000", "seconds to simulate a step of 10,000 devices in 100 sites",
           form="seconds"),

@@ -20,10 +20,11 @@ def test_the_sums_of_a_round_have_all_bytes(total: int) -> None:
 
 @pytest.mark.slow
 def test_both_ways_are_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "QUICK", CollectivesScope((3,), (1,), blocks=1, rounds=2))
+    monkeypatch.setattr(bench, "QUICK", CollectivesScope((3,), (1,), blocks=1, rounds=3))
     figures = bench_collectives(quick=True)
     assert figures["sums_right"] == 1
     for name in ("builtin_ms", "torch_ms", "torch_over_builtin"):
         assert float(figures[f"{name}_3_workers_1_mb"]) > 0
+    assert float(figures["builtin_spread_ms_3_workers_1_mb"]) >= 0
     assert figures["auto_takes_torch_3_workers_1_mb"] in (0, 1)
     assert float(figures["auto_over_faster"]) >= 1

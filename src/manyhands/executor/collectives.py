@@ -50,7 +50,7 @@ class Collectives:
         if choice.is_due(number):
             times = torch.tensor(choice.times(), dtype=torch.float64)
             rows = self.groups.begin_all_gather(key, times, f"times {key}").finish(torch.float64)
-            choice.decide([(float(builtin), float(of_torch)) for builtin, of_torch in rows])
+            choice.decide(number, [row.tolist() for row in rows])
         return choice.uses_torch(number)
 
     def took(self, reduce: Reduce, step: int, seconds: float) -> None:

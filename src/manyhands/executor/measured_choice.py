@@ -1,61 +1,96 @@
 """Chooses the faster of two ways to form the sums of one group of devices, by the time that each takes in training.
 
-    rounds of a generation    0      1 2 3     4       5 6 7     8, 9, ...
-                              first  built-in  first   torch     the faster
-                              of it            of it
+    trial, both ways in turn                     then the faster one           and again
+    round 0        1      2        3     ... 11  12 ... 43    44 ... 75   ...
+          built-in torch  built-in torch ...     a window     a window    ...
+          (the first pair is not counted)
 
-The best of three rounds counts: others share the machines. All devices of the group must choose alike, so each reports
-its times to all others, and the way whose slowest device is faster is taken. The module uses no clock and no tensors.
+Others share the machines, so no single time decides: the ways take turns, the median of each counts, and torch must be
+faster by a margin. At each window's end the devices compare it with the one after the trial: where sums have become
+slower or faster, there is another trial; there is one anyway after 1, 2, 4, ... windows, as the first may have been
+disturbed from its beginning to its end.
+
+All devices of the group must choose alike, so they exchange their times before they decide. Of a round the least time
+counts: that of the device that came last and waited for nobody. The module uses no clock and no tensors.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 
-TRIED_ROUNDS = 4
-"""Rounds of each way, of which the first is not counted."""
+TRIED_PAIRS = 6
+"""Rounds of each way in a trial, of which the first is not counted."""
+TRIAL_ROUNDS = 2 * TRIED_PAIRS
+WINDOW_ROUNDS = 32
+"""Rounds between two looks at the way that was taken."""
+MOST_WINDOWS = 32
+"""Windows between two trials, at most."""
+MARGIN = 0.1
+"""The part of the built-in way's time that torch must save to be taken."""
+SHIFT = 1.5
+"""Times differ where a window's is so many times another's."""
 
 
 class MeasuredChoice:
     """The choice of one group, seen from one device. Rounds are counted from the first of the generation."""
 
     def __init__(self) -> None:
-        self.is_torch: bool | None = None
-        """Whether the sums go through the process group; None: it is not decided yet."""
-        self._best = [math.inf, math.inf]
-        self._round, self._seconds = -1, 0.0
+        self.is_torch = False
+        """Whether the sums go through the process group, where no trial is under way."""
+        self.is_trial = True
+        self._first = 0
+        """The first round of the trial, or of the window."""
+        self._windows_left, self._distance = 0, 1
+        self._usual_seconds: float | None = None
+        """A round's seconds in the window after the trial."""
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        """Round of this trial or window -> what its sums have taken here."""
 
     def is_due(self, number: int) -> bool:
         """Return whether the devices are to exchange their times now, before they form a sum of this round."""
-        return self.is_torch is None and number >= 2 * TRIED_ROUNDS
+        return number - self._first >= (TRIAL_ROUNDS if self.is_trial else WINDOW_ROUNDS)
 
     def uses_torch(self, number: int) -> bool:
         """Return whether a sum of this round goes through the process group."""
-        return self.is_torch if self.is_torch is not None else number >= TRIED_ROUNDS
+        return (number - self._first) % 2 == 1 if self.is_trial else self.is_torch
 
     def took(self, number: int, seconds: float) -> None:
         """Note that a sum of this round has taken so long; a round may have several."""
-        if self.is_torch is not None:
-            return
-        if number != self._round:
-            self._end_round()
-            self._round, self._seconds = number, 0.0
-        self._seconds += seconds
+        self._seconds[number] += seconds
 
-    def times(self) -> tuple[float, float]:
-        """Return the seconds of the best rounds here: built-in, torch."""
-        self._end_round()
-        self._round = -1
-        return self._best[0], self._best[1]
+    def times(self) -> list[float]:
+        """Return the seconds of the trial's counted rounds, or the median of the window's; infinite where there were no
+        sums. All devices of the group return as many."""
+        if self.is_trial:
+            return [self._seconds.get(self._first + place, math.inf) for place in range(2, TRIAL_ROUNDS)]
+        return [statistics.median(self._seconds.values()) if self._seconds else math.inf]
 
-    def decide(self, times: Sequence[tuple[float, float]]) -> None:
-        """Take the way that is faster by the times of all devices."""
-        builtin, torch = (max(each) for each in zip(*times, strict=True))
-        self.is_torch = torch < builtin
+    def decide(self, number: int, times: Sequence[Sequence[float]]) -> None:
+        """Go on by the times of all devices, from this round on."""
+        seconds = [min(of_round) for of_round in zip(*times, strict=True)]
+        if self.is_trial:
+            self._choose(seconds)
+        else:
+            self._look(seconds[0])
+        self._first = number
+        self._seconds.clear()
 
-    def _end_round(self) -> None:
-        if self._round < 0 or self._round % TRIED_ROUNDS == 0:
-            return
-        place = int(self._round >= TRIED_ROUNDS)
-        self._best[place] = min(self._best[place], self._seconds)
+    def _choose(self, seconds: Sequence[float]) -> None:
+        """End the trial: take the faster way. One that a second trial confirms is tried again after twice as long."""
+        was_torch = self.is_torch
+        builtin, of_torch = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
+        self.is_torch = of_torch < (1 - MARGIN) * builtin
+        self._distance = min(2 * self._distance, MOST_WINDOWS) if self.is_torch == was_torch else 1
+        self._windows_left, self._usual_seconds, self.is_trial = self._distance, None, False
+
+    def _look(self, seconds: float) -> None:
+        """End a window: begin a trial where it is time for one, or where rounds take longer or less than they did."""
+        usual = self._usual_seconds = seconds if self._usual_seconds is None else self._usual_seconds
+        self._windows_left -= 1
+        has_shifted = max(seconds, usual) > SHIFT * min(seconds, usual)
+        if has_shifted:
+            self._distance = 1
+        self.is_trial = has_shifted or self._windows_left <= 0

@@ -76,7 +76,8 @@ class _Sum:
 def limits_of(result: Simulation, plan: Plan, network: Network, cluster: Cluster, unit: str = "step") -> list[Limit]:
     """Return what a simulation with spans spent its time on, the largest part first. `unit` names what took that time.
 
-    Of a step with more spans than are kept there is no chain to follow: the busiest device stands for it.
+    Of a step with more spans than are kept there is no chain to follow: the busiest device, port or uplink stands for
+    it.
     """
     describer = _Describer(result, plan, network, cluster, unit)
     if len(result.spans) >= MOST_SPANS:
@@ -117,6 +118,14 @@ class _Describer:
     def busiest(self) -> Limit:
         busiest = max(self.result.devices.values(), key=lambda device: device.busy_seconds)
         part = busiest.busy_seconds / self.result.seconds
+        carried, rates = self._carried()
+        fullest = max(carried, key=lambda key: carried[key] / rates[key], default=None)
+        if fullest is not None and carried[fullest] / rates[fullest] > busiest.busy_seconds:
+            seconds, name = carried[fullest] / rates[fullest], _RESOURCES[fullest[0]].format(*fullest[1:])
+            subject = f"{name} carries {format_bytes(carried[fullest])} at {format_rate(rates[fullest])}"
+            text = f"{subject}: at least {self._of(seconds / self.result.seconds)}"
+            part, count = seconds / self.result.seconds, carried[fullest]
+            return Limit("transfer", part, text, subject, fullest[1:], seconds, None, "", count)
         text = f"{busiest.device} computes {self._of(part)}"
         return Limit("compute", part, text, f"computing on {busiest.device}", (busiest.device,), busiest.busy_seconds)
 
@@ -178,16 +187,23 @@ class _Describer:
             for key, rate in self._resources(a, b):
                 waited[key] += seconds
                 rates[key] = rate
-        carried: Counter[tuple[str, ...]] = Counter()
-        for (a, b), count in self.result.bytes_between.items():
-            for key, _ in self._resources(a, b):
-                carried[key] += count  # type: ignore[assignment]
+        carried, _ = self._carried()
         enough = max(waited.values()) / 2
         often = [key for key in waited if waited[key] >= enough]
         key = max(often, key=lambda key: (carried[key] / rates[key], waited[key]))
         name = _RESOURCES[key[0]].format(*key[1:])
         devices = legs.by_pair.most_common(1)[0][0] if key[0] == "relay" else key[1:]
         return name, rates[key], carried[key], devices
+
+    def _carried(self) -> tuple[Counter[tuple[str, ...]], dict[tuple[str, ...], float]]:
+        """Return the bytes that each port, uplink and link carries in a step, and its rate."""
+        carried: Counter[tuple[str, ...]] = Counter()
+        rates: dict[tuple[str, ...], float] = {}
+        for (a, b), count in self.result.bytes_between.items():
+            for key, rate in self._resources(a, b):
+                carried[key] += count  # type: ignore[assignment]
+                rates[key] = rate
+        return carried, rates
 
     def _resources(self, a: str, b: str) -> list[tuple[tuple[str, ...], float]]:
         sender, receiver = self.cluster.device(a), self.cluster.device(b)

@@ -17,6 +17,9 @@ from manyhands.simulator.fairness import NO_LINK, SAME, Numbers, Places, fair_ra
 
 MOST_SIZES = 16
 """The most sizes that the flows of one phase of a sum have: each is an event of its own."""
+MOST_APART = 256
+"""The most flows of a phase that end each at its own time. Of more, those end together that are apart by no more than
+one part in `MOST_SIZES` of the time since they started: each end shares all rates again."""
 
 
 class Route(NamedTuple):
@@ -306,11 +309,15 @@ class FlowBundle:
 
     @property
     def ends(self) -> float:
-        """The time at which the first of them ends."""
+        """The time at which the first of them ends; of very many, those that end at nearly the same time do so with the
+        last of these."""
         seconds = numpy.divide(self.left, self.rate, out=numpy.full(len(self.left), numpy.inf), where=self.rate > 0)
         first = max(0.0, float(seconds.min()))
-        self._ending = seconds <= first + (self.since + first) * SAME
-        return self.since + first
+        together = first + (self.since + first) * SAME
+        if len(self.shape.all) > MOST_APART and first < math.inf:
+            together = first + (self.since + first - self.started) / MOST_SIZES
+        self._ending = seconds <= together
+        return self.since + max(0.0, float(seconds[self._ending].max()))
 
     def give(self, rate: Numbers, now: float) -> bool:
         """Set the rates from now on, and return whether they changed."""

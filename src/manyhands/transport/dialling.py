@@ -12,12 +12,13 @@ from collections.abc import Callable
 from manyhands.facts.errors import ManyhandsError, TimedOut
 from manyhands.facts.hosts import host_and_port
 from manyhands.transport.proofs import TakesNoProofs
-from manyhands.transport.security import Purpose, Security, enter
+from manyhands.transport.security import CutOff, Purpose, Security, enter
 from manyhands.transport.wire import Broken, Wire
 
 _RETRY_SECONDS = 0.05
-
-
+_CUT_OFF_SECONDS = (0.5, 8.0)
+"""The first and the longest pause after a handshake that was cut off: the server is busy, and may have counted it as a
+failed proof."""
 _CONNECT_POLL_MILLISECONDS = 100
 
 
@@ -33,8 +34,9 @@ def dial(
 ) -> Wire:
     """Connect, perform the handshake, and return the wire.
 
-    Where nothing listens yet it is tried until the deadline, then TimedOut says what the obstacle was. `once`: a peer
-    that is not there, or does not answer, is not tried again. Every error raised has `is_before_proof` set.
+    Where nothing listens yet, or a handshake is cut off, it is tried until the deadline; then TimedOut says what the
+    obstacle was. `once`: a peer that is not there, or does not answer, is not tried again. Every error raised has
+    `is_before_proof` set.
     """
     try:
         return _dial(host, port, security, purpose, deadline, is_cancelled, once=once)
@@ -55,22 +57,20 @@ def _dial(
 ) -> Wire:
     where = host_and_port(host, port)
     start = time.monotonic()
-    reason, is_limited = "", False
+    reason, hint = "", ""
+    cut_off_seconds, longest_seconds = _CUT_OFF_SECONDS
     while True:
         seconds_left = deadline - time.monotonic()
         if seconds_left <= 0 or is_cancelled() or (once and reason):
             spent = min(time.monotonic(), deadline) - start
-            if is_limited:
-                raise TimedOut(
-                    f"{where} answered, but {reason}.",
-                    hint="Somebody guesses tokens there, or a wrong one was tried too often. Wait, then try again.",
-                )
+            if hint:
+                raise TimedOut(f"{where} answered, but {reason}.", hint=hint)
             raise TimedOut(
                 f"Nobody answered at {where} within {round(spent, 1):g} s ({reason or 'no time to try'}).",
                 hint="Is it running, is this its address, and does a firewall let it through?",
             )
         connected: socket.socket | None = None
-        pause, is_limited = _RETRY_SECONDS, False
+        pause, hint = _RETRY_SECONDS, ""
         try:
             limit = time.monotonic() + min(seconds_left, security.handshake_seconds)
             connected = _connected(host, port, limit, is_cancelled)
@@ -81,7 +81,12 @@ def _dial(
         except TimeoutError:
             reason = "no answer"
         except TakesNoProofs as error:
-            reason, pause, is_limited = str(error), error.seconds, True
+            reason, pause = str(error), error.seconds
+            hint = "Somebody guesses tokens there, or a wrong one was tried too often. Wait, then try again."
+        except CutOff as error:
+            reason, pause = str(error), cut_off_seconds
+            hint = "It may be busy: try again. Its log says why."
+            cut_off_seconds = min(2 * cut_off_seconds, longest_seconds)
         except (Broken, OSError) as error:
             reason = ((error.strerror if isinstance(error, OSError) else "") or str(error)).lower()
         except BaseException:
@@ -90,7 +95,8 @@ def _dial(
             raise
         if connected is not None:
             connected.close()
-        _sleep(min(pause, deadline - time.monotonic()), is_cancelled)
+        if not once:
+            _sleep(min(pause, deadline - time.monotonic()), is_cancelled)
 
 
 def _sleep(seconds: float, is_cancelled: Callable[[], bool]) -> None:

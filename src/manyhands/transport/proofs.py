@@ -88,10 +88,12 @@ class KeyRefused(Refused):
 
 
 class TakesNoProofs(Exception):
-    """The server accepts no proofs of the token now; it may be tried again after `seconds`."""
+    """No proof of the token is accepted now, or none is sent; it may be tried again after `seconds`."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"it takes no token for {seconds:.0f} s: too many wrong ones came")
+    def __init__(
+        self, seconds: float, reason: str = "it takes no token for {:.0f} s: too many wrong ones came"
+    ) -> None:
+        super().__init__(reason.format(seconds))
         self.seconds = seconds
 
 
@@ -217,9 +219,8 @@ def _prove_token(handshake: Handshake, knowledge: Knowledge, where: str) -> None
     except NotAgreed as error:
         raise Refused(f"{where} is not to be trusted: it does not know the token itself ({error}).") from error
     except Limited as error:
-        raise Refused(
-            f"{where} has failed to prove the token too often; it is not tried for {error.seconds:.0f} s.",
-            hint="Is this the right address, and the right token?",
+        raise TakesNoProofs(
+            error.seconds, "it has not proven the token too often: none is sent for {:.0f} s"
         ) from error
 
 

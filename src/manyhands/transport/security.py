@@ -224,6 +224,11 @@ def prepare(security: Security) -> None:
 # Handshakes
 
 
+class CutOff(Broken):
+    """A server of the right kind has ended the handshake, or fallen silent, without a word: as one does that has more
+    peers than it can handle. A refusal is said."""
+
+
 def preamble(security: Security, purpose: Purpose) -> bytes:
     return PREAMBLE.pack(MAGIC, PROTOCOL, security.encrypted, purpose)
 
@@ -247,8 +252,8 @@ def difference(theirs: bytes, security: Security, purpose: Purpose) -> tuple[str
 
 
 def enter(connected: socket.socket, security: Security, purpose: Purpose, where: str, deadline: float) -> Wire:
-    """Run the client's side and return the wire. Refused says what does not match; Broken before the server's preamble
-    may be tried again, and TakesNoProofs later."""
+    """Run the client's side and return the wire. Refused says what does not match, which lasts. Broken and TimeoutError
+    may be tried again, CutOff and TakesNoProofs later."""
     wire: Wire = Wire(connected, security.timeout_factor)
     ours = preamble(security, purpose)
     write_all(wire, ours, deadline)
@@ -267,7 +272,9 @@ def enter(connected: socket.socket, security: Security, purpose: Purpose, where:
         handshake = Handshake(wire, ours + theirs, certificate, deadline)
         wire.peer_key = prove(handshake, security.knowledge, where, key_of(certificate) if certificate else b"")
     except Broken as error:
-        raise Refused(f"{where} ended the handshake: {error}.", hint="Its log says why.") from error
+        raise CutOff(f"it ended the handshake: {error}") from error
+    except TimeoutError as error:
+        raise CutOff("it did not go on with the handshake") from error
     return wire
 
 

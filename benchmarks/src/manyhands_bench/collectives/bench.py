@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.executor.measured_choice import TRIED_ROUNDS
+from manyhands.executor.measured_choice import TRIAL_ROUNDS
 from manyhands.facts.collectives import AUTO, BUILTIN, TORCH
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.profiler.this_machine import identify
@@ -27,6 +27,8 @@ from manyhands_bench.figures import Figures, Progress
 
 ANSWER_SECONDS = 300.0
 END_SECONDS = 10.0
+AUTO_ROUNDS = 4
+"""Rounds of `auto` after its trial."""
 MB = 1_000_000
 
 
@@ -131,6 +133,12 @@ def _slowest(answers: Sequence[dict[str, Any]]) -> list[float]:
     return [max(each) for each in zip(*(answer["seconds"][1:] for answer in answers))]
 
 
+def _spread(seconds: Sequence[float]) -> float:
+    """Return the distance between the quartiles, within which half of the rounds are."""
+    first, _, third = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (0.0, 0.0, 0.0)
+    return third - first
+
+
 def bench_collectives(quick: bool = False, say: Progress = lambda text: None) -> Figures:
     """Return every figure of `manyhands bench collectives`, flat."""
     scope = QUICK if quick else DEFAULT
@@ -150,12 +158,14 @@ def bench_collectives(quick: bool = False, say: Progress = lambda text: None) ->
                         answers = _rounds(members, way, megabytes, scope.rounds)
                         all_right = all_right and all(answer["right"] for answer in answers)
                         taken += _slowest(answers)
-                chosen = _rounds(members, AUTO, megabytes, 4 * TRIED_ROUNDS + 2)
+                chosen = _rounds(members, AUTO, megabytes, TRIAL_ROUNDS + AUTO_ROUNDS)
                 all_right = all_right and all(answer["right"] for answer in chosen)
                 builtin, torch = (statistics.median(seconds[way]) for way in (BUILTIN, TORCH))
                 place = f"{count}_workers_{megabytes}_mb"
                 figures |= {
                     f"builtin_ms_{place}": 1000 * builtin, f"torch_ms_{place}": 1000 * torch,
+                    f"builtin_spread_ms_{place}": 1000 * _spread(seconds[BUILTIN]),
+                    f"torch_spread_ms_{place}": 1000 * _spread(seconds[TORCH]),
                     f"torch_over_builtin_{place}": torch / builtin,
                     f"auto_takes_torch_{place}": int(chosen[0]["torch"]),
                 }  # fmt: skip

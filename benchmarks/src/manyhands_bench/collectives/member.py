@@ -5,8 +5,8 @@ It reads commands as lines of JSON from its standard input, and answers with lin
     {"name", "secret"}                       →  its address
     {"addresses", "store_port"}              →  null, once it is connected
     {"way", "bytes"}                         →  null, once it expects the others' messages, and groups are formed
-    {"rounds"}                               →  the seconds of each round, whether most went through groups, and whether
-                                                all sums were right
+    {"rounds"}                               →  the seconds of each round, whether the last went through groups, and
+                                                whether all sums were right
 """
 
 from __future__ import annotations
@@ -70,18 +70,19 @@ class Member:
         self._sums = network, sums, collectives
 
     def rounds(self, rounds: int) -> dict[str, Any]:
-        """Add up gradients in each round, in buckets as training does; return the seconds of each round, whether most
-        sums went through groups, and whether all were right."""
+        """Add up gradients in each round, in buckets as training does; return the seconds of each round, whether the
+        last went through groups, and whether all sums were right."""
         assert self._sums is not None
         name, box = self.endpoint.name, self.endpoint.mailbox
         network, sums, collectives = self._sums
         reducer = Reducer(self.endpoint, network, lambda *_: None, collectives)
         gradients = [torch.full((each.bytes // NUMBER_BYTES,), 1.0 + self._devices.index(name)) for each in sums]
         wanted = sum(range(1, len(self._devices) + 1))
-        seconds, is_right = [], True
+        seconds, is_right, is_grouped = [], True, False
         try:
             for step in range(rounds):
                 box.begin_step(step)
+                before = collectives.counts.total() if collectives is not None else 0
                 for gradient in gradients:
                     gradient.fill_(1.0 + self._devices.index(name))
                 start = time.perf_counter()
@@ -91,12 +92,12 @@ class Member:
                 seconds.append(time.perf_counter() - start)
                 is_right = is_right and all(bool((gradient == wanted).all()) for gradient in gradients)
                 reducer.take_records()
-            chosen = collectives is not None and collectives.counts.total() > rounds / 2 * len(sums)
+                is_grouped = collectives is not None and collectives.counts.total() > before
         finally:
             if collectives is not None:
                 collectives.close()
             reducer.close()
-        return {"seconds": seconds, "torch": chosen, "right": is_right}
+        return {"seconds": seconds, "torch": is_grouped, "right": is_right}
 
 
 def buckets(devices: tuple[str, ...], total_bytes: int) -> tuple[Network, list[Reduce]]:
