@@ -99,3 +99,11 @@ def test_frozen_layers_below_all_that_trains_take_no_time_on_the_way_back(by_lay
     timed = layers.run(inputs, 256)
     assert len(timed.backward) == 6
     assert max(timed.backward[:3]) < 0.2 * min(timed.backward[3:])
+
+
+def test_a_training_steps_peak_holds_weights_gradients_and_activations(tiny: Graph) -> None:
+    profile = measure_network(tiny, ladder=(1, 8), kernels={}, threads=1, repeats=1)
+    one, eight = profile.peak_bytes["1"], profile.peak_bytes["8"]
+    saved = sum(layer.saved_bytes for layer in tiny.layers)
+    assert one > tiny.network.parameter_bytes
+    assert 0.8 * 7 * saved < eight - one < 3 * 7 * saved

@@ -13,11 +13,11 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Timing
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
+from manyhands.graph.peak_bytes import PeakBytes
 from manyhands.graph.weights import Weights
 from manyhands.models.registry import build as build_model
 from manyhands.models.registry import example_batch
 from manyhands.profiler.measure import LADDER, measure_network
-from manyhands.profiler.memory import PeakBytes
 
 
 def test_every_layer_has_seconds_both_ways_and_bytes(tiny: Graph) -> None:

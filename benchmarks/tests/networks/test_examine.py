@@ -38,8 +38,8 @@ NETWORKS = {
 
 @pytest.fixture(autouse=True)
 def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (examining, training):
-        monkeypatch.setattr(module, "subject_named", lambda name: NETWORKS[name]())
+    monkeypatch.setattr(examining, "subject_named", lambda name: NETWORKS[name]())
+    monkeypatch.setattr(training, "trained_subject", lambda name: NETWORKS[name]())
 
 
 def examined(name: str, folder: Path, is_drawn: bool = False) -> tuple[NetworkOutcome, list[str]]:

@@ -6,6 +6,7 @@ import pytest
 
 from manyhands_bench.networks.subject import call
 from manyhands_bench.networks.torchvision_networks import (
+    VIDEO_SHAPES,
     torchvision_detectors,
     torchvision_names,
     torchvision_subject,
@@ -32,3 +33,13 @@ def test_a_detector_computes_its_losses() -> None:
     subject = torchvision_subject("ssdlite320_mobilenet_v3_large")
     assert subject.is_detector
     assert set(call(subject.module.train(), subject.batch(2))) == {"bbox_regression", "classification"}
+
+
+def test_an_mvit_is_trained_on_small_videos() -> None:
+    """It has the layers that it has otherwise; only its table of positions is shorter."""
+    usual, trained = (dict(torchvision_subject("mvit_v1_b", is_trained=way).module.named_parameters())
+                      for way in (False, True))  # fmt: skip
+    changed = {name for name, weight in usual.items() if weight.shape != trained[name].shape}
+    assert usual.keys() == trained.keys()
+    assert changed == {"pos_encoding.spatial_pos", "pos_encoding.temporal_pos"}
+    assert torchvision_subject("mvit_v1_b", is_trained=True).batch(2).shape == (2, *VIDEO_SHAPES[0])

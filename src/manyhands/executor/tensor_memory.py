@@ -10,8 +10,8 @@ import torch
 from manyhands.executor.averaging import WeightAverage
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.runner import Runner
+from manyhands.graph.peak_bytes import PeakBytes, storage_of
 from manyhands.graph.weights import Weights
-from manyhands.profiler.memory import PeakBytes, storage_of
 
 
 class TensorMemory:

@@ -205,6 +205,8 @@ class Network(Summarized, msgspec.Struct, frozen=True, dict=True):
     fingerprint: str
     """Identifies graph and input shape: profiles are kept under it."""
     loss_combination: LossCombination = "mean"
+    loss_bytes: int = 0
+    """The most bytes for each sample that the loss holds, forward and back, with what it reads of the outputs."""
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -349,6 +351,11 @@ class Network(Summarized, msgspec.Struct, frozen=True, dict=True):
                     start = first_use.setdefault(name, index) + 1
                     may_cut[start : index + 1] = [False] * (index + 1 - start)
         return tuple(may_cut)
+
+    def gradient_bytes_of_outputs(self, samples: int) -> int:
+        """Return the bytes of the gradients that the loss leaves for the backward pass."""
+        outputs = (self.tensors[name] for name in self.outputs)
+        return sum(spec.bytes_for(samples) for spec in outputs if spec.differentiable)
 
     @property
     def macs(self) -> int:

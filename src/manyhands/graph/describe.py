@@ -19,6 +19,7 @@ from manyhands.graph.arithmetic import Shapes, macs
 from manyhands.graph.autocast import early_places
 from manyhands.graph.chain import layers_of
 from manyhands.graph.channels import channels_of
+from manyhands.graph.loss_memory import loss_bytes
 from manyhands.graph.nodes import Node, Value, Weight, values_of, weights_of
 from manyhands.graph.norm_shapes import fake_norm
 from manyhands.graph.piece import Context, Piece, run_steps
@@ -106,6 +107,7 @@ def describe(graph: Graph, granularity: str = "") -> Network:
         granularity=granularity,
         fingerprint=fingerprint(graph),
         loss_combination=graph.loss_combination or ("mean" if graph.loss is None else "whole"),
+        loss_bytes=loss_bytes(graph),
     )
 
 

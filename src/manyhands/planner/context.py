@@ -179,6 +179,8 @@ class LayerBytes:
                     norms[way, index] += op.statistics > 0
                     sums[way, index] += 4 * op.statistics
                 self.work[index] = max(self.work[index], op.moved_bytes)
+                if op is network.ops[-1]:
+                    self.work[index] = max(self.work[index], network.loss_bytes)
                 weights = (network.weights[name] for name in op.weights)
                 self.weights[index] = max(
                     self.weights[index], sum(weight.bytes for weight in weights if weight.trainable)

@@ -190,7 +190,11 @@ def _edge_bytes(
     works = [op.moved_bytes * samples + weight_bytes for op, weight_bytes in zip(ops, trained)]
     read = {name for op in ops for name in op.inputs if name in network.inputs}
     held = sum(network.tensors[name].bytes_for(samples) for name in read | {tensor.name for tensor in crossing})
-    most = max(*works, optimizer_slots * max(trained), sum(tensor.bytes_for(samples) for tensor in crossing))
+    scored = 0
+    if layers[-1].last == len(network.ops):
+        scored = network.loss_bytes * samples
+        saved += network.gradient_bytes_of_outputs(samples)
+    most = max(*works, scored, optimizer_slots * max(trained), sum(tensor.bytes_for(samples) for tensor in crossing))
     return static + saved + held + most, held if crossing else 0.0
 
 

@@ -25,6 +25,7 @@ from manyhands.facts.keywords import settings_from, takes_settings
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Timing
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, store_weights
+from manyhands.graph.peak_bytes import PeakBytes
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
@@ -37,7 +38,6 @@ from manyhands.profiler.bands import (
 )
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.layer_clocks import LayerClock, layer_clock
-from manyhands.profiler.memory import PeakBytes
 from manyhands.profiler.steps import borrowed_state
 from manyhands.profiler.this_machine import identify
 from manyhands.profiler.threads import with_threads

@@ -33,9 +33,15 @@ from manyhands.runtime.control_parts import DeviceJob, TensorEntry
 from manyhands.runtime.gpu_settings import use
 from manyhands.runtime.joining import Joining
 from manyhands.runtime.keeping import STATE
+from manyhands.runtime.memory_kills import free_bytes
+from manyhands.runtime.processes import give_back_memory, keep_memory, return_memory
 from manyhands.runtime.received_graph import graph_of
+from manyhands.schedule.memory import DeviceMemory
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.transport import ConnectedEndpoint
+
+SPARE = 1.5
+"""The free memory, in what the plan takes, that a process needs to keep what it frees."""
 
 
 class PartBuilder:
@@ -65,6 +71,8 @@ class PartBuilder:
         if job.clipping is not None:
             job.clipping.check()
         schedule = Schedule(plan, network)
+        if self._joining.compute == "cpu":
+            settle_allocator(schedule, self.endpoint.name, free_bytes())
         weights = self._weights(graph, schedule, job, kept)
         for other in lengths.graphs.values() if lengths is not None else ():
             if graph.loss is not None and other.loss is not None:
@@ -167,6 +175,19 @@ class PartBuilder:
             fed = feed_parts(graph, schedule.lowering, self.endpoint.name, targets=job.with_targets, local=job.held)
             self._resident_dataset = ResidentDataset(self.endpoint.name, fed, job.preload_samples, job.resident_dataset)
         return self._resident_dataset
+
+
+def settle_allocator(schedule: Schedule, device: str, free: int) -> None:
+    """Decide whether this process keeps freed memory or returns it: where there is little to spare beside what the plan
+    takes, it returns it."""
+    memory = DeviceMemory(schedule.plan, schedule.network, schedule.lowering.work[device].geometries, device)
+    for action in schedule.every_action(device):
+        memory.act(action)
+    if SPARE * memory.peak_bytes > free:
+        give_back_memory()  # what measuring and probing have left
+        return_memory()
+    else:
+        keep_memory()
 
 
 def keeps_dataset(job: DeviceJob) -> bool:

@@ -226,12 +226,29 @@ def pin_process(process: int, core: int) -> None:
 
 def keep_memory() -> None:
     """Make glibc keep freed memory for the next step: asking the kernel for it again costs a page fault per 4 KB."""
+    _set_allocator(mapped_from=32 * 2**20, trimmed_from=2**31 - 1, padding=16 * 2**20)
+
+
+def return_memory() -> None:
+    """Make glibc return the memory of every tensor of 256 KB or more as it is freed.
+
+    In memory that is kept, glibc reuses the place of a freed tensor for one of the same size only where a neighbour is
+    free too: aligned requests ask for a bit more than they get. A network of 0.6 GB of weights that held 0.44 GB for
+    its backward pass took 0.26 GB more than its tensors. Tensors with pages of their own leave no such holes; a step
+    takes 10 to 20 % more time on the processor.
+    """
+    _set_allocator(mapped_from=2**18, trimmed_from=2**20, padding=2**17)
+
+
+def _set_allocator(*, mapped_from: int, trimmed_from: int, padding: int) -> None:
+    """Set glibc's allocator: bytes from which a block has pages of its own, free bytes at the heap's end from which
+    they are returned, and bytes asked for in advance."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for option, value in (
-            (_M_MMAP_THRESHOLD, 32 * 2**20),
-            (_M_TRIM_THRESHOLD, 2**31 - 1),
-            (_M_TOP_PAD, 16 * 2**20),
+            (_M_MMAP_THRESHOLD, mapped_from),
+            (_M_TRIM_THRESHOLD, trimmed_from),
+            (_M_TOP_PAD, padding),
         ):
             library.mallopt(option, value)
 

@@ -3,7 +3,8 @@
 static      weights, their gradients, the optimiser's state, buffers
 held        what each micro-batch in flight keeps for its backward pass, and what it received
 workspace   the inputs and outputs of the operator being computed; on the way back its weights' new gradients, which are
-            added to those of earlier micro-batches; in the optimiser's step, what it computes a weight's change with
+            added to those of earlier micro-batches; in the optimiser's step, what it computes a weight's change with;
+            in the loss, all that it makes of the network's outputs
 
 A received tensor that its reader also saves counts twice: the sum may be too large by that, never too small.
 """
@@ -17,7 +18,7 @@ from math import prod
 
 from manyhands.facts.network import DTYPE_BYTES, Network, Op, WeightSpec
 from manyhands.facts.plan import Plan
-from manyhands.schedule.actions import Action, Backward, Discard, Forward, Message, Receive, Send, Step
+from manyhands.schedule.actions import Action, Backward, Discard, Forward, Loss, Message, Receive, Send, Step
 from manyhands.schedule.geometry import StageGeometry
 from manyhands.schedule.recomputation import entering, recomputed_spans
 
@@ -35,6 +36,8 @@ class DeviceMemory:
         """(stage, micro-batch) -> bytes that are kept for the forward pass, or layers of it, to be run again."""
         self._errors: dict[tuple[str, int, int], int] = {}
         """(receiver, stage, micro-batch) -> bytes of the errors of what was packed for it."""
+        self._output_gradients: dict[tuple[int, int], int] = {}
+        """(stage, micro-batch) -> bytes of the gradients that its loss has left, until its backward pass begins."""
         self.held_bytes = 0.0
         self.peak_bytes: float = self.static_bytes
         self.peak_action: Action | None = None
@@ -78,8 +81,16 @@ class DeviceMemory:
             else:
                 self.held_bytes += saved
                 now = self.static_bytes + self.held_bytes + workspace
+        elif isinstance(action, Loss):
+            stage = self.stages[action.stage]
+            now += stage.loss_bytes
+            self._output_gradients[action.stage, action.micro_batch] = stage.output_gradient_bytes
+            self.held_bytes += stage.output_gradient_bytes
         elif isinstance(action, Backward) and action.part not in ("weights", "rim"):
             stage = self.stages[action.stage]
+            if action.last == stage.last:  # what the loss has left is now among what the first operator works with
+                self.held_bytes -= self._output_gradients.pop((action.stage, action.micro_batch), 0)
+                now = self.static_bytes + self.held_bytes
             saved, workspace = stage.range(action.first, action.last, backward=True)
             now += workspace
             self.held_bytes -= saved
@@ -112,7 +123,8 @@ class DeviceMemory:
                 self.held_bytes += size
 
     def _release(self, stage: int, micro_batch: int) -> None:
-        self.held_bytes -= self._received.pop((stage, micro_batch), 0) + self._history.pop((stage, micro_batch), 0.0)
+        kept = (self._received, self._history, self._output_gradients)
+        self.held_bytes -= sum(each.pop((stage, micro_batch), 0) for each in kept)
         if stage == next(iter(self.stages)):
             self.micro_batches_held -= 1
 
@@ -142,6 +154,11 @@ class _StageBytes:
         read = {name for op in geometry.ops for name in op.inputs if name in network.inputs}
         self.input_bytes = float(sum(_tensor_bytes(network, name, samples) for name in read))
         """The bytes that come in of a micro-batch."""
+        has_loss = geometry.is_last and plan.is_training and device in geometry.loss_devices
+        scored = geometry.sample_count(device) if has_loss else 0
+        self.loss_bytes = network.loss_bytes * scored
+        self.output_gradient_bytes = network.gradient_bytes_of_outputs(scored) if scored else 0
+        """The bytes of what the loss leaves for the backward pass of a micro-batch."""
 
     def kept_bytes(self, first: int) -> float:
         """Return the bytes of what the layers that are run again from operator `first` keep until then."""

@@ -39,6 +39,12 @@ def subject_named(name: str) -> Subject:
     return _SUBJECTS[library](rest)
 
 
+def trained_subject(name: str) -> Subject:
+    """Return the network of a name as it is trained: a few that take large inputs only are made for smaller ones."""
+    library, _, rest = name.partition(":")
+    return torchvision_subject(rest, is_trained=True) if library == "torchvision" else subject_named(name)
+
+
 def all_networks() -> list[str]:
     """Return the names of every network of the installed packages."""
     missing = missing_packages()

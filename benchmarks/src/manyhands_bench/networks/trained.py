@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 import manyhands as mh
-from manyhands_bench.networks.catalogue import subject_named
+from manyhands_bench.networks.catalogue import trained_subject
 from manyhands_bench.networks.forward import relative
 from manyhands_bench.networks.subject import call, in_float64, squared_error, target_for
 
@@ -87,7 +87,7 @@ def reordered_difference(name: str) -> float:
 def _module_and_data(name: str) -> tuple[nn.Module, Any, torch.Tensor]:
     """Return a network in float64, and inputs and targets for all steps; the same each time."""
     torch.manual_seed(0)
-    subject = subject_named(name)
+    subject = trained_subject(name)
     module = calm(subject.module).double().train()
     inputs = in_float64(subject.batch(STEPS * SAMPLES))
     with torch.no_grad():
