@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -97,9 +98,17 @@ def convolution_call(graph: Graph, node: Node, kernel: Kernel) -> Call:
     return flagged
 
 
-@cache
-def _has_acl() -> bool:
-    return bool(torch.backends.mkldnn.is_acl_available())  # type: ignore[no-untyped-call]
+def has_acl() -> bool:
+    """Return whether oneDNN computes by the Arm Compute Library. PyTorch before 2.10 cannot be asked: its builds for
+    Linux on 64-bit Arm do."""
+    ask = getattr(torch.backends.mkldnn, "is_acl_available", None)
+    if ask is None:
+        has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return has_onednn and (platform.system(), platform.machine()) == ("Linux", "aarch64")
+    return bool(ask())
+
+
+_has_acl = cache(has_acl)
 
 
 def goes_by_groups(groups: int) -> bool:

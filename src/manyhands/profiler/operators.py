@@ -11,7 +11,7 @@ import torch
 
 from manyhands.facts.profile import Kernel
 from manyhands.graph import ops
-from manyhands.graph.convolution_kernels import takes_format
+from manyhands.graph.convolution_kernels import has_acl, takes_format
 from manyhands.graph.graph import Graph
 from manyhands.graph.kernels import kernel_calls, packable, store_weights, takes_flags, takes_product
 from manyhands.graph.memory_formats import reformat
@@ -84,7 +84,7 @@ def kernels_for(graph: Graph, node: Node, may_be_packed: Container[str] = ()) ->
             kernels.append(Kernel(channels_last=True, packed=True))
         return kernels
     # oneDNN multiplies float32 matrices on Arm only (by the Arm Compute Library).
-    if node.target == "aten.linear.default" and not torch.backends.mkldnn.is_acl_available():  # type: ignore[no-untyped-call]
+    if node.target == "aten.linear.default" and not has_acl():
         return []
     if takes_flags(graph, node):
         return [Kernel(), Kernel(onednn=False)]

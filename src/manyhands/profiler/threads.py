@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from manyhands.graph.convolution_kernels import has_acl
+
 _MAPPED = Path("/proc/self/maps")
 _OPENMP = re.compile(r"(?m)\s(/\S*/lib(?:gomp|omp|iomp5)[\w.-]*\.so[\w.]*)$")
 
@@ -54,7 +56,7 @@ def _levels(most: int) -> Iterator[None]:
 def _openmp() -> tuple[ctypes.CDLL, ...]:
     """Return the OpenMP runtimes in this process, where they need the setting: torch's own, and perhaps others'
     copies."""
-    if not torch.backends.mkldnn.is_acl_available() or not _MAPPED.exists():  # type: ignore[no-untyped-call]
+    if not has_acl() or not _MAPPED.exists():
         return ()
     paths = dict.fromkeys(_OPENMP.findall(_MAPPED.read_text()))
     return tuple(ctypes.CDLL(path) for path in paths)
