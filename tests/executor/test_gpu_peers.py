@@ -18,7 +18,7 @@ from small_plans import staged, tiled
 from harness import SGD, Ran, run
 from manyhands.executor import graph_part
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
-from manyhands.facts.errors import BadSchedule
+from manyhands.facts.errors import BadSchedule, WorkerLost
 from manyhands.facts.plan import ByTiles, Codec, Plan
 from manyhands.schedule.actions import Receive, Reduce
 from small_networks import batches_of, captured
@@ -142,3 +142,16 @@ def test_what_describes_no_tensor_is_refused_before_anything_is_opened(row: byte
     peers = GpuPeers("a", ("b",), torch.device("cpu"))
     with pytest.raises(BadSchedule):
         peers.opened(memoryview(row.ljust(DESCRIPTOR_BYTES, b"\0")), (4,), torch.float32)
+
+
+def test_memory_of_a_worker_that_died_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the others are asked who is gone, and the job goes on without it."""
+
+    def gone(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", gone, raising=False)
+    body = msgspec.msgpack.encode([b"h" * 66, 16, 0, b"/torch_1_2_3", 0, b"e" * 64, True])
+    row = (len(body).to_bytes(2, "little") + body).ljust(DESCRIPTOR_BYTES, b"\0")
+    with pytest.raises(WorkerLost, match="cannot be opened: CUDA error: invalid resource handle"):
+        GpuPeers("a", ("b",), torch.device("cpu")).opened(memoryview(row), (4,), torch.float32)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import torch
 
-from manyhands.facts.errors import BadSchedule
+from manyhands.facts.errors import BadSchedule, WorkerLost
 from manyhands.schedule.actions import Reduce
 
 GPU_SHARING_VARIABLE = "MANYHANDS_GPU_SHARING"
@@ -32,6 +32,7 @@ _COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 _MOST_COUNTER_OFFSET = 10_000
 _EVENT_BYTES = 64
 _MOST_HANDLE_BYTES = 80
+_LONGEST_REASON = 200
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -93,10 +94,16 @@ class GpuPeers:
             raise BadSchedule(f"A tensor of {expected} bytes was to come; what came has {descriptor.byte_count}.")
         if not expected:
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
-        storage = torch.UntypedStorage._new_shared_cuda(
-            self.torch_device.index or 0, descriptor.handle, descriptor.byte_count, descriptor.offset,
-            descriptor.counter, descriptor.counter_offset, descriptor.event, descriptor.waits_for_event,
-        )  # fmt: skip
+        try:
+            storage = torch.UntypedStorage._new_shared_cuda(
+                self.torch_device.index or 0, descriptor.handle, descriptor.byte_count, descriptor.offset,
+                descriptor.counter, descriptor.counter_offset, descriptor.event, descriptor.waits_for_event,
+            )  # fmt: skip
+        except RuntimeError as error:  # the worker that had it has died: the coordinator finds out
+            raise WorkerLost(
+                f"A tensor of another worker on the GPU cannot be opened: {str(error)[:_LONGEST_REASON]}.",
+                hint="Where the driver forbids it, start workers with MANYHANDS_GPU_SHARING=0.",
+            ) from error
         return torch.empty(0, dtype=dtype, device=self.torch_device).set_(storage).view(tuple(shape))
 
 
