@@ -32,6 +32,7 @@ from manyhands.graph.cumulative_norms import counted
 from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
 from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
+from manyhands.graph.open_masks import without_open_masks
 from manyhands.graph.random_nodes import DRAWN_BY_SIZE, coin, drawn_like, note_uniform
 from manyhands.graph.rewriting import rewritten
 from manyhands.graph.sizes import at, dtype_name, output_specs, sized, spec_of
@@ -69,7 +70,8 @@ def convert(exported: Exported) -> Graph:
             _convert_node(node, state)
     leaves = _outputs(program, state, exported.assigned)
     output_tree = tree_map(lambda leaf: leaves[int(leaf[1:])], exported.output_tree)
-    live_nodes = live(rewritten(live(state.nodes, set(leaves)), inputs, weights), set(leaves))
+    plain_nodes = without_open_masks(live(state.nodes, set(leaves)))
+    live_nodes = live(rewritten(plain_nodes, inputs, weights), set(leaves))
     live_nodes = early_casts(live_nodes, set(leaves))
     refuse_nonlinear_backward(live_nodes)
     return Graph(
