@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
+import shutil
+import subprocess
 
 import numpy
 import pytest
@@ -56,7 +60,7 @@ def test_merged_axes_lead_to_the_same_places(drawn: tuple[Box, tuple[int, ...], 
 def test_axes_that_lie_side_by_side_are_merged() -> None:
     axes = merged_axes(Box(((4, 8), (0, 12), (0, 16), (0, 20))), (1, 12, 16, 20), 0)
     assert axes is not None
-    assert [(axis.extent, axis.rows) for axis in axes] == [(1, 0), (1, 0), (4, 1), (12 * 16 * 20, 0)]
+    assert [(axis.extent, axis.rows) for axis in axes] == [(4, 1), (12 * 16 * 20, 0)]
     assert merged_axes(Box(((0, 2),) * 6), (4,) * 6, None) is None
     assert merged_axes(Box(((0, 1), (0, 2**31))), (1, 2**31), 0) is None
 
@@ -68,6 +72,93 @@ BOXES = [
     (Box(((2, 5), (4, 10), (1, 30), (0, 31))), (5, 12, 40, 31), None),
     (Box(((0, 7), (0, 2), (2, 6))), (7, 1, 9), 1),
 ]
+
+
+_ON_HOST = """
+#include <stddef.h>
+#include <string.h>
+#define __device__
+#define __global__
+#define asm(...)
+static struct { unsigned x; } blockIdx, blockDim, threadIdx;
+static unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+static float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+"""
+_RUN_ON_HOST = """
+#define RUN(KERNEL, TAKEN, GIVEN_FIRST) extern "C" void run_##KERNEL TAKEN { \\
+  blockDim.x = 256; \\
+  for (blockIdx.x = 0; blockIdx.x * blockDim.x * PER_THREAD < (unsigned)count; ++blockIdx.x) \\
+    for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) KERNEL GIVEN_FIRST; \\
+}
+RUN(bits, (int* out, GEOMETRY), (out, GIVEN))
+RUN(dropout_float, (float* out, const float* x, double factor, int limit, GEOMETRY), (out, x, factor, limit, GIVEN))
+RUN(dropout_bfloat16, (Half* out, const Half* x, double factor, int limit, GEOMETRY), (out, x, factor, limit, GIVEN))
+"""
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
+    """The kernels' source, compiled for a processor: number of axes -> library."""
+    compiler, folder = shutil.which("g++") or shutil.which("clang++"), tmp_path_factory.mktemp("kernels")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler here")
+
+    def build(axes: int) -> ctypes.CDLL:
+        source, library = folder / f"{axes}.cpp", folder / f"{axes}.so"
+        source.write_text(_ON_HOST + gpu_draws.source_for(axes) + _RUN_ON_HOST)
+        subprocess.run([compiler, "-w", "-O1", "-shared", "-fPIC", source, "-o", library], check=True, timeout=120)
+        return ctypes.CDLL(str(library))
+
+    return {axes: build(axes) for axes in range(1, 5)}
+
+
+def run_on_host(
+    libraries: dict[int, ctypes.CDLL], kernel: str, out: torch.Tensor, first: list[object], draw: Draw,
+    drawn: tuple[Box, tuple[int, ...], int | None],
+) -> bool:  # fmt: skip
+    """Fill `out` by a kernel; False: it has too many axes for one."""
+    axes, keys = merged_axes(*drawn), keys_of(draw)
+    if axes is None:
+        return False
+    padded = (*(gpu_draws._Axis() for _ in range(4 - len(axes))), *axes)
+    assert isinstance(keys, tuple)
+    numbers = [0, *(ctypes.c_int(key) for key in keys), out.numel(), *itertools.chain.from_iterable(padded)]
+    run = getattr(libraries[len(axes)], f"run_{kernel}")
+    run(ctypes.c_void_p(out.data_ptr()), *first, ctypes.c_void_p(0), *numbers)
+    return True
+
+
+def test_the_kernels_arithmetic_gives_the_same_bits(on_host: dict[int, ctypes.CDLL]) -> None:
+    @settings(max_examples=200, deadline=None)
+    @given(drawn_boxes())
+    def check(drawn: tuple[Box, tuple[int, ...], int | None]) -> None:
+        draw, (box, shape, batch_axis) = Draw(7, 3, "dropout_1"), drawn
+        out = torch.empty(box.shape, dtype=torch.int32)
+        if run_on_host(on_host, "bits", out, [], draw, drawn):
+            assert torch.equal(out, bits(draw, box, shape, batch_axis, torch.device("cpu")))
+
+    check()
+
+
+@pytest.mark.parametrize(("box", "shape", "batch_axis"), BOXES)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_arithmetic_drops_the_same(
+    on_host: dict[int, ctypes.CDLL], box: Box, shape: tuple[int, ...], batch_axis: int | None, offset: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Where blocks of elements lie as the hardware wants them, and where not; memory around stays as it is."""
+    draw, p = Draw(1, 2, "dropout"), 0.3
+    x = torch.randn(box.volume + offset, generator=torch.Generator().manual_seed(0)).to(dtype)[offset:].view(box.shape)
+    memory = torch.full((box.volume + offset + 1,), 7, dtype=dtype)
+    out, factor = memory[offset:-1], torch.ones((), dtype=dtype).div_(1 - p)
+    first = [ctypes.c_void_p(x.data_ptr()), ctypes.c_double(float(factor)), limit_of(1 - p)]
+    kernel = "dropout_float" if dtype == torch.float32 else "dropout_bfloat16"
+    assert run_on_host(on_host, kernel, out, first, draw, (box, shape, batch_axis))
+    mask = keep_mask(bits(draw, box, shape, batch_axis, torch.device("cpu")), 1 - p, dtype).div_(1 - p)
+    assert torch.equal(out.view(box.shape), x * mask)
+    assert (memory[:offset] == 7).all()
+    assert memory[-1] == 7
 
 
 @needs_gpu

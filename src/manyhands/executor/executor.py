@@ -200,6 +200,7 @@ class Executor:
         """Carry out the policy's actions, until it says that it is done."""
         start = time.monotonic()
         self._begin_round(step)
+        self.slowdown.begin_round()
         policy = self.schedule.policy_of(self.device, steps)
         is_fed_singly = self.plan.order in ("replay", "interleave") and bool(self.in_flight.feed.parts)
         box = self.endpoint.mailbox

@@ -109,7 +109,7 @@ class GraphPart:
         self.captured: CapturedRound | None = None
         """The CUDA graph of a round's passes, where a GPU can have one; None: their kernels are launched one by one."""
         is_alone = plan.is_training and schedule.is_fixed and can_be_captured(self.actions)
-        is_plain = not options.is_exact and setup.loss_scale is None and not setup.slowdown.is_on
+        is_plain = not options.is_exact and setup.loss_scale is None and not setup.slowdown.slows
         if torch_device.type == "cuda" and feed.staging is not None and is_alone and is_plain:
             self.captured = CapturedRound(weights, self.actions, torch_device)
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)

@@ -23,9 +23,16 @@ Keys = tuple[int, int] | torch.Tensor
 _AXES = 4
 """The most axes of a box, once those are merged that lie side by side in memory."""
 _THREADS = 256
-_MOST_ELEMENTS = 2**31 - _THREADS
+_PER_THREAD = 4
+"""Elements side by side that one thread draws: it divides to find its place among the axes once for all of them, and
+reads and writes them at once."""
+_MOST_ELEMENTS = 2**31 - _THREADS * _PER_THREAD
 
-_SOURCE = """
+SOURCE = """
+typedef unsigned short Half;
+typedef unsigned long long Address;
+template <typename T> struct alignas(sizeof(T) * PER_THREAD) Block { T of[PER_THREAD]; };
+
 static __device__ unsigned mix(unsigned x) {
   x ^= x >> 16;
   x *= 0x7FEB352Du;
@@ -34,70 +41,130 @@ static __device__ unsigned mix(unsigned x) {
   return x ^ x >> 16;
 }
 
-struct Drawn { unsigned place, sample; };
-
-static __device__ void step(Drawn& at, unsigned& rest, int extent, int low, int stride, int rows) {
-  unsigned index = low + rest % extent;
-  rest /= extent;
-  if (rows > 0) {
-    at.sample = index / rows;
-    index %= rows;
-  }
-  at.place += index * (unsigned)stride;
-}
-
 #define GEOMETRY const int* keys, int in_memory, int key_1, int key_2, int count, \\
   int e0, int l0, int s0, int r0, int e1, int l1, int s1, int r1, \\
   int e2, int l2, int s2, int r2, int e3, int l3, int s3, int r3
+#define GIVEN keys, in_memory, key_1, key_2, count, e0, l0, s0, r0, e1, l1, s1, r1, e2, l2, s2, r2, e3, l3, s3, r3
 
-static __device__ int drawn(unsigned element, GEOMETRY) {
-  Drawn at = {0, 0};
-  step(at, element, e3, l3, s3, r3);
-  step(at, element, e2, l2, s2, r2);
-  step(at, element, e1, l1, s1, r1);
-  step(at, element, e0, l0, s0, r0);
-  unsigned first = in_memory ? keys[0] : key_1, second = in_memory ? keys[1] : key_2;
-  return (int)mix(mix(at.place ^ mix(at.sample ^ first)) + mix(at.sample ^ second));
+// The bits of elements one after the other. Axis 3 is the innermost; the kernel is compiled for AXES of them.
+struct Draws {
+  unsigned first_key, second_key, place, sample_1, sample_2;
+  int left;  // elements up to the end of the innermost axis
+
+  __device__ Draws(GEOMETRY) {
+    first_key = in_memory ? keys[0] : key_1;
+    second_key = in_memory ? keys[1] : key_2;
+    left = 0;
+  }
+
+  __device__ void go_to(unsigned element, GEOMETRY) {
+    unsigned sample = 0, rest = element;
+    place = 0;
+    left = r3 > 0 ? 0 : e3 - 1 - rest % e3;
+    along(rest, sample, e3, l3, s3, r3);
+#if AXES > 1
+    along(rest, sample, e2, l2, s2, r2);
+#endif
+#if AXES > 2
+    along(rest, sample, e1, l1, s1, r1);
+#endif
+#if AXES > 3
+    along(rest, sample, e0, l0, s0, r0);
+#endif
+    sample_1 = mix(sample ^ first_key);
+    sample_2 = mix(sample ^ second_key);
+  }
+
+  __device__ void along(unsigned& rest, unsigned& sample, int extent, int low, int stride, int rows) {
+    unsigned index = low + rest % extent;
+    rest /= extent;
+    if (rows > 0) {
+      sample = index / rows;
+      index %= rows;
+    }
+    place += index * (unsigned)stride;
+  }
+
+  __device__ int next(int is_first, unsigned element, GEOMETRY) {
+    if (is_first || left == 0) {
+      go_to(element, GIVEN);
+    } else {
+      place += s3;
+      --left;
+    }
+    return (int)mix(mix(place ^ sample_1) + sample_2);
+  }
+};
+
+struct Bits {
+  typedef int Type;
+  static __device__ int of(int, int bits, double, int) { return bits; }
+};
+
+struct Float {
+  typedef float Type;
+  static __device__ float of(float x, int bits, double factor, int limit) {
+    return x * (bits < limit ? (float)factor : 0.0f);
+  }
+};
+
+struct Double {
+  typedef double Type;
+  static __device__ double of(double x, int bits, double factor, int limit) {
+    return x * (bits < limit ? factor : 0.0);
+  }
+};
+
+struct Bfloat16 {
+  typedef Half Type;
+  static __device__ Half of(Half x, int bits, double factor, int limit) {
+    float value = __uint_as_float((unsigned)x << 16) * (bits < limit ? (float)factor : 0.0f);
+    unsigned made = __float_as_uint(value);
+    bool is_nan = (made & 0x7FFFFFFFu) > 0x7F800000u;
+    return is_nan ? 0x7FFF : (made + 0x7FFFu + ((made >> 16) & 1u)) >> 16;  // to the nearest, ties to even
+  }
+};
+
+struct Float16 {
+  typedef Half Type;
+  static __device__ Half of(Half x, int bits, double factor, int limit) {
+    float value;
+    Half rounded;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x));
+    value *= bits < limit ? (float)factor : 0.0f;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return rounded;
+  }
+};
+
+template <typename Operation, typename T>
+static __device__ void fill(T* out, const T* x, double factor, int limit, GEOMETRY) {
+  unsigned first = (blockIdx.x * blockDim.x + threadIdx.x) * PER_THREAD;
+  if (first >= count) return;
+  Draws draws(GIVEN);
+  Block<T> block;
+  bool is_whole = first + PER_THREAD <= count && ((Address)out | (Address)x) % sizeof(block) == 0;
+  if (is_whole && x) block = *(const Block<T>*)(x + first);
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; ++i) {
+    if (first + i >= count) break;
+    if (!is_whole && x) block.of[i] = x[first + i];
+    block.of[i] = Operation::of(block.of[i], draws.next(i == 0, first + i, GIVEN), factor, limit);
+    if (!is_whole) out[first + i] = block.of[i];
+  }
+  if (is_whole) *(Block<T>*)(out + first) = block;
 }
 
-#define DRAW drawn(element, keys, in_memory, key_1, key_2, count, \\
-  e0, l0, s0, r0, e1, l1, s1, r1, e2, l2, s2, r2, e3, l3, s3, r3)
-#define ELEMENT unsigned element = blockIdx.x * blockDim.x + threadIdx.x; if (element >= count) return
+extern "C" __global__ void bits(int* out, GEOMETRY) { fill<Bits>(out, (const int*)0, 0.0, 0, GIVEN); }
 
-extern "C" __global__ void bits(int* out, GEOMETRY) {
-  ELEMENT;
-  out[element] = DRAW;
+#define DROPOUT(NAME, OPERATION) extern "C" __global__ void NAME( \\
+  OPERATION::Type* out, const OPERATION::Type* x, double factor, int limit, GEOMETRY) { \\
+  fill<OPERATION>(out, x, factor, limit, GIVEN); \\
 }
-
-extern "C" __global__ void dropout_float(float* out, const float* x, double factor, int limit, GEOMETRY) {
-  ELEMENT;
-  out[element] = x[element] * (DRAW < limit ? (float)factor : 0.0f);
-}
-
-extern "C" __global__ void dropout_double(double* out, const double* x, double factor, int limit, GEOMETRY) {
-  ELEMENT;
-  out[element] = x[element] * (DRAW < limit ? factor : 0.0);
-}
-
-extern "C" __global__ void dropout_bfloat16(
-    unsigned short* out, const unsigned short* x, double factor, int limit, GEOMETRY) {
-  ELEMENT;
-  unsigned bits = __float_as_uint(
-    __uint_as_float((unsigned)x[element] << 16) * (DRAW < limit ? (float)factor : 0.0f));
-  bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  out[element] = is_nan ? 0x7FFF : (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to the nearest, ties to even
-}
-
-extern "C" __global__ void dropout_half(
-    unsigned short* out, const unsigned short* x, double factor, int limit, GEOMETRY) {
-  ELEMENT;
-  float value;
-  unsigned short rounded;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x[element]));
-  value *= DRAW < limit ? (float)factor : 0.0f;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
-  out[element] = rounded;
-}
+DROPOUT(dropout_float, Float)
+DROPOUT(dropout_double, Double)
+DROPOUT(dropout_bfloat16, Bfloat16)
+DROPOUT(dropout_half, Float16)
 """
 
 _DROPOUTS = {
@@ -120,7 +187,8 @@ def drawn_bits(
     keys: Keys, box: Box, sample_shape: Sequence[int], batch_axis: int | None, device: torch.device
 ) -> torch.Tensor | None:
     """Return the bits of a draw, as `random.bits` describes them."""
-    axes, kernel = merged_axes(box, sample_shape, batch_axis), _kernel("bits", device.index or 0)
+    axes = merged_axes(box, sample_shape, batch_axis)
+    kernel = None if axes is None else _kernel("bits", len(axes), device.index or 0)
     if axes is None or kernel is None:
         return None
     out = torch.empty(box.shape, dtype=torch.int32, device=device)
@@ -135,7 +203,8 @@ def dropout(
     """Return x, of which elements with bits below `limit` are multiplied by `factor` and the others are 0."""
     if x.dtype not in _DROPOUTS or not x.is_contiguous() or not -(2**31) <= limit < 2**31:
         return None
-    axes, kernel = merged_axes(box, sample_shape, batch_axis), _kernel(_DROPOUTS[x.dtype], x.device.index or 0)
+    axes = merged_axes(box, sample_shape, batch_axis)
+    kernel = None if axes is None else _kernel(_DROPOUTS[x.dtype], len(axes), x.device.index or 0)
     if axes is None or kernel is None:
         return None
     dropped: torch.Tensor = _Dropout.apply(x, kernel, keys, axes, limit, factor)  # type: ignore[no-untyped-call]
@@ -176,11 +245,12 @@ def _launch(
     row = keys if in_memory else _no_keys(out.device)
     first, second = (0, 0) if isinstance(keys, torch.Tensor) else keys
     _enter_gpu(out.device)
+    per_block, all_axes = _THREADS * _PER_THREAD, (*(_Axis() for _ in range(_AXES - len(axes))), *axes)
     with torch.cuda.device(out.device):
         kernel(
-            ((count + _THREADS - 1) // _THREADS, 1, 1),
+            ((count + per_block - 1) // per_block, 1, 1),
             (_THREADS, 1, 1),
-            [*arguments, row, int(in_memory), first, second, count, *itertools.chain.from_iterable(axes)],
+            [*arguments, row, int(in_memory), first, second, count, *itertools.chain.from_iterable(all_axes)],
         )
 
 
@@ -202,8 +272,8 @@ def _enter_gpu(device: torch.device) -> None:
 
 @lru_cache(maxsize=1024)
 def merged_axes(box: Box, sample_shape: Sequence[int], batch_axis: int | None) -> tuple[_Axis, ...] | None:
-    """Return the axes of a box, those merged that the box has whole and that lie side by side; None: there are too
-    many axes, or elements."""
+    """Return the axes of a box, at least one, those merged that the box has whole and that lie side by side; None:
+    there are too many axes, or elements."""
     axes: list[_Axis] = []
     stride = 1
     for axis in range(len(sample_shape) - 1, -1, -1):
@@ -221,7 +291,12 @@ def merged_axes(box: Box, sample_shape: Sequence[int], batch_axis: int | None) -
         stride *= extent
     if len(axes) > _AXES or stride >= 2**31 or box.volume > _MOST_ELEMENTS:
         return None
-    return (*(_Axis() for _ in range(_AXES - len(axes))), *reversed(axes))
+    return tuple(reversed(axes)) or (_Axis(),)
+
+
+def source_for(axes: int) -> str:
+    """Return the kernels' source for boxes of so many axes."""
+    return f"#define AXES {axes}\n#define PER_THREAD {_PER_THREAD}\n{SOURCE}"
 
 
 @lru_cache(maxsize=8)
@@ -230,14 +305,14 @@ def _no_keys(device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _kernel(name: str, device_index: int) -> Callable[..., None] | None:
-    """Return a compiled kernel of _SOURCE for a GPU; None where it cannot be compiled."""
+def _kernel(name: str, axes: int, device_index: int) -> Callable[..., None] | None:
+    """Return a compiled kernel of SOURCE for a GPU and so many axes; None where it cannot be compiled."""
     compiler = getattr(torch.cuda, "_compile_kernel", None)
     if compiler is None or torch.version.hip is not None:
         return None
     try:
         with torch.cuda.device(device_index):
-            kernel: Callable[..., None] = compiler(_SOURCE, name)
+            kernel: Callable[..., None] = compiler(source_for(axes), name)
     except (RuntimeError, OSError, ValueError, TypeError, AttributeError):
         return None
     return kernel

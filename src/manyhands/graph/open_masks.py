@@ -20,8 +20,8 @@ _MASK = 3
 """The place of the mask among an attention's arguments."""
 _SAME_ELEMENTS = frozenset({
     "aten.alias.default", "aten.clone.default", "aten.contiguous.default", "aten.expand.default",
-    "aten.permute.default", "aten.reshape.default", "aten.select.int", "aten.slice.Tensor", "aten.squeeze.dim", "aten.transpose.int",
-    "aten.unsqueeze.default", "aten.view.default",
+    "aten.permute.default", "aten.reshape.default", "aten.select.int", "aten.slice.Tensor", "aten.squeeze.dim",
+    "aten.transpose.int", "aten.unsqueeze.default", "aten.view.default",
 })  # fmt: skip
 """Operators whose elements are all elements of their first argument."""
 _BOTH = frozenset({"aten.bitwise_and.Tensor", "aten.logical_and.default", "aten.__and__.Tensor"})

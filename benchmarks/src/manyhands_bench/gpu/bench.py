@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,8 @@ DEFAULT = GpuScope()
 QUICK = GpuScope(steps=20, networks=("resnet50", "resnet18"))
 EXACT_NETWORK = "resnet50"
 SHARED_NETWORK = "resnet18"
+MIXED_BATCH, MIXED_TITLE = 16, "ResNet-50, 224x224, batch 16"
+"""What a Jetson's memory holds, and what it computes in less than a second."""
 NOT_MEASURED = math.nan
 """The figure of a network that cannot be measured here."""
 
@@ -67,9 +69,9 @@ class GpuBench:
         return figures | {"bytes_through_host": sum(int(figures[f"bytes_through_host_{way}"]) for way in SHARED_WAYS)}
 
     def mixed(self) -> Figures:
-        network = NETWORKS[EXACT_NETWORK]
+        network = replace(NETWORKS[EXACT_NETWORK], title=MIXED_TITLE, batch_size=MIXED_BATCH)
         slowdown = jetson_slowdown(network, plain_seconds(network, "float32", self.scope.steps))
-        return mixed_gain(network, slowdown, min(MOST_CPU_WORKERS, max(1, usable_cores() - 1)))
+        return mixed_gain(network, slowdown, min(MOST_CPU_WORKERS, max(1, usable_cores() - 1)), self.say)
 
     def _ratios(self, precision: str, key: str) -> Figures:
         figures: Figures = {

@@ -17,7 +17,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage, plan_line
 from manyhands.runtime.coordinator import Coordinator
-from manyhands_bench.figures import Figures
+from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.gpu.networks import GpuNetwork, loss
 
 SHARED_STEPS = 12
@@ -63,9 +63,11 @@ def jetson_slowdown(network: GpuNetwork, step_seconds: float) -> float:
     return max(1.0, per_second / (CATALOGUE[JETSON].gflops * 1e9))
 
 
-def mixed_gain(network: GpuNetwork, slowdown: float, cpu_workers: int) -> Figures:
+def mixed_gain(network: GpuNetwork, slowdown: float, cpu_workers: int, say: Progress) -> Figures:
     """Return the speed of a slowed GPU beside processors over that of the GPU alone."""
+    say(f"the GPU alone, {slowdown:.3g} times slower than it could")
     alone = _mixed_seconds(network, Cluster.local(1, gpus=1), slowdown, "single")
+    say(f"{alone[0]:.2f} s a step; beside {cpu_workers} workers on processors")
     beside = _mixed_seconds(network, Cluster.local(1 + cpu_workers, gpus=1), slowdown, "auto")
     return {
         "mixed_gpu_cpu_gain": alone[0] / beside[0], "mixed_alone_step_seconds": alone[0],

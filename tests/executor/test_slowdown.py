@@ -1,0 +1,65 @@
+"""A slowed device sleeps after computing; a GPU not in its first round, which loads kernels."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from manyhands.executor import slowdown
+from manyhands.executor.slowdown import Slowdown
+
+
+class Slept:
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> Slept:
+    sleeper = Slept()
+    monkeypatch.setattr(slowdown.time, "sleep", sleeper)
+    monkeypatch.setattr(slowdown, "synchronize", lambda device: None)
+    return sleeper
+
+
+def computed(slowed: Slowdown) -> float:
+    """Compute for a while; return the seconds of it."""
+    started = begin = slowed.now()
+    while slowed.now() - begin < 0.005:
+        time.monotonic()
+    took = slowed.now() - started
+    slowed.stretch(started)
+    return took
+
+
+def test_it_sleeps_for_what_a_slower_device_takes_longer(slept: Slept) -> None:
+    slowed = Slowdown(4.0)
+    for _ in range(2):
+        slowed.begin_round()
+        took = computed(slowed)
+        assert slept.seconds.pop() == pytest.approx(3 * took, rel=0.5)
+    assert not slept.seconds
+
+
+def test_a_gpu_is_not_slowed_in_its_first_round(slept: Slept) -> None:
+    slowed = Slowdown(4.0, torch.device("cuda", 0))
+    assert slowed.slows
+    slowed.begin_round()
+    computed(slowed)
+    assert not slept.seconds
+    slowed.begin_round()
+    took = computed(slowed)
+    assert slept.seconds == [pytest.approx(3 * took, rel=0.5)]
+
+
+def test_a_factor_of_one_changes_nothing(slept: Slept) -> None:
+    slowed = Slowdown(1.0)
+    slowed.begin_round()
+    computed(slowed)
+    assert not slept.seconds
+    assert not slowed.slows
