@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -55,6 +56,21 @@ def test_a_gpu_is_not_slowed_in_its_first_round(slept: Slept) -> None:
     slowed.begin_round()
     took = computed(slowed)
     assert slept.seconds == [pytest.approx(3 * took, rel=0.5)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_does_not_sleep_for_what_it_waited(slept: Slept, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """A GPU that waited for the sums of slow processors was stretched by that, too: its steps took minutes."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    gpu = Slowdown(4.0, torch.device("cuda", 0))
+    gpu.begin_round()
+    for slowed in (Slowdown(4.0), gpu):
+        slowed.begin_round()
+        started = slowed.now()
+        with slowed.waiting():
+            threading.Event().wait(0.2)
+        slowed.stretch(started)
+        assert slept.seconds.pop() < 3 * 0.1
 
 
 def test_a_factor_of_one_changes_nothing(slept: Slept) -> None:

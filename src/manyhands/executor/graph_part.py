@@ -104,6 +104,7 @@ class GraphPart:
             setup.loss_scale,
             rates,
             setup.average,
+            setup.slowdown,
         )
         self.exchange = LocalExchange(schedule, self.device, self.runners, torch_device)
         self.captured: CapturedRound | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -21,6 +23,7 @@ class Slowdown:
         self._gpu = torch_device if torch_device is not None and torch_device.type != "cpu" else None
         self.is_on = self.slows and self._gpu is None
         self._rounds = 0
+        self._waited_seconds = 0.0
 
     def begin_round(self) -> None:
         self.is_on = self.slows and (self._gpu is None or self._rounds > 0)
@@ -32,10 +35,23 @@ class Slowdown:
         if self._gpu is not None:
             if self.is_on:
                 synchronize(self._gpu)
-            return time.monotonic()
-        return time.thread_time() if torch.get_num_threads() == 1 else time.monotonic()
+        elif torch.get_num_threads() == 1:
+            return time.thread_time()
+        return time.monotonic() - self._waited_seconds
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Leave what happens inside out of `now`: waiting for other devices takes a slower one no longer."""
+        if self._gpu is not None and self.is_on:
+            synchronize(self._gpu)
+        began = time.monotonic()
+        yield
+        self._waited_seconds += time.monotonic() - began
 
     def stretch(self, started: float) -> None:
         """Sleep for what a slower device would take longer than this one has since `started`, by `now`."""
         if self.is_on:
             time.sleep((self.factor - 1.0) * (self.now() - started))
+
+
+UNSLOWED = Slowdown(1.0)

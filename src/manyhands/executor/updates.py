@@ -13,6 +13,7 @@ from manyhands.executor.optimizers import Stepper
 from manyhands.executor.projections import SumRecord
 from manyhands.executor.rates import EACH_UPDATES, ArrivingRates
 from manyhands.executor.reductions import Reductions
+from manyhands.executor.slowdown import UNSLOWED, Slowdown
 from manyhands.facts.clipping import Clipping
 from manyhands.graph.weights import Weights
 from manyhands.schedule.actions import Reduce
@@ -34,9 +35,11 @@ class WeightUpdates:
         loss_scale: LossScale | None = None,
         rates: ArrivingRates | None = None,
         average: WeightAverage | None = None,
+        slowdown: Slowdown = UNSLOWED,
     ) -> None:
         """`norm_part`: the weights whose gradients this device gives to the norm of all. `loss_scale`: what gradients
-        are to be divided by."""
+        are to be divided by. `slowdown`: that of the device, which does not stretch what it waits for."""
+        self._slowdown = slowdown
         self.weights, self.stepper, self.reductions, self._untrained = weights, stepper, reductions, untrained
         self.clipping, self._norm_part = clipping or UNCLIPPED, norm_part
         self.loss_scale = loss_scale
@@ -109,7 +112,8 @@ class WeightUpdates:
         return self.reductions.take_records()
 
     def _finish_gradients(self) -> None:
-        self.reductions.wait()
+        with self._slowdown.waiting():
+            self.reductions.wait()
         for name in self._untrained:  # a zero that was added up is still no gradient: weight decay would see it
             self.weights.tensors[name].grad = None
 
