@@ -32,7 +32,7 @@ def group_of(item: pytest.Item) -> str:
     return "_".join(sorted({str(mark.args[0]) for mark in item.iter_markers("xdist_group")}))
 
 
-DEEPER = ("resnet34", "vgg19", "yolov2-16", "efficientnet-b1")
+DEEPER = ("resnet34", "vgg19", "yolov2-16", "efficientnet-b1", "mobilenetv2-32", "efficientnet-b1-32")
 """More layers of the kinds that another network of the zoo has: with the slow tests."""
 
 

@@ -48,6 +48,20 @@ def test_simulated_figures_say_whose_profile_they_rest_on(tmp_path: Path) -> Non
     assert next(line for line in short if "60 drawn" in line).endswith("| estimated from the device catalogue |")
 
 
+def test_asteroids_tables_show_what_runs_out_of_memory(tmp_path: Path) -> None:
+    table_4 = {"speedup_device_resnet50_env_b": 1.5, "speedup_dp_one_port_resnet50_env_b": 4.0,
+               "speedup_pp_resnet50_env_b": None, "speedup_dp_resnet50_env_b": 1.04}  # fmt: skip
+    fig_13 = {"fig13_pipedream_resnet50_env_b": 1.96, "fig13_pipedream_resnet50_env_c": None,
+              "gain_over_pipedream_geomean": 1.96, "fig13_dp_resnet50_env_b": 1.04}  # fmt: skip
+    write_result(tmp_path, result("pipeline-simulated", **table_4, **fig_13))
+    lines = page_text(StoredResults.of(tmp_path), []).splitlines()
+    assert "| resnet50 | env-b | 1.5 / 6.1 / 12.2 | 1.5 / 4.0 / out of memory | 1.0 | – |" in lines
+    row = next(line for line in lines if line.startswith("| PipeDream |"))
+    assert row == "| PipeDream | – | – | 2.0 | – | – | – | out of memory | – | 1.96 | 1.3 to 2.1 |"
+    assert next(line for line in lines if line.startswith("| data parallel |")).endswith("| – | – |")
+    assert not any(line.startswith("| DAPPLE |") for line in lines)
+
+
 def test_quick_looks_and_failures_do_not_count(tmp_path: Path) -> None:
     quick = msgspec.structs.replace(result("tile", memory_ratio_24=77.0), quick=True)
     write_result(tmp_path, quick)
@@ -90,7 +104,7 @@ def test_the_page_has_its_pictures(tmp_path: Path) -> None:
     out, page = tmp_path / "results", tmp_path / "docs" / "results.md"
     write_result(out, result("tile", memory_ratio_24=8.25, speedup_2=1.5))
     write_result(
-        out, result("pipeline", speedup_pp_resnet50_env_b=9.0, speedup_dp_resnet50_env_b=4.0, plan_seconds=1.0)
+        out, result("pipeline-simulated", speedup_pp_resnet50_env_b=9.0, speedup_dp_one_port_resnet50_env_b=4.0)
     )
     write_result(out, result("split", foot_seconds_ours=10.0, foot_seconds_k0=20.0, edge_only_seconds=100.0))
     write_result(out, result("infer", **{"speedup_latency_vgg16_880_0.15": 4.0, "speedup_latency_vgg16_240_40": 2.0}))

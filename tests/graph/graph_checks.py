@@ -27,7 +27,8 @@ from tape import CapturedLoss, backward, forward
 SMALL_INPUTS = {
     "tiny": (1, 16, 16), "unet": (3, 32, 32), "bert-small": (8,), "bilstm": (8,), "chair": (825,), "din": (6,),
     "resnet18": (3, 32, 32), "resnet34": (3, 32, 32), "resnet50": (3, 32, 32), "vgg16": (3, 32, 32),
-    "vgg19": (3, 32, 32), "efficientnet-b1": (3, 48, 48),
+    "vgg19": (3, 32, 32), "efficientnet-b1": (3, 48, 48), "mobilenetv2-32": (3, 16, 16),
+    "efficientnet-b1-32": (3, 16, 16),
 }  # fmt: skip
 BUILD = {
     "unet": {"width": 8}, "bert-small": {"vocabulary": 1000, "max_length": 16}, "bilstm": {"vocabulary": 1000},
@@ -36,7 +37,8 @@ BUILD = {
 STILL = {
     "efficientnet-b1": {"dropout": 0.0, "stochastic_depth": 0.0}, "bert-small": {"dropout": 0.0},
     "bilstm": {"dropout": 0.0}, "mobilenetv2": {"dropout": 0.0}, "mobilenetv3-large": {"dropout": 0.0},
-    "vgg16": {"dropout": 0.0}, "vgg19": {"dropout": 0.0}, "tiny": {"dropout": 0.0},
+    "vgg16": {"dropout": 0.0}, "vgg19": {"dropout": 0.0}, "tiny": {"dropout": 0.0}, "mobilenetv2-32": {"dropout": 0.0},
+    "efficientnet-b1-32": {"dropout": 0.0, "stochastic_depth": 0.0},
 }  # fmt: skip
 
 

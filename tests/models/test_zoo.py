@@ -50,6 +50,8 @@ OUTPUT_SHAPES = {
     "chair": (3, 128, 128),
     "din": (),
     "tiny": (10,),
+    "mobilenetv2-32": (10,),
+    "efficientnet-b1-32": (10,),
     "yolov2-16": (256, 38, 38),
     "yolov2": (125, 13, 13),
 }
@@ -212,6 +214,18 @@ def test_small_image_features_match_split_table_3() -> None:
     layers = {str(index): mobilenet.blocks[index + 1] for index in (2, 3, 5, 8, 12, 14)}
     assert feature_megabytes(mobilenet, layers, picture) == ["2.000", "3.000", "1.250", "0.625", "0.875", "0.312"]
     assert build_meta("mobilenetv2", small_images=True)(picture).shape == (2, 1000)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv2", "efficientnet-b1"])
+def test_variants_for_small_pictures_lack_the_first_two_strides(name: str) -> None:
+    """The last map is four times as high and wide; the weights are the same."""
+    picture = torch.empty(2, 3, 32, 32, device="meta")
+    large: Any = build_meta(name, num_classes=10)
+    small: Any = build_meta(f"{name}-32")
+    assert [large.blocks(picture).shape[2], small.blocks(picture).shape[2]] == [1, 4]
+    assert small.blocks[:3](picture).shape[2:] == (32, 32)
+    assert [parameter.shape for parameter in small.parameters()] == [p.shape for p in large.parameters()]
+    assert small.head[-1].out_features == 10
 
 
 @pytest.mark.quick("din")

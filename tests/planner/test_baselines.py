@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
+from exhaustive import Exhaustive
 
 from hand_made import chain, cluster, even_profile
 from manyhands.explaining.comparison import ALONE, HETPIPE, compare
@@ -47,11 +49,12 @@ def test_every_baseline_plans_as_it_says(tiny: Network) -> None:
     for name, order in (("pipeline parallel", "1f1b"), ("GPipe", "gpipe")):
         assert [len(stage.devices) for stage in plans[name].stages] == [1] * 6
         assert plans[name].order == order
-    for name in ("PipeDream", "DAPPLE"):
+    for name in ("PipeDream", "DAPPLE", "DAPPLE, dropping"):
         for stage in plans[name].stages:
             if isinstance(stage.share, BySamples):  # they take devices as alike
                 assert max(stage.share.samples) - min(stage.share.samples) <= 1
     assert plans["PipeDream"].warm_up == "P-p"
+    assert set(plans["DAPPLE"].devices) == set(task.cluster.names), "as published it leaves no device out"
 
 
 def test_pipedream_has_the_least_slowest_stage() -> None:
@@ -78,6 +81,25 @@ def test_pipedream_has_the_least_slowest_stage() -> None:
     ]
     ends = tuple(int(stage.layers[1]) for stage in plan.stages)
     assert slowest(ends, tuple(len(stage.devices) for stage in plan.stages)) == pytest.approx(min(every))
+
+
+@pytest.mark.parametrize("rate", [2e5, 2e6, 1e9])
+def test_dapple_has_the_least_round_with_every_device(rate: float) -> None:
+    """Against every cut and every number of replicas, by Eq. 4-6."""
+    network, names = chain(5, weight_elements=4000), ("a", "b", "c")
+    machines = cluster(names, Link(rate, 0.0))
+    task = Task(network, machines, even_profile(network, names), 12, 4, batch_norm="local")
+    plan = resolve(baselines._least_round(task), network, machines)
+    alike, everywhere = baselines._alike(task)
+    batch = replace(baselines._settings(task), samples=3, count=4)
+    every = {
+        tuple((stage.first, stage.last, len(stage.devices)) for stage in stages): seconds
+        for seconds, stages in Exhaustive(network, alike, everywhere, batch).all()
+        if sum(len(stage.devices) for stage in stages) == 3
+    }
+    found = tuple((*map(int, stage.layers), len(stage.devices)) for stage in plan.stages)
+    assert len(every) == 1 + 2 * 4 + 6
+    assert every[found] == pytest.approx(min(every.values()))
 
 
 def test_volume_is_equation_2() -> None:

@@ -10,7 +10,7 @@ from manyhands_bench.claims import CLAIMS, Claim, shown
 from manyhands_bench.results import Result, StoredResults
 from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
-ALSO = {"tile": ("tile-8",), "infer": ("infer-accuracy",)}
+ALSO = {"tile": ("tile-8",), "infer": ("infer-accuracy",), "pipeline": ("pipeline-simulated",)}
 """Folder -> further results of its bench."""
 MOST_ROWS = 6
 """The most rows for each result: docs/results.md has all of them."""

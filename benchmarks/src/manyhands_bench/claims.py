@@ -143,14 +143,26 @@ CLAIMS: tuple[Claim, ...] = (
           paper="tile_batch_1"),
     Claim("tile", "bytes_match", "every pair sent exactly the bytes of the plan", form="yes", aim=least(1)),
     # ASTEROID
-    Claim("pipeline", "speedup_pp_resnet50_env_b", "speed over pipeline parallel, ResNet-50, environment B, 100 Mbit/s",
+    Claim("pipeline-simulated", "table4_within_30_percent",
+          "of the 36 ratios of Table 4, within 30 % of the paper's", how="simulated", profile="estimated", form="part",
+          aim=least(0.6)),
+    Claim("pipeline-simulated", "table4_within_30_percent_overlapped",
+          "the same if data parallel has our overlapped sums", how="simulated", profile="estimated", form="part"),
+    Claim("pipeline-simulated", "speedup_pp_resnet50_env_b",
+          "speed over pipeline parallel, ResNet-50, environment B, 100 Mbit/s",
           how="simulated", profile="estimated", paper="asteroid_pp"),
-    Claim("pipeline", "speedup_dp_bert_small_env_b", "speed over data parallel, BERT-small, environment B, 100 Mbit/s",
+    Claim("pipeline-simulated", "speedup_dp_one_port_bert_small_env_b",
+          "speed over data parallel through one port (inferred), BERT-small, environment B, 100 Mbit/s",
           how="simulated", profile="estimated", paper="asteroid_dp"),
-    Claim("pipeline", "max vs_best_rival_*", "speed over the best of all baselines, best row of Table 4",
-          how="simulated", profile="estimated", paper="asteroid_hybrid"),
-    Claim("pipeline", "table4_min_vs_rivals", "speed over the best of all baselines, worst row of Table 4",
-          how="simulated", profile="estimated", aim=least(1)),
+    Claim("pipeline-simulated", "speedup_dp_bert_small_env_b",
+          "the same over data parallel with our overlapped sums", how="simulated", profile="estimated"),
+    *(Claim("pipeline-simulated", f"gain_over_{key}_geomean",
+            f"speed over {name}, mean of four networks on environments B and C", how="simulated", profile="estimated",
+            aim=least(at_least) if at_least else None, paper=paper, is_alike=False)
+      for key, name, at_least, paper in (
+          ("pipedream", "PipeDream", 1.3, "asteroid_pipedream"), ("dapple", "DAPPLE", 1.2, "asteroid_dapple"),
+          ("dapple_dropping", "DAPPLE by our search, which may drop devices", None, ""),
+          ("hetpipe", "HetPipe", None, "asteroid_hetpipe"), ("eddl", "EDDL", None, "asteroid_eddl"))),
     Claim("pipeline", "plan_seconds", "seconds to plan EfficientNet-B1, cut at operators, on environment C",
           form="seconds", aim=most(2), paper="asteroid_planning"),
     Claim("pipeline", "plan_seconds_64_devices", "seconds to plan ResNet-50 on 64 devices", form="seconds",
@@ -388,7 +400,8 @@ CLAIMS: tuple[Claim, ...] = (
 
 def judged(bench: str, key: str, value: float, architecture: str) -> str:
     """Return the aim of a figure as its bench printed it, and whether it is met; empty where there is none."""
-    claim = next((claim for claim in CLAIMS if (claim.bench, claim.key) == (bench, key)), None)
+    results = (bench, f"{bench}-simulated")  # a part of the bench may be stored by itself
+    claim = next((claim for claim in CLAIMS if claim.bench in results and claim.key == key), None)
     if claim is None or claim.aim is None or claim.aim.only_on not in ("", architecture):
         return ""
     aim = claim.aim

@@ -41,8 +41,9 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="Run only this bench: capture, core, lab, tile, tile-8, tile-gpu, pipeline, recovery, chaos, split, "
-            "auto, infer, infer-accuracy, networks, generate, larger, trainer, gpu, collectives, scale. Repeatable.",
+            help="Run only this bench: capture, core, lab, tile, tile-8, tile-gpu, pipeline, "
+            "pipeline-simulated, recovery, chaos, split, auto, infer, infer-accuracy, networks, generate, larger, "
+            "trainer, gpu, collectives, scale. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -151,19 +152,27 @@ def tile(
 def pipeline(
     quick: Quick = False,
     full: Full = False,
+    only: Annotated[
+        Only,
+        typer.Option(
+            "--only",
+            help="Run only this part: overhead, torch, planning, optimality, prediction, paper. Repeatable.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("pipeline-studies"),
     json: Json = False,
 ) -> None:
     """Measure planning time and optimality, and compare pipelines with the baselines' and PyTorch's own.
 
-    Figures go to standard output, settings to standard error. About twelve minutes on two cores; as root, in a lab too.
+    Figures go to standard output, settings to standard error. About fifteen minutes on two cores; as root, in a lab
+    too.
     """
     from manyhands_bench.pipeline.bench import bench_pipeline
 
-    _measure(
-        "pipeline", lambda say: bench_pipeline(quick=quick, full=full, out=out, on_progress=say), quick, json,
-        draws=full,
-    )  # fmt: skip
+    def measured(say: Progress) -> Figures:
+        return bench_pipeline(quick=quick, full=full, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("pipeline", measured, quick, json, draws=full)
 
 
 @app.command("recovery")

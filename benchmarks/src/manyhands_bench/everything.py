@@ -32,7 +32,9 @@ from manyhands_bench.results import Host, Result, write_result
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
     "tile-gpu": "tile --compute cuda",
-    "pipeline": "pipeline", "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
+    "pipeline": "pipeline --only overhead --only torch --only planning --only optimality",
+    "pipeline-simulated": "pipeline --only prediction --only paper",
+    "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer", "gpu": "gpu", "collectives": "collectives",
     "scale": "scale",
@@ -41,7 +43,10 @@ WORDS = {
 CORES = {"tile-8": 8}
 """Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy", "gpu", "tile-gpu")
-DRAWS = ("tile", "tile-8", "tile-gpu", "pipeline", "recovery", "split", "auto", "infer", "infer-accuracy", "networks")
+DRAWS = (
+    "tile", "tile-8", "tile-gpu", "pipeline", "pipeline-simulated", "recovery", "split", "auto", "infer",
+    "infer-accuracy", "networks",
+)  # fmt: skip
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""
 LIMIT_SECONDS = 3 * 3600.0

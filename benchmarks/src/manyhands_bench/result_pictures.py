@@ -16,7 +16,7 @@ from manyhands_bench.result_plots import (
     draw_groups,
     draw_reached,
 )
-from manyhands_bench.results import Result, StoredResults
+from manyhands_bench.results import StoredResults, first_result
 
 LINKS = ("880_0.15", "480_1", "480_5", "240_5", "240_10", "240_20", "240_40")
 
@@ -70,17 +70,13 @@ def _reached(aim: Aim, got: float) -> float:
     return min(MOST_PART, max(LEAST_PART, part))
 
 
-def _first(stored: StoredResults, name: str) -> Result | None:
-    return next((result for host in stored.hosts if (result := stored.result(host, name)) is not None), None)
-
-
 def _table_4(stored: StoredResults, path: Path) -> Path | None:
-    result = _first(stored, "pipeline")
+    result = first_result(stored, "pipeline-simulated")
     if result is None:
         return None
     panels = []
     for number, (side, text) in enumerate(
-        (("device", "the best device"), ("dp", "data parallel"), ("pp", "pipelines"))
+        (("device", "the best device"), ("dp_one_port", "data parallel through one port"), ("pp", "pipelines"))
     ):
         rows = []
         for (model, place), reported in ASTEROID_TABLE_4.items():
@@ -96,7 +92,7 @@ def _table_4(stored: StoredResults, path: Path) -> Path | None:
 
 
 def _traces(stored: StoredResults, path: Path) -> Path | None:
-    result = _first(stored, "split")
+    result = first_result(stored, "split")
     if result is None:
         return None
     names = [key.removesuffix("_seconds_ours") for key in result.figures if key.endswith("_seconds_ours")]
@@ -111,7 +107,7 @@ def _traces(stored: StoredResults, path: Path) -> Path | None:
 
 
 def _links(stored: StoredResults, path: Path) -> Path | None:
-    result = _first(stored, "infer")
+    result = first_result(stored, "infer")
     if result is None:
         return None
     models = ("vgg16", "resnet34", "resnet50")

@@ -126,3 +126,8 @@ class StoredResults:
         """Return the claim's figure on each machine."""
         results = [self.result(host, claim.bench) for host in self.hosts]
         return [claim.value(result.figures) if result is not None else None for result in results]
+
+
+def first_result(stored: StoredResults, name: str) -> Result | None:
+    """Return the result of a bench on the first machine that has one which counts."""
+    return next((result for host in stored.hosts if (result := stored.result(host, name)) is not None), None)

@@ -85,7 +85,8 @@ def plan(
         typer.Option(
             "--compare",
             help="Plan a pipeline and show it beside one device, data parallel, EDDL, pipeline parallel, GPipe, "
-            "PipeDream, DAPPLE and HetPipe: throughput, bytes, memory, and why it wins.",
+            "PipeDream, DAPPLE (as published, and dropping devices) and HetPipe: throughput, bytes, memory, and why "
+            "it wins.",
         ),
     ] = False,
     batch_norm: Annotated[

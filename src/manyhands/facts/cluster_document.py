@@ -160,6 +160,7 @@ def read_devices(raw: object, path: str) -> Iterator[Device]:
         kind = catalogue_key(written_kind, f"{path}.kind")
         facts = msgspec.structs.asdict(CATALOGUE[kind])
         del facts["title"]
+        facts["memory_bytes"] -= facts.pop("reserved_bytes")
         port = facts.pop("port_bytes_per_second")
         facts.update(up_bytes_per_second=port, down_bytes_per_second=port)
         fields_by_hand = [field for field in entry if field in _DEVICE or field == "port"]

@@ -40,14 +40,16 @@ _B0_STAGES = (
 
 
 def efficientnet(
-    *, width: float, depth: float, num_classes: int, dropout: float, stochastic_depth: float
+    *, width: float, depth: float, num_classes: int, dropout: float, stochastic_depth: float, small_images: bool = False
 ) -> ConvClassifier:
-    """Return the B0 stages, made `width` times wider and `depth` times deeper."""
+    """Return the B0 stages, made `width` times wider and `depth` times deeper; `small_images` keeps full size for two
+    more stages, as is usual for 32x32 pictures."""
     inputs = round_channels(32 * width)
-    blocks: list[nn.Module] = [*conv_norm(3, inputs, 3, 2), nn.SiLU(inplace=True)]
+    blocks: list[nn.Module] = [*conv_norm(3, inputs, 3, 1 if small_images else 2), nn.SiLU(inplace=True)]
     total = sum(math.ceil(repeats * depth) for *_, repeats in _B0_STAGES)
     built = 0
-    for expansion, kernel, stage_stride, channels, repeats in _B0_STAGES:
+    for stage, (expansion, kernel, stage_stride, channels, repeats) in enumerate(_B0_STAGES):
+        first_stride = 1 if small_images and stage == 1 else stage_stride
         outputs = round_channels(channels * width)
         for index in range(math.ceil(repeats * depth)):
             expanded = inputs * expansion
@@ -58,7 +60,7 @@ def efficientnet(
                     expanded,
                     outputs,
                     kernel=kernel,
-                    stride=stage_stride if index == 0 else 1,
+                    stride=first_stride if index == 0 else 1,
                     activation=nn.SiLU,
                     excite=excite,
                     # The rate grows with depth, as in the stochastic depth paper.
@@ -75,7 +77,20 @@ def efficientnet(
     return ConvClassifier(blocks, [nn.Dropout(dropout, inplace=True), classifier])
 
 
-def efficientnet_b1(num_classes: int = 1000, *, dropout: float = 0.2, stochastic_depth: float = 0.2) -> ConvClassifier:
+def efficientnet_b1(
+    num_classes: int = 1000, *, dropout: float = 0.2, stochastic_depth: float = 0.2, small_images: bool = False
+) -> ConvClassifier:
+    """Return EfficientNet-B1; `small_images` keeps full size for two more stages, as is usual for 32x32 pictures."""
     return efficientnet(
-        width=1.0, depth=1.1, num_classes=num_classes, dropout=dropout, stochastic_depth=stochastic_depth
+        width=1.0,
+        depth=1.1,
+        num_classes=num_classes,
+        dropout=dropout,
+        stochastic_depth=stochastic_depth,
+        small_images=small_images,
     )
+
+
+def efficientnet_b1_32(num_classes: int = 10, *, dropout: float = 0.2, stochastic_depth: float = 0.2) -> ConvClassifier:
+    """Return EfficientNet-B1 for the 32x32 pictures of CIFAR-10."""
+    return efficientnet_b1(num_classes, dropout=dropout, stochastic_depth=stochastic_depth, small_images=True)

@@ -137,6 +137,11 @@ def mobilenet_v2(num_classes: int = 1000, *, dropout: float = 0.2, small_images:
     return ConvClassifier(blocks, [nn.Dropout(dropout), linear(1280, num_classes)])
 
 
+def mobilenet_v2_32(num_classes: int = 10, *, dropout: float = 0.2) -> ConvClassifier:
+    """Return MobileNetV2 for the 32x32 pictures of CIFAR-10."""
+    return mobilenet_v2(num_classes, dropout=dropout, small_images=True)
+
+
 # Table 1 of the V3 paper: kernel, expanded channels, output channels, squeeze-and-excite, hard-swish, stride.
 _V3_LARGE_BLOCKS = (
     (3, 16, 16, False, False, 1),

@@ -1,12 +1,15 @@
 """Baselines: how other published systems would plan the same training, as plans for the same executor (ASTEROID §5.1).
 
 data parallel      every device has the whole network, samples by speed, gradients added up by all
-EDDL               the same, gradients added up by the fastest device, which sends the weights back
+EDDL               the same, gradients added up by the fastest device, which sends the weights back: 2(N-1)P bytes
+                   through one port and none of it beside computing, as ASTEROID's data parallel seems to have run
 pipeline parallel  one device per stage, balanced for their speeds, 1F1B
 GPipe              one device per stage, balanced as if all were alike, all forward before all backward
 PipeDream          replicated stages with the least slowest one; devices alike, memory unlimited, every micro-batch
                    paying for an all-reduce, as its planner was published; run synchronously with 1F1B
-DAPPLE             replicated stages with the least round, devices alike, memory unlimited
+DAPPLE             replicated stages with the least round, devices alike, memory unlimited; every device takes part,
+                   and one sub-pipeline is kept for each place, as its planner was published
+DAPPLE, dropping   the same by our search: devices may be left out, and all sub-pipelines that may win are kept
 HetPipe            groups of devices, each with the whole network as a pipeline of its own, and a parameter server
                    between them. It is asynchronous: weights are stale, so it is priced here and reported apart
 
@@ -27,9 +30,10 @@ from manyhands.facts.errors import BadPlan, ManyhandsError, OutOfMemory
 from manyhands.facts.plan import BySamples, Plan, Single, Stage
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import DeviceProfile, LayerTiming, Profile, Timing
-from manyhands.planner.context import Batch, by_memory
-from manyhands.planner.hybrid import batches, pipelines
+from manyhands.planner.context import Batch, PlanningContext, by_memory
+from manyhands.planner.hybrid import Search, batches, coarse_cuts, pipelines
 from manyhands.planner.simple import balanced_cuts, one_each, samples, usual_micro_batches
+from manyhands.planner.steps import Steps
 from manyhands.planner.task import Price, Task, fitting
 
 MOST_TRIED = 5
@@ -89,28 +93,58 @@ def pipedream(task: Task, price: Price) -> Plan:
 
 
 def dapple(task: Task, price: Price) -> Plan:
-    """Return DAPPLE's plan: Algorithm 2 over devices that are all equal and have unlimited memory."""
-    alike, profile = _alike(task.cluster), average(task)
-    names = by_memory(task.cluster)
-    everywhere = Profile({device.name: profile.of("any") for device in alike.devices})
-    like = Batch(1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up)
+    return _best_cut(task, price, _least_round, "1f1b")
+
+
+def _least_round(task: Task) -> Plan:
+    """Return DAPPLE's plan by its dynamic program, whose round is that of Eq. 4-6: over devices that are all equal and
+    have unlimited memory, and all of which take part."""
+    alike, everywhere = _alike(task)
+    count = usual_micro_batches(task, len(alike.devices))
+    batch = replace(_settings(task), samples=task.batch_size // count, count=count)
+    context = PlanningContext(task.network, alike, everywhere, batch.samples, batch.optimizer_slots)
+    search = Search(Steps(context, batch), keep_fronts=False, may_leave_out=False)
+    rough = search.best(coarse_cuts(task.network))
+    best = search.best(bound=rough.seconds) if rough is not None else search.best()
+    if (pipeline := best or rough) is None:
+        raise BadPlan(
+            f"A micro-batch of {batch.samples} sample(s) of {task.network.name} cannot be shared by all "
+            f"{len(alike.devices)} devices."
+        )
+    return _on_real_devices(pipeline.plan(task.network), task)
+
+
+def dapple_dropping(task: Task, price: Price) -> Plan:
+    return _best_cut(task, price, _least_round_dropping, "1f1b")
+
+
+def _least_round_dropping(task: Task) -> Plan:
+    """Return the plan of a stronger DAPPLE: by our own search over devices that are all equal and have unlimited
+    memory."""
+    alike, everywhere = _alike(task)
+    count = usual_micro_batches(task, len(alike.devices))
     pipeline = pipelines(
-        task.network, alike, everywhere, task.batch_size, micro_batches=task.micro_batches, like=like,
-        may_be_alone=False,
-    )[0]  # fmt: skip
-    plan = pipeline.plan(task.network)
-    real = dict(zip(alike.names, names))
-    return msgspec.structs.replace(
-        plan,
-        stages=tuple(
-            msgspec.structs.replace(stage, devices=tuple(real[name] for name in stage.devices)) for stage in plan.stages
-        ),
+        task.network, alike, everywhere, task.batch_size, micro_batches=count, like=_settings(task), may_be_alone=False
+    )[0]
+    return _on_real_devices(pipeline.plan(task.network), task)
+
+
+def _settings(task: Task) -> Batch:
+    return Batch(1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up)
+
+
+def _on_real_devices(plan: Plan, task: Task) -> Plan:
+    """Return a plan over equal devices with the cluster's own in their place, in order of memory."""
+    real = {f"any{number}": name for number, name in enumerate(by_memory(task.cluster))}
+    stages = tuple(
+        msgspec.structs.replace(stage, devices=tuple(real[name] for name in stage.devices)) for stage in plan.stages
     )
+    return msgspec.structs.replace(plan, stages=stages)
 
 
 SYNCHRONOUS: dict[str, Callable[[Task, Price], Plan]] = {
     "data parallel": data_parallel, "EDDL": eddl, "pipeline parallel": pipeline_parallel, "GPipe": gpipe,
-    "PipeDream": pipedream, "DAPPLE": dapple,
+    "PipeDream": pipedream, "DAPPLE": dapple, "DAPPLE, dropping": dapple_dropping,
 }  # fmt: skip
 """Baselines whose result equals that of one device: they are candidates of our planner too."""
 
@@ -162,8 +196,10 @@ def average(task: Task) -> Profile:
     return Profile({"any": mean})
 
 
-def _alike(cluster: Cluster) -> Cluster:
-    """Return a cluster of as many equal devices, with the slowest ports of all and unlimited memory."""
+def _alike(task: Task) -> tuple[Cluster, Profile]:
+    """Return a cluster of as many equal devices, with the slowest ports of all and unlimited memory, and their
+    profile."""
+    cluster = task.cluster
     up = min(device.up_bytes_per_second for device in cluster.devices)
     down = min(device.down_bytes_per_second for device in cluster.devices)
     average_device = msgspec.structs.replace(
@@ -172,7 +208,8 @@ def _alike(cluster: Cluster) -> Cluster:
     devices = tuple(
         msgspec.structs.replace(average_device, name=f"any{number}") for number in range(len(cluster.devices))
     )
-    return Cluster("alike", devices, cluster.link)
+    mean = average(task).of("any")
+    return Cluster("alike", devices, cluster.link), Profile({device.name: mean for device in devices})
 
 
 def _least_slowest_stage(task: Task) -> Plan:

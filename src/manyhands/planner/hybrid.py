@@ -76,13 +76,16 @@ class _Front:
 class Search:
     """Algorithm 2 over one way of cutting the mini-batch."""
 
-    def __init__(self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True) -> None:
+    def __init__(
+        self, steps: Steps, *, may_be_alone: bool = True, keep_fronts: bool = True, may_leave_out: bool = True
+    ) -> None:
         """Set up the search. `may_be_alone`: one device may do it all. `keep_fronts`: False for the paper's own
-        recurrence, as with many devices."""
+        recurrence, as with many devices. `may_leave_out`: False where every device must take part."""
         self.steps, self.may_be_alone = steps, may_be_alone
         self.count = steps.batch.count
         self.devices = len(steps.names)
-        self.has_gaps = self.devices <= MOST_WITH_GAPS
+        self.may_leave_out = may_leave_out
+        self.has_gaps = may_leave_out and self.devices <= MOST_WITH_GAPS
         self.keep_fronts = keep_fronts and self.has_gaps
         self.lines = steps.layers * (steps.layers + 1) // 2 * len(steps.groups)
         self.coarse = min(COARSE_CUTS, isqrt(2 * COARSE_LINES // len(steps.groups)))
@@ -134,6 +137,9 @@ class Search:
         limit = bound * _SLACK / self.count
         begins = (positions == 0)[:, None] | (starts > 0)  # [cut, group]
         stops = (positions == layers)[:, None] | (ends < self.devices)
+        if not self.may_leave_out:
+            begins &= (positions > 0)[:, None] | (starts == 0)
+            stops &= (positions < layers)[:, None] | (ends == self.devices)
         if bound < inf:
             head, tail = self._least_around
             arriving, leaving = steps.least_cut_seconds

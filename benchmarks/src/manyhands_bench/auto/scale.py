@@ -98,7 +98,7 @@ def unequal(count: int) -> Cluster:
     devices = []
     for place in range(count):
         kind, part = KINDS[place % len(KINDS)], MEMORIES[place // len(KINDS) % len(MEMORIES)]
-        memory = f"{part * CATALOGUE[kind].memory_bytes:.0f} B"
+        memory = f"{part * CATALOGUE[kind].free_bytes:.0f} B"
         devices.append({"name": f"d{place + 1}", "kind": kind, "memory": memory, "port": "100 Mbit/s"})
     link = {"rate": "100 Mbit/s", "delay": "0.3 ms"}
     return Cluster.from_dict({"name": f"unequal-{count}", "devices": devices, "link": link})

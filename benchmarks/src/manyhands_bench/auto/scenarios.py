@@ -106,7 +106,7 @@ def _cluster(name: str, kinds: Sequence[str], memory: float, rate_mbit: int, del
     rate, slower = f"{rate_mbit} Mbit/s", f"{max(RATES_MBIT[0], rate_mbit * SLOWER):g} Mbit/s"
     devices = [
         {"name": f"{kind.removeprefix('jetson-')}-{place}", "kind": kind, "port": rate,
-         "memory": f"{memory * CATALOGUE[kind].memory_bytes:.0f} B"}
+         "memory": f"{memory * CATALOGUE[kind].free_bytes:.0f} B"}
         for place, kind in enumerate(kinds, 1)
     ]  # fmt: skip
     names = [str(device["name"]) for device in devices]

@@ -6,14 +6,12 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
-from manyhands.explaining.comparison import ALONE, HETPIPE, Comparison, compare
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import Device
 from manyhands.facts.link import Link
@@ -23,45 +21,21 @@ from manyhands.planner.context import Batch, PlanningContext
 from manyhands.planner.hybrid import Search, pipelines
 from manyhands.planner.steps import Steps
 from manyhands.plans.networks import load_network
-from manyhands.profiler.this_machine import identify
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.claims import ESTIMATED
 from manyhands_bench.figures import Figures, Progress
-from manyhands_bench.papers import ASTEROID_TABLE_2, ASTEROID_TABLE_4
-from manyhands_bench.parts import PROFILE_MACHINE
+from manyhands_bench.parts import PROFILE_MACHINE, check_asked, measure_parts
 from manyhands_bench.pipeline import measured
 from manyhands_bench.pipeline.exhaustive import Exhaustive
 from manyhands_bench.pipeline.offloading import offloaded
 from manyhands_bench.pipeline.overhead import executor_overhead
+from manyhands_bench.pipeline.paper_tables import SUBJECTS, bench_paper_tables, network_of
 from manyhands_bench.pipeline.studies import draw_pipeline_studies
 
 REPEATS = 5
 DRAWN = 400
 LOCAL_NORM = Batch(1, 1, is_synchronised=False)
 """As in the paper: every device normalises by its own samples."""
-
-
-@dataclass(frozen=True)
-class Table4Network:
-    """A network of the paper's Table 4, with its input and mini-batch."""
-
-    model: str
-    shape: tuple[int, ...] | None
-    batch_size: int
-
-
-SUBJECTS = (
-    Table4Network("efficientnet-b1", (3, 32, 32), 2048),
-    Table4Network("mobilenetv2", (3, 32, 32), 2048),
-    Table4Network("resnet50", (3, 224, 224), 256),
-    Table4Network("bert-small", None, 2048),
-)
-ENVIRONMENTS = ("env-a", "env-b", "env-b-1000", "env-c")
-
-
-@cache
-def network_of(subject: Table4Network, granularity: str = "blocks") -> Network:
-    return load_network(subject.model, subject.shape, granularity)
 
 
 def bench_planner(quick: bool, say: Progress) -> Figures:
@@ -85,8 +59,8 @@ def bench_planner(quick: bool, say: Progress) -> Figures:
             1 if quick else 3, lambda: pipelines(resnet, wide, profile_of_64, 1024, like=LOCAL_NORM)
         ),
         "plan_layers": len(fine.layers),
-        "plan_setting": f"efficientnet-b1 3x32x32 cut at operators ({len(fine.layers)} layers), env-c, batch 2048, "
-        "micro-batches chosen (and given: 32); resnet50 on 16 NX, 16 TX2, 16 Nano, 16 Pi 4, batch 1024; medians",
+        "plan_setting": f"{fine.name} {fine.input_text} cut at operators ({len(fine.layers)} layers), env-c, batch "
+        "2048, micro-batches chosen (and given: 32); resnet50 on 16 NX, 16 TX2, 16 Nano, 16 Pi 4, batch 1024; medians",
     }
 
 
@@ -113,7 +87,7 @@ def bench_optimality(quick: bool, say: Progress) -> Figures:
     say("drawn instances against exhaustive search")
     gaps, missed, losses = [], 0, []
     algorithm_1: dict[int, list[float]] = {1: [], 2: [], 4: []}
-    network = network_of(Table4Network("tiny", None, 8))
+    network = load_network("tiny")
     for cluster, profile, batch in _drawn(network, 40 if quick else DRAWN):
         best = min((seconds for seconds, _ in Exhaustive(network, cluster, profile, batch).all()), default=None)
         steps = Steps(PlanningContext(network, cluster, profile, batch.samples, batch.optimizer_slots), batch)
@@ -195,12 +169,12 @@ def bench_prediction(quick: bool, say: Progress) -> Figures:
     for subject in SUBJECTS[1:2] if quick else SUBJECTS:
         network = network_of(subject)
         for environment in ("env-a", "env-b", "env-c", "env-d"):
-            say(f"prediction, {subject.model} on {environment}")
+            say(f"prediction, {subject.paper} on {environment}")
             cluster = preset(environment)
             profile = estimate_cluster(network, cluster)
             best = pipelines(network, cluster, profile, subject.batch_size, like=LOCAL_NORM)[0]
             simulated = simulate(best.plan(network), network, cluster, profile, keep_spans=False).seconds
-            errors[f"{subject.model} {environment}"] = abs(best.seconds - simulated) / simulated
+            errors[f"{subject.paper} {environment}"] = abs(best.seconds - simulated) / simulated
     worst = max(errors, key=errors.__getitem__)
     return {
         "prediction_error": statistics.median(errors.values()),
@@ -210,64 +184,41 @@ def bench_prediction(quick: bool, say: Progress) -> Figures:
     }
 
 
-def bench_table_4(quick: bool, say: Progress) -> Figures:
-    """Return the simulated speed-ups of our plans beside the paper's Table 4, and communication beside its Table 2."""
-    figures: Figures = {}
-    lines, least = [], float("inf")
-    for subject in SUBJECTS[1:2] if quick else SUBJECTS:
-        network = network_of(subject)
-        for environment in ENVIRONMENTS:
-            say(f"Table 4, {subject.model} on {environment}")
-            table = compare(network, preset(environment), batch_size=subject.batch_size, batch_norm="local")
-            ours, baseline = table.ours, table.best_baseline()
-            against = {name: _over(table, name) for name in (ALONE, "data parallel", "pipeline parallel")}
-            key = f"{subject.model}_{environment}".replace("-", "_")
-            if baseline is not None:
-                least = min(least, baseline.seconds / ours.seconds)
-                figures[f"vs_best_rival_{key}"] = baseline.seconds / ours.seconds
-            for short, name in (("device", ALONE), ("dp", "data parallel"), ("pp", "pipeline parallel")):
-                if against[name] is not None:
-                    figures[f"speedup_{short}_{key}"] = against[name] or 0.0
-            paper = ASTEROID_TABLE_4.get((subject.model, environment))
-            lines.append(
-                f"{subject.model} {environment}: "
-                + "/".join("OOM" if ratio is None else f"{ratio:.1f}" for ratio in against.values())
-                + (f" (paper {'/'.join(map(str, paper))})" if paper else "")
-                + f", best baseline {baseline.name if baseline else 'none'}; {table.why}"
-            )
-            if environment == "env-a" and subject.model in ASTEROID_TABLE_2:
-                figures[f"volume_mb_hpp_{subject.model}".replace("-", "_")] = ours.volume / 1e6
-                figures[f"volume_mb_hdp_{subject.model}".replace("-", "_")] = table.row(HETPIPE).volume / 1e6
-    return {
-        "table4_min_vs_rivals": least,
-        **figures,
-        "table4": "over the best device / data parallel / pipeline parallel, simulated with the catalogue, batch norm "
-        "local; OOM: the baseline runs out of memory. " + " | ".join(lines),
-        "table2_paper": "; ".join(
-            f"{model}: HDP {hdp} MB, HPP {hpp} MB" for model, (hdp, hpp) in ASTEROID_TABLE_2.items()
-        ),
-    }
+@dataclass(frozen=True)
+class PipelineBench:
+    """The settings that every part of the bench is given."""
+
+    quick: bool
+    say: Progress
 
 
-def _over(table: Comparison, name: str) -> float | None:
-    row = table.row(name)
-    return row.seconds / table.ours.seconds if row.runs else None
+def _beside_torch(bench: PipelineBench) -> Figures:
+    figures = measured.bench_local(bench.say, bench.quick) | measured.bench_lab(bench.say, bench.quick)
+    return figures | measured.summary(figures)
+
+
+PARTS: dict[str, Callable[[PipelineBench], Figures]] = {
+    "overhead": lambda bench: executor_overhead(bench.say, bench.quick),
+    "torch": _beside_torch,
+    "planning": lambda bench: bench_planner(bench.quick, bench.say),
+    "optimality": lambda bench: bench_optimality(bench.quick, bench.say),
+    "prediction": lambda bench: bench_prediction(bench.quick, bench.say),
+    "paper": lambda bench: bench_paper_tables(bench.quick, bench.say),
+}
+"""The first two are measured and need a quiet machine; the last two are simulated with the catalogue, the same on any
+machine."""
 
 
 def bench_pipeline(
-    quick: bool = False, full: bool = False, out: Path | None = None, on_progress: Progress | None = None
-) -> Figures:
-    """Return every figure of `manyhands bench pipeline`, flat; `full` draws the paper's studies into `out` too."""
+    quick: bool = False, full: bool = False, only: Sequence[str] = (), out: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Figures:  # fmt: skip
+    """Return the figures of `manyhands bench pipeline`, flat, of all parts or of those in `only`; `full` draws the
+    paper's studies into `out` too."""
     say = on_progress or (lambda text: None)
-    figures: Figures = {"machine": identify(1).text, "quick": int(quick), PROFILE_MACHINE: ESTIMATED}
-    figures |= executor_overhead(say, quick)
-    figures |= measured.bench_local(say, quick)
-    figures |= measured.bench_lab(say, quick)
-    figures |= measured.summary(figures)
-    figures |= bench_planner(quick, say)
-    figures |= bench_optimality(quick, say)
-    figures |= bench_prediction(quick, say)
-    figures |= bench_table_4(quick, say)
+    check_asked(PARTS, only, quick, full)
+    figures = measure_parts(PARTS, PipelineBench(quick, say), only=only, quick=quick, out=None, say=say)
+    figures[PROFILE_MACHINE] = ESTIMATED
     if full:
         figures |= draw_pipeline_studies(out or Path("pipeline-studies"), quick, say)
     return figures

@@ -32,7 +32,8 @@ from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies
 
 SMALL_INPUT = (3, 32, 32)
-MODELS = ("efficientnet-b1", "mobilenetv2")
+MODELS = ("efficientnet-b1-32", "mobilenetv2-32")
+"""The paper's networks for CIFAR-10, in their variants for pictures of that size."""
 POLICIES: tuple[WarmUp, ...] = ("2(P-p)", "P-p", "2(P-p)+1", "2(P-p)-1")
 LOCAL_NORM = Batch(1, 1, is_synchronised=False)
 SAMPLES_EACH = 32
@@ -51,7 +52,7 @@ def draw_pipeline_studies(out: Path, quick: bool, say: Progress) -> Figures:
     return figures | {
         "studies": str(out),
         "studies_setting": "simulated with the catalogue's numbers, batch norm local; in Fig. 14 the accuracy is "
-        "measured (mobilenetv2 trained here on the bundled digits), the time simulated",
+        f"measured ({MODELS[1]} trained here on the bundled digits), the time simulated",
     }
 
 
@@ -69,7 +70,7 @@ def _ablation(out: Path, models: Sequence[str], say: Progress) -> Figures:
     speeds: dict[str, list[float]] = {"naive": [], "stages planned": [], "stages and shares planned": []}
     for model in models:
         say(f"ablation, {model}")
-        network = load_network(model, SMALL_INPUT)
+        network = load_network(model)
         profile = estimate_cluster(network, cluster)
         ours = pipelines(network, cluster, profile, 2048, like=LOCAL_NORM, may_be_alone=False)[0].plan(network)
         roomy = _without_limits(cluster, cluster.link)
@@ -121,7 +122,7 @@ def _policies(out: Path, model: str, say: Progress) -> Figures:
     say("warm-up policies")
     document = {"devices": [{"kind": "jetson-tx2", "name": "tx2", "count": 3, "port": "100 Mbit/s"}]}
     cluster = Cluster.from_dict({"name": "tx2x3", **document, "link": {"rate": "100 Mbit/s", "delay": "0.3 ms"}})
-    network = load_network(model, SMALL_INPUT)
+    network = load_network(model)
     plans = pipelines(network, cluster, estimate_cluster(network, cluster), 2048, micro_batches=16, like=LOCAL_NORM)
     cuts = [stage.first for stage in plans[0].stages[1:]] if len(plans[0].stages) == 3 else None
     options = {"batch_size": 2048, "micro_batches": 16, "batch_norm": "local"}
@@ -154,7 +155,7 @@ def _scaling(out: Path, models: Sequence[str], most: int, say: Progress) -> Figu
     """Draw Fig. 18, one to eight Nanos with 32 samples each: ours, data parallel, GPipe."""
     figures: Figures = {}
     for model in models:
-        network = load_network(model, SMALL_INPUT)
+        network = load_network(model)
         names = (OURS, "data parallel", "GPipe")
         speeds: dict[str, list[float]] = {name: [] for name in names}
         for count in range(1, most + 1):
@@ -183,7 +184,7 @@ def _scaling(out: Path, models: Sequence[str], most: int, say: Progress) -> Figu
 def _energy(model: str, say: Progress) -> Figures:
     """Return the joules of a sample on environment D against data parallel (§5.7)."""
     say("energy")
-    table = compare(load_network(model, SMALL_INPUT), preset("env-d"), batch_size=2048, batch_norm="local")
+    table = compare(load_network(model), preset("env-d"), batch_size=2048, batch_norm="local")
     ours, parallel = table.ours.joules_per_sample, table.row("data parallel").joules_per_sample
     return {"joules_per_sample": ours, "joules_per_sample_data_parallel": parallel, "joules_ratio": parallel / ours}
 
@@ -193,7 +194,7 @@ def _time_to_accuracy(out: Path, epochs: int, say: Progress) -> Figures:
     from manyhands.training.train import train
 
     data = load_digits(input_shape=SMALL_INPUT)
-    model = build("mobilenetv2")
+    model = build(MODELS[1])
     accuracies: list[float] = []
     for epoch in range(epochs):
         say(f"time to accuracy, epoch {epoch + 1} of {epochs}")
@@ -205,7 +206,7 @@ def _time_to_accuracy(out: Path, epochs: int, say: Progress) -> Figures:
         accuracies.append(result.accuracy or 0.0)
         if accuracies[-1] >= TARGET:
             break
-    network = load_network("mobilenetv2", SMALL_INPUT)
+    network = load_network(MODELS[1])
     figures: Figures = {"accuracy_reached": accuracies[-1], "epochs_to_target": len(accuracies)}
     for environment in ("env-b", "env-c"):
         try:
@@ -216,7 +217,7 @@ def _time_to_accuracy(out: Path, epochs: int, say: Progress) -> Figures:
             continue
         rounds = length(data.train) / BATCH_OF_ACCURACY
         seconds = {row.name: row.seconds * rounds for row in table.rows if row.runs and row.is_synchronous}
-        title = f"Fig. 14: mobilenetv2 on the digits, {environment}"
+        title = f"Fig. 14: {MODELS[1]} on the digits, {environment}"
         draw_accuracies(accuracies, seconds, TARGET, out / f"fig_14_{environment}.png", title)
         ours = seconds.pop(OURS)
         for name, each in seconds.items():
