@@ -34,6 +34,7 @@ from manyhands.graph.tensor_trees import (
     tensors_alone,
     without_none,
 )
+from manyhands.graph.tracing import traced
 from manyhands.graph.trees import rebuilt, tree_map
 
 
@@ -133,6 +134,15 @@ def _plain_name(text: str, used_names: Collection[str]) -> str:
     return name
 
 
+def _shapes(has_batch: list[bool], second_axes: Mapping[int, tuple[int, int]] | None) -> tuple[dict[int, Any], ...]:
+    """Return which axes of each input grow with the batch, as torch.export takes it."""
+    dimension = torch.export.Dim("batch")
+    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    for place, (axis, rows) in (second_axes or {}).items():
+        shapes[place][axis] = dimension if rows == 1 else rows * dimension
+    return shapes
+
+
 def export_module(
     module: nn.Module,
     positional: list[Any],
@@ -163,18 +173,16 @@ def export_module(
     returned: list[tuple[Any, list[str]]] = []
     outputs = tensors_alone if has_own_loss else without_none
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs, surrounding())
-    dimension = torch.export.Dim("batch")
-    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
-    for place, (axis, rows) in (second_axes or {}).items():
-        shapes[place][axis] = dimension if rows == 1 else rows * dimension
     try:
         with left(), custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
-            program = quiet_export(flat, tuple(examples), shapes)
+            program = traced(flat, examples, has_batch, functions) if not second_axes else None
+            if program is None:
+                program = quiet_export(flat, tuple(examples), _shapes(has_batch, second_axes))
     except CaptureFailed:
         raise
     except Exception as error:
         with left(), last_entered(module) as child:
-            fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), shapes))
+            fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), _shapes(has_batch, second_axes)))
         shape_list = ", ".join(shape_text(leaf.shape) for leaf in leaves)
         raise explain(error, module, fixed, child, shape_list, is_loss=is_loss) from error
     names = _input_names(module, *trees)
