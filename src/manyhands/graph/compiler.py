@@ -124,7 +124,7 @@ def _install() -> None:
     stand_in = _StandIn()
     sys.modules[COMPILER] = stand_in
     torch.__dict__["_dynamo"] = stand_in
-    sys.meta_path.insert(0, _parts)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _parts)
 
 
 def _remove() -> None:
@@ -136,7 +136,7 @@ def _remove() -> None:
         sys.modules.pop(_CONFIG, None)
         torch.__dict__.pop("_dynamo", None)
         with contextlib.suppress(ValueError):
-            sys.meta_path.remove(_parts)  # type: ignore[arg-type]
+            sys.meta_path.remove(_parts)
         for function in stand_in.marked:
             with contextlib.suppress(AttributeError):
                 delattr(function, _MARK)

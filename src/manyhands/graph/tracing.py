@@ -99,7 +99,7 @@ def traced(
 ) -> TracedProgram | None:
     """Return the program of a module, called with `examples`; None where it is not plain. `met`: the names of the
     custom functions that were called, to which a run here adds none."""
-    known = len(met)
+    met_before = len(met)
     tensors = [*module.parameters(), *module.buffers(), *examples]
     names = [name for name, _ in (*module.named_parameters(remove_duplicate=False),
                                   *module.named_buffers(remove_duplicate=False))]  # fmt: skip
@@ -112,11 +112,11 @@ def traced(
         with warnings.catch_warnings(), without_collecting(), _meta_weights(module) as weights:
             warnings.simplefilter("ignore")
             traces = [_run(module, weights, examples, has_batch, count) for count in counts]
-        if len(met) > known:
+        if len(met) > met_before:
             raise NotPlain("a custom function")
         return TracedProgram(module, *_program(module, traces, counts, examples, has_batch))
     except Exception:  # whatever goes wrong here: torch.export says it better, or knows how
-        del met[known:]
+        del met[met_before:]
         return None
 
 
@@ -158,11 +158,11 @@ def _run(
     return recorder.trace
 
 
-class _Recorder(ProxyTorchDispatchMode):
+class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator that is called, before PyTorch takes it apart, and runs it on tensors without memory."""
 
     def __init__(self, module: nn.Module, sources: dict[int, Any]) -> None:
-        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)  # type: ignore[no-untyped-call]
         self.trace = _Trace()
         self.enter_stack: list[Any] = []
         self._paths = {id(part): path for path, part in module.named_modules()}
@@ -312,7 +312,8 @@ def _program(
     first, *others = traces
     if any(len(other.calls) != len(first.calls) or other.returned != first.returned for other in others):
         raise NotPlain("the runs differ")
-    graph, specs, sources = torch.fx.Graph(), [], {}
+    graph, specs = torch.fx.Graph(), []
+    sources: dict[Any, torch.fx.Node] = {}
     kinds = [(InputKind.PARAMETER, module.named_parameters()), (InputKind.BUFFER, module.named_buffers())]
     for kind, tensors in kinds:
         for name, tensor in tensors:
