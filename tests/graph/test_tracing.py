@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhands.graph import capture as capturing
-from manyhands.graph import export
+from manyhands.graph import custom_functions, export
 from manyhands.graph.capture import capture
 from manyhands.graph.graph import Graph
 from manyhands.graph.tracing import traced
@@ -32,11 +32,14 @@ class Attention(nn.Module):
         queries, keys, values = self.inner(x).chunk(3, dim=-1)
         scores = torch.softmax(queries @ keys.transpose(1, 2) + torch.arange(length, dtype=x.dtype), -1)
         mixed: Tensor = self.drop(scores @ values).reshape(batch * length, 8)
-        return self.out(mixed).view(batch, length, 8).mean(1)
+        made: Tensor = self.out(mixed).view(batch, length, 8).mean(1)
+        return made
 
 
 class Norms(nn.Module):
     """Norms of all kinds, writes in place and in buffers, and a frozen weight."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ KINDS = ("many", "few", "square", "number", "elsewhere", "assigned", "ungraded",
 def test_what_is_not_plain_is_left_to_torch_export(kind: str) -> None:
     module, met = Odd(kind), ["before"]
     weights, call = dict(module.named_parameters()), nn.Module.__call__
-    with export.custom_functions.with_gradients(met):
+    with custom_functions.with_gradients(met):
         program = traced(module, [torch.randn(4, 6)], [True], met)
     assert (program is None) == (kind != "")
     assert met == ["before"]
