@@ -67,7 +67,7 @@ class _Call:
 
 @dataclass
 class _Trace:
-    """What one run of a module did."""
+    """The calls of one run of a module."""
 
     calls: list[_Call] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Trace:
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """What the conversion needs of a program, in the form in which torch.export gives it."""
+    """The facts of a program that the conversion needs, in the form in which torch.export gives them."""
 
     module: nn.Module
     graph: torch.fx.Graph
