@@ -72,7 +72,8 @@ def test_without_time_only_the_most_promising_pipelines_are_simulated(tiny: Netw
     priced: dict[bool, set[str]] = {}
     best = {}
     for is_over in (False, True):
-        prices, plans = Prices(task), set()
+        prices = Prices(task)
+        plans: set[str] = set()
 
         def price(plan: Plan, prices: Prices = prices, plans: set[str] = plans) -> float:
             plans.add(repr(plan))
