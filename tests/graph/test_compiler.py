@@ -32,6 +32,13 @@ with without_compiler():
     import torch._dynamo.utils as part
     assert part is sys.modules["torch._dynamo.utils"] is torch._dynamo.utils
 """,
+    "it gives way to a mark of another package": """
+with without_compiler():
+    marked = torch._dynamo.disable(lambda x: x)
+    assert not isinstance(sys.modules["torch._dynamo"], compiler._StandIn)
+assert torch.compile(marked, backend="eager", fullgraph=False)(torch.ones(1)) == 1
+assert getattr(marked, "_torchdynamo_disable", False)
+""",
     "a process leaves it out": """
 compiler.leave_out_compiler()
 torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)

@@ -116,6 +116,18 @@ class _Reverse(torch.autograd.Function):
         return -gradient
 
 
+DECISIONS: dict[str, Callable[[Tensor], bool]] = {
+    "many": lambda x: len(x) > 100,
+    "few": lambda x: len(x) < 3,
+    "more": lambda x: x.shape[0] > 5000,
+    "length": lambda x: len(x) == 7,
+    "turns": lambda x: (x.size(0) * 3 + 1) % 5 == 2,
+    "float": lambda x: 1 / x.numel() < 1e-6,
+    "kept": lambda x: {300: True}.get(x.shape[0], False),
+}
+"""By the number of samples: most of them alike in every run of a trace."""
+
+
 class Odd(nn.Module):
     """A module that is not plain in one way."""
 
@@ -125,7 +137,7 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         y: Tensor = self.linear(x)
-        if (self.kind == "many" and len(x) > 100) or (self.kind == "few" and len(x) < 3):
+        if self.kind in DECISIONS and DECISIONS[self.kind](x):
             y = y + 1
         elif self.kind == "square":
             y = y.repeat(len(x), 1)
@@ -148,7 +160,23 @@ class Odd(nn.Module):
         return (y,)
 
 
-KINDS = ("many", "few", "square", "number", "elsewhere", "assigned", "ungraded", "autocast", "function", "constant")
+KINDS = (
+    "many",
+    "few",
+    "more",
+    "length",
+    "turns",
+    "float",
+    "kept",
+    "square",
+    "number",
+    "elsewhere",
+    "assigned",
+    "ungraded",
+    "autocast",
+    "function",
+    "constant",
+)
 
 
 @pytest.mark.parametrize("kind", ["", *KINDS])

@@ -10,7 +10,8 @@ example has, and again with others, and what differs between the runs must be a 
 
 The program is the one that torch.export gives, operator by operator: PyTorch hands both the same calls. (It has no
 slices that take all there is, and a number that is written stays a number.) Whatever is not plain is left to
-torch.export, which refuses it or knows how: operators that differ between the runs, sizes that are no multiples,
+torch.export, which refuses it or knows how: operators that differ between the runs, sizes that are no multiples, code
+that decides by the number of samples (`sample_sizes`: another number may decide otherwise, and no run can tell),
 tensors from elsewhere, numbers read from a tensor, regions without gradients or under autocast, custom autograd
 functions, tied weights, and attributes that forward assigns.
 """
@@ -39,10 +40,13 @@ from manyhands.graph.compiler import without_collecting
 from manyhands.graph.frames import is_torchs_or_ours
 from manyhands.graph.nodes import SampleCount
 from manyhands.graph.norm_shapes import is_usual_norm
+from manyhands.graph.sample_sizes import SampleSize, SizesNoted
 from manyhands.graph.sizes import SIZES
 
-OTHER_SAMPLES = (2, 1009)
-"""Numbers of samples of the further runs: few, since a share of a batch may have few; and many, and a prime."""
+MANY_SAMPLES = 1009
+"""A prime, so that a size of which it is a factor grows with the batch."""
+OTHER_SAMPLES = (2, MANY_SAMPLES)
+"""Numbers of samples of the further runs: few, since a share of a batch may have few, and many."""
 _LEFT_OUT = frozenset({"aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten._local_scalar_dense.default"})
 _PREFIXES = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.USER_INPUT: ""}
 
@@ -111,7 +115,13 @@ def traced(
         counts = (samples, *(count for count in OTHER_SAMPLES if count != samples))
         with warnings.catch_warnings(), without_collecting(), _meta_weights(module) as weights:
             warnings.simplefilter("ignore")
-            traces = [_run(module, weights, examples, has_batch, count) for count in counts]
+            sizes = SizesNoted(MANY_SAMPLES)
+            traces = [
+                _run(module, weights, examples, has_batch, count, sizes if count == MANY_SAMPLES else None)
+                for count in counts
+            ]
+        if sizes.decisions:
+            raise NotPlain("the module decides by the number of samples")
         if len(met) > met_before:
             raise NotPlain("a custom function")
         return TracedProgram(module, *_program(module, traces, counts, examples, has_batch))
@@ -134,6 +144,7 @@ def _run(
     examples: Sequence[torch.Tensor],
     has_batch: Sequence[bool],
     samples: int,
+    sizes: SizesNoted | None,
 ) -> _Trace:
     inputs = [
         torch.empty((samples, *leaf.shape[1:]) if is_batched else leaf.shape, dtype=leaf.dtype, device="meta")
@@ -146,7 +157,7 @@ def _run(
         with contextlib.ExitStack() as stack:
             for context in (
                 torch.device("meta"), torch.backends.cudnn.flags(enabled=False), recorder.following_modules(),
-                torch.enable_grad(), enable_python_dispatcher(), recorder,
+                torch.enable_grad(), enable_python_dispatcher(), recorder, sizes or contextlib.nullcontext(),
             ):  # fmt: skip
                 stack.enter_context(context)
             returned = module(*inputs)
@@ -195,7 +206,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise NotPlain("a region")
         leaves, tree = tree_flatten((args, kwargs or {}))
-        noted = [self.source(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        noted = [self.source(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf) for leaf in leaves]
         with torch._C._DisablePythonDispatcher():
             made = _norm_of(func, args) if kwargs is None or not kwargs else None
             made = func(*args, **(kwargs or {})) if made is None else made
@@ -257,6 +268,11 @@ def _user_frames() -> str:
             frames.append(f'File "{name}", line {frame.f_lineno}, in {code.co_name}\n')
         frame = frame.f_back  # type: ignore[assignment]
     return "".join(reversed(frames))
+
+
+def _plain(leaf: Any) -> Any:
+    """Return an argument as PyTorch takes it."""
+    return int.__pos__(leaf) if isinstance(leaf, SampleSize) else leaf
 
 
 @contextlib.contextmanager
