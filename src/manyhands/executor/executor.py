@@ -91,8 +91,9 @@ class Executor:
         self.average = WeightAverage(options.ema, stepper.weights) if options.ema is not None and stepper else None
         """The average of the weights that this device steps, where one is kept."""
         setup = DeviceSetup(
-            endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale, self.average
-        )
+            endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale, self.average,
+            has_boards=lengths is None,
+        )  # fmt: skip
         longest = GraphPart(graph, schedule, setup)
         self.parts: dict[int, GraphPart] = {
             length: longest if other is graph else GraphPart(other, Schedule(self.plan, other.network), setup)
@@ -172,6 +173,7 @@ class Executor:
 
     def close(self) -> None:
         for part in self.parts.values():
+            part.messenger.boards.close()
             part.reductions.close()
 
     def end_at(self, step: int) -> None:

@@ -56,6 +56,8 @@ class DeviceSetup:
     loss_scale: LossScale | None = None
     """The factor of the loss; None: it is not scaled."""
     average: WeightAverage | None = None
+    has_boards: bool = False
+    """Whether small messages go by boards to workers of this machine: all rounds have the same messages."""
 
 
 class GraphPart:
@@ -86,11 +88,13 @@ class GraphPart:
         self.messenger = Messenger(
             endpoint, schedule, weights, self.in_flight, Coding(plan, schedule.network, self.actions),
             self.diagnosis, recorder, setup.slowdown, gpu_peers,
+            has_boards=setup.has_boards and torch_device.type == "cpu",
         )  # fmt: skip
         self.collectives = options.collectives
         self.reductions = Reductions(
-            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, gpu_peers, self.collectives
-        )
+            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, gpu_peers, self.messenger.boards,
+            self.collectives,
+        )  # fmt: skip
         rates = None
         if options.is_scheduled and setup.stepper is not None:
             rates = ArrivingRates(endpoint, RateLayout.of(setup.stepper.optimizer), plan.steps_per_round)
@@ -149,6 +153,7 @@ class GraphPart:
         """Forget what an interrupted round left."""
         self.in_flight.begin_round(step)
         self.messenger.forget()
+        self.messenger.boards.begin_round(step)
         self.updates.begin_round(step)
         self.diagnosis.begin_round()
 
@@ -156,6 +161,7 @@ class GraphPart:
         """Forget the round that has ended."""
         self.in_flight.clear()
         self.messenger.forget()
+        self.messenger.boards.end_round()
         self.gpu_peers.forget()
 
     @property

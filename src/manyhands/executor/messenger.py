@@ -8,13 +8,14 @@ A box for a worker on the same GPU stays there: its descriptor travels (gpu_peer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from manyhands.executor.boxes import cut_out, dtype_of, empty
 from manyhands.executor.channels import ChannelRunner
 from manyhands.executor.codec import Coding, NoRange
+from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
 from manyhands.executor.in_flight import InFlightMicroBatches
@@ -46,7 +47,10 @@ class Messenger:
         recorder: Recorder,
         slowdown: Slowdown,
         gpu_peers: GpuPeers,
+        *,
+        has_boards: bool = False,
     ) -> None:
+        """`has_boards`: whether small messages go by boards to workers of this machine (device_boards.py)."""
         self.endpoint, self.network, self.weights = endpoint, schedule.network, weights
         self.in_flight, self.runners, self.coding = in_flight, in_flight.runners, coding
         self.diagnosis, self.recorder, self.slowdown = diagnosis, recorder, slowdown
@@ -56,6 +60,8 @@ class Messenger:
         self._keeps_messages = schedule.keeps_messages
         self._topics: dict[int, str] = {}
         """Topics of messages, by their identity: the schedule keeps them."""
+        self._is_training = schedule.plan.is_training
+        self.boards = DeviceBoards(endpoint, schedule, self._goes_apart, gpu_peers.takes, is_used=has_boards)
 
     def topic(self, message: Message) -> str:
         """Return the name that a message travels under."""
@@ -69,6 +75,11 @@ class Messenger:
     def forget(self) -> None:
         """Drop what is kept of features until their gradients come back."""
         self.coding.forget()
+
+    def _goes_apart(self, other: str, message: Message) -> bool:
+        """Return whether a message travels in another form than that of its tensors."""
+        is_packed = any(self.coding.bits(message, part) for part in message.parts)
+        return is_packed or other in self.gpu_peers or self._channel_runner(message) is not None
 
     def _channel_runner(self, message: Message) -> ChannelRunner | None:
         """Return the runner that packs a message itself: one of channels, for others of its stage."""
@@ -98,16 +109,18 @@ class Messenger:
 
     def send(self, action: Send) -> None:
         """Hand a message to the endpoint; does not wait until it has left."""
-        message = action.message
+        message, topic = action.message, self.topic(action.message)
+        self.recorder.sent(message)
         if (runner := self._channel_runner(message)) is not None:
             parts = runner.outgoing(message)
             self.diagnosis.watch(self.endpoint.name, parts)
         else:
             boxes = [self._outgoing(message, part) for part in message.parts]
             self.diagnosis.watch(self.endpoint.name, boxes)
+            if self.boards.put(action.to, topic, boxes):
+                return
             parts = [self._packed(action.to, message, part, box) for part, box in zip(message.parts, boxes)]
-        self.recorder.sent(message)
-        self.endpoint.send(action.to, self.in_flight.step, self.topic(message), parts, urgent=is_urgent(message))
+        self.endpoint.send(action.to, self.in_flight.step, topic, parts, urgent=is_urgent(message))
 
     def _packed(self, to: str, message: Message, part: Part, data: torch.Tensor) -> torch.Tensor:
         """Return a box as it travels, in the machine's memory."""
@@ -151,20 +164,26 @@ class Messenger:
 
     def receive(self, action: Receive) -> None:
         """Wait for a message and put its boxes where they are read."""
-        message, step = action.message, self.in_flight.step
+        message, step, topic = action.message, self.in_flight.step, self.topic(action.message)
         if (runner := self._channel_runner(message)) is not None:
             memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
-            self.endpoint.mailbox.receive(action.source, step, self.topic(message), memory)
+            self.endpoint.mailbox.receive(action.source, step, topic, memory)
             started = self.slowdown.now()
             runner.incoming(message, memory)
             self.slowdown.stretch(started)
             return
         if message.kind in _BEGINS_A_PASS:  # room for what it brings
             self.in_flight.begin_pass(number=message.micro_batch)
-        tensors = [self._room(action.source, message, part) for part in message.parts]
-        self.endpoint.mailbox.receive(action.source, step, self.topic(message), tensors)
-        started = self.slowdown.now()
-        tensors = [self._opened(action.source, message, part, tensor) for part, tensor in zip(message.parts, tensors)]
+        if self.boards.has_place(action.source, topic):
+            tensors: Sequence[torch.Tensor] = self.boards.take(action.source, step, topic)
+            if not self._is_training:  # a stream's results may be such a tensor, and leave when the round has ended
+                tensors = [tensor.clone() for tensor in tensors]
+            started = self.slowdown.now()
+        else:
+            rooms = [self._room(action.source, message, part) for part in message.parts]
+            self.endpoint.mailbox.receive(action.source, step, topic, rooms)
+            started = self.slowdown.now()
+            tensors = [self._opened(action.source, message, part, room) for part, room in zip(message.parts, rooms)]
         self.diagnosis.watch(action.source, tensors)
         for part, tensor in zip(message.parts, tensors):
             data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)

@@ -8,12 +8,13 @@ Where the run uses process groups of torch.distributed, both go through these (c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 
 from manyhands.executor.collectives import Collectives
+from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.flat_row import in_memory_order
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
@@ -48,12 +49,13 @@ class Reductions:
         diagnosis: NumberDiagnosis,
         recorder: Recorder,
         gpu_peers: GpuPeers,
+        boards: DeviceBoards,
         collectives: Collectives | None = None,
     ) -> None:
         """`collectives`: what carries out reductions in place of messages; None: all are messages."""
         self.endpoint, self.weights, self.recorder, self.collectives = endpoint, weights, recorder, collectives
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
-        self.gpu_peers = gpu_peers
+        self.gpu_peers, self.boards = gpu_peers, boards
         gpu_sums = GpuSums(endpoint, schedule.network, gpu_peers)
         self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums)
         self._completed = {
@@ -109,7 +111,11 @@ class Reductions:
         """Send this device's row, as far as it does not travel with those of others."""
         for hop, name in self._rounds_of(reduce)[0]:
             if hop.source == self.endpoint.name:
-                self.endpoint.send(hop.target, self.in_flight.step, name, [self._as_sent(reduce, row)], urgent=True)
+                self._send_rows(hop.target, name, [self._as_sent(reduce, row)])
+
+    def _send_rows(self, to: str, name: str, rows: Sequence[torch.Tensor]) -> None:
+        if not self.boards.put(to, name, [row.reshape(-1).view(torch.uint8) for row in rows]):
+            self.endpoint.send(to, self.in_flight.step, name, rows, urgent=True)
 
     def _as_sent(self, reduce: Reduce, row: torch.Tensor) -> torch.Tensor:
         """Return a row as it travels."""
@@ -158,17 +164,20 @@ class Reductions:
             for hop, name in hops if number else ():
                 if hop.source == device:
                     handed_on = [self._as_sent(reduce, rows[each]) for each in order[hop.first : hop.last]]
-                    self.endpoint.send(hop.target, self.in_flight.step, name, handed_on, urgent=True)
+                    self._send_rows(hop.target, name, handed_on)
             for hop, name in hops:
                 if hop.target == device:
-                    came = self.endpoint.mailbox.take(hop.source, self.in_flight.step, name)
-                    rows |= self._rows_of(reduce, order[hop.first : hop.last], came, row)
+                    rows |= self._take_rows(reduce, order[hop.first : hop.last], hop.source, name, row)
         return [rows[name] for name in reduce.devices]
 
-    def _rows_of(
-        self, reduce: Reduce, names: Sequence[str], came: memoryview, like: torch.Tensor
+    def _take_rows(
+        self, reduce: Reduce, names: Sequence[str], source: str, topic_name: str, like: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the rows of these devices that one message has brought."""
+        """Wait for the rows of these devices, which one message brings."""
+        if self.boards.has_place(source, topic_name):
+            bytes_of_rows = self.boards.take(source, self.in_flight.step, topic_name)
+            return self._watched(reduce, names, [row.view(like.dtype) for row in bytes_of_rows], like)
+        came = self.endpoint.mailbox.take(source, self.in_flight.step, topic_name)
         if self.gpu_peers.takes(reduce):
             starts = range(0, len(came), DESCRIPTOR_BYTES)
             pieces = [came[start : start + DESCRIPTOR_BYTES] for start in starts]
@@ -177,6 +186,12 @@ class Reductions:
             return dict(zip(names, opened, strict=True))
         empty = torch.empty(0, dtype=like.dtype)
         others = (torch.frombuffer(came, dtype=like.dtype) if came else empty).view(len(names), -1)
+        return self._watched(reduce, names, others, like)
+
+    def _watched(
+        self, reduce: Reduce, names: Sequence[str], others: Iterable[torch.Tensor], like: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the devices' rows, where they are computed with."""
         rows = {}
         for name, other in zip(names, others):
             if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source

@@ -290,6 +290,34 @@ class Mailbox:
         self._finish(key, message)
         return message.early if message.early is not None else memoryview(b"")
 
+    def take_unless(self, source: str, step: int, topic: str, has_come: Callable[[], bool]) -> memoryview | None:
+        """Wait for a message that may come another way too, and return its memory; None where `has_come` says that it
+        came that way. Whoever makes it so calls `look_again`."""
+        key = (source, step, topic)
+        with self._lock:
+            size = self._planned(source, step, topic)
+            if size is None:
+                raise BadValue(f"{self.name} waits for '{topic:.200}' from {source}; it is not in the plan.")
+            message = self._messages.setdefault(key, _Message(size, []))
+            self._wait(lambda: message.complete or has_come(), key, lambda: message.at_hand)
+            is_here = message.complete
+            self._messages.pop(key, None)
+            self._received.add(key)
+        if not is_here:
+            return None
+        return message.early if message.early is not None else memoryview(b"")
+
+    def count_read(self, source: str, size: int) -> None:
+        """Count bytes of the plan that came another way."""
+        with self._lock:
+            self.received_bytes[source] += size
+            self.moved += 1
+
+    def look_again(self) -> None:
+        """Make waiting threads look whether what they wait for has come another way."""
+        with self._lock:
+            self._threads.wake()
+
     def _finish(self, key: Key, message: _Message) -> None:
         with self._lock:
             if message.complete:
