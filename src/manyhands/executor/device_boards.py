@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,9 +25,9 @@ from manyhands.transport.endpoint import Endpoint
 
 LARGEST_BYTES = 256 * 1024
 """The largest message that has a place on a board."""
-_WATCH_SECONDS = 150e-6
-"""The time for which a thread looks at a board before it sleeps: about as long as waking it takes. It gives way to
-others meanwhile."""
+_WATCH_SECONDS, _NAP_SECONDS, _DOZE_SECONDS = 100e-6, 30e-6, 4e-3
+"""A thread looks at a board all the time at first, giving way to others. Then it naps between looks, which costs less
+than being woken at its sockets does; there it sleeps after the last of these times."""
 
 
 class _Planned(NamedTuple):
@@ -63,6 +64,9 @@ class DeviceBoards:
         self._writing: dict[str, WritingBoard] = {}
         self._reading: dict[str, ReadingBoard] = {}
         self._stamp = self._turn = 0
+        self._put_bytes: Counter[str] = Counter()
+        self._read_bytes: Counter[str] = Counter()
+        """Peer -> bytes of this round that went by its board."""
 
     def _find(
         self, schedule: Schedule, goes_apart: Callable[[str, Message], bool], rows_go_apart: Callable[[Reduce], bool]
@@ -110,6 +114,12 @@ class DeviceBoards:
 
     def end_round(self) -> None:
         """Let others write where what they wrote in this round lies."""
+        for peer, size in self._put_bytes.items():
+            self.endpoint.count_put(peer, size)
+        for peer, size in self._read_bytes.items():
+            self.mailbox.count_read(peer, size)
+        self._put_bytes.clear()
+        self._read_bytes.clear()
         for board in self._reading.values():
             board.finish(self._stamp)
 
@@ -125,7 +135,9 @@ class DeviceBoards:
         board = self._writing.get(to)
         if board is None or not board.put(name, self._stamp, self._turn, tensors):
             return False
-        self.endpoint.note_put(to, self._sent[to][name].bytes, wakes=board.is_reader_asleep)
+        if board.is_reader_asleep:
+            self.endpoint.wake(to)
+        self._put_bytes[to] += self._sent[to][name].bytes
         return True
 
     def has_place(self, source: str, name: str) -> bool:
@@ -141,7 +153,7 @@ class DeviceBoards:
             if came is not None:
                 return _tensors_in(came, planned.tensors)
             board = self._reading[source]
-        self.mailbox.count_read(source, planned.bytes)
+        self._read_bytes[source] += planned.bytes
         return board.read(name, self._turn)
 
     def _watch(self, board: ReadingBoard, name: str) -> bool:
@@ -151,11 +163,15 @@ class DeviceBoards:
         stamp, turn = self._stamp, self._turn
         if board.has(name, stamp, turn):
             return True
-        until = time.monotonic() + _WATCH_SECONDS
-        while time.monotonic() < until:
-            os.sched_yield()
+        start = now = time.monotonic()
+        while now < start + _DOZE_SECONDS:
+            if now < start + _WATCH_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
             if board.has(name, stamp, turn):
                 return True
+            now = time.monotonic()
         return False
 
     def _wait(self, source: str, step: int, name: str) -> memoryview | None:

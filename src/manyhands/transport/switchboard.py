@@ -76,7 +76,10 @@ class InProcessEndpoint:
     def board_from(self, peer: str) -> None:
         """Return None: see `board_to`."""
 
-    def note_put(self, peer: str, size: int, *, wakes: bool) -> None:
+    def count_put(self, peer: str, size: int) -> None:
+        raise AssertionError("there is no board")
+
+    def wake(self, peer: str) -> None:
         raise AssertionError("there is no board")
 
     def release(self) -> None:

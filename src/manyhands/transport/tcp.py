@@ -181,12 +181,15 @@ class TcpEndpoint:
         connection = self._connections.get(peer)
         return connection.board_from if connection is not None else None
 
-    def note_put(self, peer: str, size: int, *, wakes: bool) -> None:
+    def count_put(self, peer: str, size: int) -> None:
         """See `endpoint.Endpoint`."""
         with self._lock:
             self.sent_bytes[peer] += size
+
+    def wake(self, peer: str) -> None:
+        """See `endpoint.Endpoint`."""
         connection = self._connections.get(peer)
-        if not wakes or connection is None:
+        if connection is None:
             return
         try:
             connection.outbox.put(Outgoing(BELL, []), urgent=True)
