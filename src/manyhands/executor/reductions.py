@@ -8,7 +8,7 @@ Where the run uses process groups of torch.distributed, both go through these (c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -91,12 +91,11 @@ class Reductions:
     # Statistics
 
     def _gather_statistics(self, reduce: Reduce) -> None:
-        in_flight, device = self.in_flight, self.endpoint.name
+        in_flight = self.in_flight
         in_flight.begin_pass(reduce.stage, reduce.micro_batch)
         batch = in_flight.fed(reduce.micro_batch)
         runner = self.runners[reduce.stage]
         row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
-        self.diagnosis.watch(device, [row])
         gathering = self._begin(reduce, row)
         if reduce.later:
             batch.pending_statistics[reduce.key] = (reduce, row, gathering)
@@ -146,15 +145,12 @@ class Reductions:
         rows = self._received(reduce, row) if gathering is None else self._of_group(reduce, row, gathering)
         if self.collectives is not None:
             self.collectives.took(reduce, self.in_flight.step, time.monotonic() - start)
+        if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
+            self.diagnosis.watch_rows(dict(zip(reduce.devices, rows)))
         return rows
 
     def _of_group(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather) -> list[torch.Tensor]:
-        rows = gathering.finish(row.dtype)
-        if reduce.what == "statistics":
-            for source, other in zip(reduce.devices, rows):
-                if source != self.endpoint.name:
-                    self.diagnosis.watch(source, [other])
-        return [other.to(row.device) for other in rows]
+        return [other.to(row.device) for other in gathering.finish(row.dtype)]
 
     def _received(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Return all devices' rows, in the order of the devices, and hand on those that others get from here."""
@@ -176,28 +172,17 @@ class Reductions:
         """Wait for the rows of these devices, which one message brings."""
         if self.boards.has_place(source, topic_name):
             bytes_of_rows = self.boards.take(source, self.in_flight.step, topic_name)
-            return self._watched(reduce, names, [row.view(like.dtype) for row in bytes_of_rows], like)
+            return {name: row.view(like.dtype).view_as(like) for name, row in zip(names, bytes_of_rows)}
         came = self.endpoint.mailbox.take(source, self.in_flight.step, topic_name)
         if self.gpu_peers.takes(reduce):
             starts = range(0, len(came), DESCRIPTOR_BYTES)
             pieces = [came[start : start + DESCRIPTOR_BYTES] for start in starts]
             opened = [self.gpu_peers.opened(piece, like.shape, like.dtype) for piece in pieces]
-            self.diagnosis.watch(names[0], opened)
             return dict(zip(names, opened, strict=True))
         empty = torch.empty(0, dtype=like.dtype)
         others = (torch.frombuffer(came, dtype=like.dtype) if came else empty).view(len(names), -1)
-        return self._watched(reduce, names, others, like)
-
-    def _watched(
-        self, reduce: Reduce, names: Sequence[str], others: Iterable[torch.Tensor], like: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Return the devices' rows, where they are computed with."""
-        rows = {}
-        for name, other in zip(names, others):
-            if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
-                self.diagnosis.watch(name, [other])
-            rows[name] = other.view_as(like) if like.is_cpu else other.view_as(like).to(like.device)
-        return rows
+        rows = [other.view_as(like) for other in others]
+        return dict(zip(names, rows if like.is_cpu else [row.to(like.device) for row in rows]))
 
     def _rounds_of(self, reduce: Reduce) -> _Rounds:
         """Return this device's hops, with the topic of each, round by round."""
