@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.executor.averaging import WeightAverage, check_averaged
+from manyhands.executor.bound_calls import BoundCalls
 from manyhands.executor.captured_round import CapturedRound, can_be_captured
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
@@ -116,6 +117,8 @@ class GraphPart:
         is_plain = not options.is_exact and setup.loss_scale is None and not setup.slowdown.is_on
         if torch_device.type == "cuda" and feed.staging is not None and is_alone and is_plain:
             self.captured = CapturedRound(weights, self.actions, torch_device)
+        self.calls: BoundCalls | None = None
+        """The calls of its actions, which the executor binds."""
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
         self.loss = ShareLoss(graph, plan, torch_device, setup.loss_scale) if has_loss else None
 

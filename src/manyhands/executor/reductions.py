@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from manyhands.executor.bound_calls import Call
 from manyhands.executor.collectives import Collectives
 from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
@@ -70,12 +71,9 @@ class Reductions:
         self._weight_norms: dict[_SumKey, tuple[float | None, float, int]] = {}
         """The projection of those weights when their norm was last formed, the norm, and rounds since then."""
 
-    def start(self, action: Reduce) -> None:
-        """Begin a reduction; statistics are also waited for, unless the action puts that off."""
-        if action.what == "statistics":
-            self._gather_statistics(action)
-        else:
-            self._sum_gradients(action)
+    def bind(self, reduce: Reduce) -> Call:
+        """Return the call that begins a reduction; statistics are also waited for, unless the action puts that off."""
+        return self._bind_statistics(reduce) if reduce.what == "statistics" else self._bind_sum(reduce)
 
     @property
     def group_sums(self) -> dict[str, int]:
@@ -90,17 +88,21 @@ class Reductions:
 
     # Statistics
 
-    def _gather_statistics(self, reduce: Reduce) -> None:
-        in_flight = self.in_flight
-        in_flight.begin_pass(reduce.stage, reduce.micro_batch)
-        batch = in_flight.fed(reduce.micro_batch)
-        runner = self.runners[reduce.stage]
-        row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
-        gathering = self._begin(reduce, row)
-        if reduce.later:
-            batch.pending_statistics[reduce.key] = (reduce, row, gathering)
-        else:
-            runner.take_gathered(reduce, self._gathered(reduce, row, gathering))
+    def _bind_statistics(self, reduce: Reduce) -> Call:
+        in_flight, runner = self.in_flight, self.runners[reduce.stage]
+        stage, number, key = reduce.stage, reduce.micro_batch, reduce.key
+
+        def call() -> None:
+            in_flight.begin_pass(stage, number)
+            batch = in_flight.fed(number)
+            row = runner.local_statistics(reduce, in_flight.context(stage, number))
+            gathering = self._begin(reduce, row)
+            if reduce.later:
+                batch.pending_statistics[key] = (reduce, row, gathering)
+            else:
+                runner.take_gathered(reduce, self._gathered(reduce, row, gathering))
+
+        return call
 
     def gather(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Give this device's row, wait for the others', and return all, in the order of the devices."""
@@ -199,15 +201,19 @@ class Reductions:
 
     # Gradients
 
-    def _sum_gradients(self, reduce: Reduce) -> None:
+    def _bind_sum(self, reduce: Reduce) -> Call:
         names = list(reduce.weights)
         if not names:
             completed = self._completed[reduce.stage]
             names = [name for op in range(reduce.last - 1, reduce.first - 1, -1) for name in completed.get(op, ())]
         tied = names[0] if reduce.weights else ""
         self._summed[reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tied] = names
-        gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
-        self.reducer.start(reduce, self.in_flight.step, gradients)
+
+        def call() -> None:
+            gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
+            self.reducer.start(reduce, self.in_flight.step, gradients)
+
+        return call
 
     def _reduced(self, reduce: Reduce, start: float, end: float) -> None:
         self.recorder.span(reduce, str(reduce), start, end)
