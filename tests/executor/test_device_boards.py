@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from harness import plan_for, schedule_of
-from manyhands.executor.device_boards import DeviceBoards
+from manyhands.executor.device_boards import DeviceBoards, _tensors_in
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.facts.plan import ByTiles, Stage
 from manyhands.schedule.actions import Receive
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.board import TensorShape
 from manyhands.transport.security import DeviceSecurity
 from manyhands.transport.sharing import SharingSetting
 from manyhands.transport.tcp import TcpEndpoint
@@ -153,3 +154,34 @@ def test_a_lost_peer_ends_the_wait() -> None:
         threading.Timer(0.05, a.endpoint.close).start()
         with pytest.raises(WorkerLost, match="a was lost"):
             b.boards.take("a", step, b.message.topic)
+
+
+def test_what_outlives_its_round_is_a_copy() -> None:
+    with tiles() as (a, b):
+        step = found(a, b)
+        kept = {}
+        for number, outlives_round in enumerate((True, False)):
+            for device in (a, b):
+                device.endpoint.mailbox.begin_step(step + number)
+                device.boards.begin_round(step + number)
+            assert a.boards.put("b", b.message.topic, b.tensors(7))
+            taken = b.boards.take("a", step + number, b.message.topic, outlives_round=outlives_round)
+            kept[outlives_round] = [tensor.clone() for tensor in taken], taken
+            for device in (a, b):
+                device.boards.end_round()
+        pass_on(a, b, step + 2)
+        pass_on(a, b, step + 3)
+        before, copied = kept[True]
+        assert all(map(torch.equal, before, copied))
+        before, lying = kept[False]
+        assert not all(map(torch.equal, before, lying)), "it lies where the round after the next one's is now"
+
+
+def test_tensors_of_different_types_in_one_message() -> None:
+    flags, numbers = torch.tensor([True, False, True]), torch.tensor([1.5, -2.0])
+    content = bytearray(flags.numpy().tobytes() + numbers.numpy().tobytes())
+    shapes = [TensorShape(torch.bool, (3,)), TensorShape(torch.float32, (2,)), TensorShape(torch.float32, (0, 3))]
+    first, second, nothing = _tensors_in(memoryview(content), shapes)
+    assert torch.equal(first, flags)
+    assert torch.equal(second, numbers)
+    assert nothing.shape == (0, 3)

@@ -144,8 +144,9 @@ class DeviceBoards:
         """Return whether a message from a peer may come by the board."""
         return name in self._received.get(source, ())
 
-    def take(self, source: str, step: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Wait for a message that may come by the board, and return its tensors: they stay until the round ends."""
+    def take(self, source: str, step: int, name: str, *, outlives_round: bool = False) -> tuple[torch.Tensor, ...]:
+        """Wait for a message that may come by the board, and return its tensors: they stay until the round ends, or as
+        long as they are used."""
         planned = self._received[source][name]
         board = self._reading.get(source)
         if board is None or not self._watch(board, name):
@@ -154,7 +155,8 @@ class DeviceBoards:
                 return _tensors_in(came, planned.tensors)
             board = self._reading[source]
         self._read_bytes[source] += planned.bytes
-        return board.read(name, self._turn)
+        tensors = board.read(name, self._turn)
+        return tuple(tensor.clone() for tensor in tensors) if outlives_round else tensors
 
     def _watch(self, board: ReadingBoard, name: str) -> bool:
         """Look for a message for a moment; return whether it has come."""
@@ -204,6 +206,8 @@ def _tensors_in(memory: memoryview, shapes: Sequence[TensorShape]) -> tuple[torc
     tensors, begin = [], 0
     for part in shapes:
         piece = memory[begin : begin + part.bytes]
+        if begin % part.dtype.itemsize:
+            piece = memoryview(bytearray(piece))
         flat = torch.frombuffer(piece, dtype=part.dtype) if part.bytes else torch.empty(0, dtype=part.dtype)
         tensors.append(flat.view(part.shape))
         begin += part.bytes

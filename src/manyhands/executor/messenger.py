@@ -183,9 +183,10 @@ class Messenger:
             if begins_a_pass:  # room for what it brings
                 self.in_flight.begin_pass(number=message.micro_batch)
             if has_place:
-                tensors: Sequence[torch.Tensor] = self.boards.take(source, self.in_flight.step, topic)
-                if not self._is_training:  # a stream's results may be such a tensor, and leave after the round
-                    tensors = [tensor.clone() for tensor in tensors]
+                # A stream's result may be such a tensor, and leaves after the round.
+                tensors: Sequence[torch.Tensor] = self.boards.take(
+                    source, self.in_flight.step, topic, outlives_round=not self._is_training
+                )
                 started = self.slowdown.now()
             else:
                 rooms = [self._room(source, message, part) for part in message.parts]
