@@ -113,7 +113,7 @@ class DeviceBoards:
                 self._writing[peer] = WritingBoard(memory, _shapes(messages))
 
     def end_round(self) -> None:
-        """Let others write where what they wrote in this round lies."""
+        """Free the places of this round: others may write there again, and bytes are counted."""
         for peer, size in self._put_bytes.items():
             self.endpoint.count_put(peer, size)
         for peer, size in self._read_bytes.items():

@@ -102,7 +102,7 @@ def _are_finite(rows: Sequence[torch.Tensor]) -> bool:
     if not rows[0].is_floating_point():
         return True
     pairs = zip(rows[::2], [*rows[1::2], rows[-1]])
-    return all(math.isfinite(float(torch.dot(one, other))) for one, other in pairs)
+    return all(math.isfinite(float(torch.dot(row, other))) for row, other in pairs)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ def bench_processor(session: Session, blocks: int, steps: int, say: Progress) ->
             bare.append((more - few) / steps)
     schedule = Schedule(tiles, subject.graph.network)
     return {
-        "python_ms_per_step": 1e3 * statistics.median(one - other for one, other in zip(ours, bare)),
+        "python_ms_per_step": 1e3 * statistics.median(tile - part for tile, part in zip(ours, bare)),
         "processor_ms_per_step": 1e3 * statistics.median(ours),
         "messages_per_step": messages_of(schedule),
         "python_setting": f"{subject}, {len(names)} tiles: processor time of a worker's step above that of a bare part "
