@@ -29,5 +29,6 @@ def test_the_demonstration_is_predicted() -> None:
     figures = bench_demo(True, lambda text: None)
     for workers in WORKERS:
         error = figures[f"demo_sim_error_{workers}"]
-        assert isinstance(error, float) and 0 <= error < 5
+        assert isinstance(error, float)
+        assert 0 <= error < 5
         assert "predicted and measured" in str(figures[f"demo_sim_error_{workers}_setting"])
