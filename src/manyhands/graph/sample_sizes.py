@@ -28,8 +28,9 @@ _DECIDES = (
     "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__",
     "__xor__", "__rxor__", "__lshift__", "__rshift__", "__invert__", "__abs__", "__round__", "__int__", "__float__",
 )  # fmt: skip
+_SHAPE: Any = vars(torch._C.TensorBase)["shape"]
 _SIZES = frozenset({
-    torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel,
+    _SHAPE.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel,
     torch.Tensor.stride,
 })  # fmt: skip
 _WRAPPERS = frozenset({torch._tensor.__file__, torch.overrides.__file__, __file__})
@@ -52,27 +53,32 @@ class SampleSize(int):
         both_grow = isinstance(other, SampleSize) and self.noted.grows(self) and self.noted.grows(other)
         if not both_grow:
             self.noted.decide(sys._getframe(2))
-        return int.__eq__(self, other) is True  # type: ignore[arg-type]
+        return int.__eq__(self, other) is True
 
     __hash__ = int.__hash__
 
 
+def plain(argument: Any) -> Any:
+    """Return an argument of an operator as PyTorch takes it."""
+    return int.__pos__(argument) if isinstance(argument, SampleSize) else argument
+
+
 def _still_a_size(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
+    on_ints = getattr(int, name)
 
     def compute(self: SampleSize, *others: Any) -> Any:
-        made = plain(self, *others)
+        made = on_ints(self, *others)
         return self.noted.size(made) if type(made) is int else made
 
     return compute
 
 
 def _decision(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
+    on_ints = getattr(int, name)
 
     def compute(self: SampleSize, *others: Any) -> Any:
         self.noted.decide(sys._getframe(1))
-        return plain(self, *others)
+        return on_ints(self, *others)
 
     return compute
 
@@ -90,7 +96,7 @@ class SizesNoted(TorchFunctionMode):
     def __init__(self, samples: int) -> None:
         super().__init__()
         self.samples, self.decisions = samples, 0
-        self._type = type("SampleSize", (SampleSize,), {"noted": self})
+        self._type: type[SampleSize] = type("SampleSize", (SampleSize,), {"noted": self})
 
     def size(self, number: int) -> SampleSize:
         return self._type(number)

@@ -40,7 +40,7 @@ from manyhands.graph.compiler import without_collecting
 from manyhands.graph.frames import is_torchs_or_ours
 from manyhands.graph.nodes import SampleCount
 from manyhands.graph.norm_shapes import is_usual_norm
-from manyhands.graph.sample_sizes import SampleSize, SizesNoted
+from manyhands.graph.sample_sizes import SizesNoted, plain
 from manyhands.graph.sizes import SIZES
 
 MANY_SAMPLES = 1009
@@ -206,7 +206,7 @@ class _Recorder(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise NotPlain("a region")
         leaves, tree = tree_flatten((args, kwargs or {}))
-        noted = [self.source(leaf) if isinstance(leaf, torch.Tensor) else _plain(leaf) for leaf in leaves]
+        noted = [self.source(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves]
         with torch._C._DisablePythonDispatcher():
             made = _norm_of(func, args) if kwargs is None or not kwargs else None
             made = func(*args, **(kwargs or {})) if made is None else made
@@ -268,11 +268,6 @@ def _user_frames() -> str:
             frames.append(f'File "{name}", line {frame.f_lineno}, in {code.co_name}\n')
         frame = frame.f_back  # type: ignore[assignment]
     return "".join(reversed(frames))
-
-
-def _plain(leaf: Any) -> Any:
-    """Return an argument as PyTorch takes it."""
-    return int.__pos__(leaf) if isinstance(leaf, SampleSize) else leaf
 
 
 @contextlib.contextmanager
