@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import UserDict
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from manyhands.data.kept import KeptBatches
-from manyhands.data.pushed import BatchRows, PushedBatches, pair_of, samples_in
+from manyhands.data.pushed import BatchRows, PushedBatches, copied_alone, pair_of, samples_in
 from manyhands.facts.errors import BadData
 
 
@@ -45,6 +47,50 @@ def test_a_batch_is_copied_and_parted() -> None:
     rows = BatchRows({"x": x, "z": (y,)}, [y])
     assert len(rows) == 4
     assert rows[1][0]["x"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(3, 4, 5).transpose(0, 2),
+        torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.rand(1).expand(4, 5),
+        torch.rand(4, 3).bfloat16()[:, 1:],
+        torch.rand(2, 2, dtype=torch.complex64).conj().imag,
+        torch.tensor(3),
+        torch.ones(0, 3),
+        torch.nn.Parameter(torch.ones(2, 2)),
+    ],
+    ids=["transposed", "channels last", "expanded", "bfloat16", "negated", "a number", "empty", "parameter"],
+)
+def test_a_copy_is_as_torch_makes_it(tensor: torch.Tensor) -> None:
+    copy = copied_alone(tensor)
+    assert (copy.dtype, copy.shape, copy.requires_grad) == (tensor.dtype, tensor.shape, False)
+    assert torch.equal(copy, tensor)
+    if tensor.numel():
+        assert copy.stride() == tensor.detach().to(copy=True).stride()
+        assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_no_threads_of_torch_copy_a_batch() -> None:
+    """They would spin for a while afterwards, on cores where devices compute."""
+    batch, counts = torch.rand(16, 24, 24, 24), []
+
+    def copy() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        for way in (lambda: pair_of((batch, batch), None), lambda: batch.to(copy=True)):
+            already = psutil.Process().num_threads()
+            way()
+            counts.append(psutil.Process().num_threads() - already)
+        torch.set_num_threads(before)
+
+    thread = threading.Thread(target=copy)  # torch's helpers belong to the thread that they help
+    thread.start()
+    thread.join()
+    assert counts[0] == 0
+    if counts[1] == 0:
+        pytest.skip("This torch copies alone anyway.")
 
 
 @pytest.mark.parametrize(

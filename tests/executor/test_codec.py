@@ -484,13 +484,14 @@ def test_a_gradient_that_is_no_number_is_told_where_it_is_packed() -> None:
     server = plan.stages[1].devices[0]
 
     def spoil(executor: Executor) -> None:
-        outgoing = executor.messenger._outgoing
+        bind_outgoing = executor.messenger._bind_outgoing
 
-        def spoilt_outgoing(message: Message, part: Part) -> Tensor:
-            found = outgoing(message, part)
-            return found.fill_(math.inf) if message.kind == "gradient" and executor.step == 1 else found
+        def spoilt(message: Message, part: Part) -> Callable[[], Tensor]:
+            outgoing = bind_outgoing(message, part)
+            is_spoilt = message.kind == "gradient"
+            return lambda: outgoing().fill_(math.inf) if is_spoilt and executor.step == 1 else outgoing()
 
-        executor.messenger._outgoing = spoilt_outgoing  # type: ignore[method-assign]
+        executor.messenger._bind_outgoing = spoilt  # type: ignore[method-assign]
 
     ran = run(graph, plan, batches_of("still", 3, plan.batch_size), watch=spoil)
     text = told(ran, server)

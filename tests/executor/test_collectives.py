@@ -13,7 +13,7 @@ from grouped_devices import on_all, process_groups
 from hand_made import summed_network
 from harness import SGD, TOLERANCE, Batch, Ran, alone, plan_for, run, shared
 from manyhands.executor.collectives import Collectives
-from manyhands.executor.measured_choice import TRIAL_ROUNDS, TRIED_PAIRS
+from manyhands.executor.measured_choice import MOST_TURNS, TRIAL_ROUNDS, TRIED_PAIRS
 from manyhands.executor.process_groups import GroupKey
 from manyhands.facts.clipping import Clipping
 from manyhands.facts.collectives import AUTO, TORCH
@@ -106,7 +106,8 @@ def test_tiles_whose_statistics_are_waited_for_later() -> None:
 
 
 def test_auto_measures_both_ways_and_is_exact(graph: Graph) -> None:
-    steps = TRIAL_ROUNDS + 3
+    steps = MOST_TURNS * TRIAL_ROUNDS + 3
+    tried = [turn * TRIED_PAIRS for turn in range(1, MOST_TURNS + 1)]
     plan = plan_for(graph, [shared(0, 3, 2, 2)], batch_size=4)
     data = batches(4, steps)
     ran = run(graph, plan, data, SGD, seed=7, collectives=AUTO)
@@ -116,7 +117,7 @@ def test_auto_measures_both_ways_and_is_exact(graph: Graph) -> None:
         planned = reductions(ran, device)
         for key, count in each.items():
             of_key = sum(str(GroupKey.of(reduce)) == key for reduce in planned)
-            assert count in (of_key * TRIED_PAIRS, of_key * (steps - TRIED_PAIRS)), key
+            assert count in [of_key * each for pairs in tried for each in (pairs, steps - pairs)], key
     assert len({tuple(sorted(ran.logs[device].group_sums.items())) for device in plan.devices}) == 1
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from manyhands.executor.measured_choice import (
     MARGIN,
+    MOST_TURNS,
     MOST_WINDOWS,
     TRIAL_ROUNDS,
     TRIED_PAIRS,
@@ -17,6 +18,7 @@ from manyhands.executor.measured_choice import (
     MeasuredChoice,
 )
 
+LONGEST_TRIAL = MOST_TURNS * TRIAL_ROUNDS
 Times = Callable[[int, bool], list[float]]
 """Round, and whether torch forms its sums -> what each device measures."""
 
@@ -44,14 +46,39 @@ def steady(builtin: float, torch: float) -> Times:
 
 
 def test_the_ways_take_turns_before_one_is_taken() -> None:
-    for times, is_torch in ((steady(3.0, 2.0), True), (steady(2.0, 3.0), False), (steady(2.0, 2.0), False)):
+    for times, is_torch in ((steady(3.1, 2.0), True), (steady(2.0, 3.1), False)):
         ways = train(TRIAL_ROUNDS + 5, times)
         assert ways == [False, True] * TRIED_PAIRS + [is_torch] * 5
 
 
+def test_a_trial_goes_on_while_it_is_not_clear_which_way_is_faster() -> None:
+    for times, is_torch in ((steady(2.5, 2.0), True), (steady(2.0, 2.5), False), (steady(2.0, 2.0), False)):
+        ways = train(LONGEST_TRIAL + 5, times)
+        assert ways == [False, True] * TRIED_PAIRS * MOST_TURNS + [is_torch] * 5
+
+
 def test_torch_must_be_faster_by_a_margin() -> None:
     for part, is_torch in ((1 - 0.9 * MARGIN, False), (1 - 1.1 * MARGIN, True)):
-        assert train(TRIAL_ROUNDS + 1, steady(1.0, part))[-1] == is_torch
+        assert train(LONGEST_TRIAL + 1, steady(1.0, part))[-1] == is_torch
+
+
+def test_the_slower_way_is_rarely_taken() -> None:
+    """Rounds vary by a fifth, and there are spells in which all take twice as long."""
+    for torch in (0.8, 1.15, 1.25):
+        wrong = 0
+        for seed in range(200):
+            chance = random.Random(seed)
+            begun = [chance.randrange(LONGEST_TRIAL) for _ in range(3)]
+
+            def times(
+                number: int, is_torch: bool, chance: random.Random = chance, begun: list[int] = begun,
+                torch: float = torch,
+            ) -> list[float]:  # fmt: skip
+                spell = 2.0 if any(first <= number < first + 6 for first in begun) else 1.0
+                return [spell * (torch if is_torch else 1.0) * math.exp(chance.gauss(0, 0.2))] * 2
+
+            wrong += train(LONGEST_TRIAL + 1, times)[-1] != (torch < 1)
+        assert wrong <= 16, f"of 200, torch at {torch}"
 
 
 def test_the_first_of_each_and_single_rounds_that_were_disturbed_do_not_count() -> None:
@@ -113,7 +140,8 @@ def test_a_trial_that_was_disturbed_as_a_whole_is_made_good() -> None:
         4 * WINDOW_ROUNDS, lambda number, is_torch: [5.0 if not is_torch and number < TRIAL_ROUNDS else 1.0] * 2
     )
     assert ways[TRIAL_ROUNDS]
-    assert not ways[-1]
+    second = TRIAL_ROUNDS + WINDOW_ROUNDS + LONGEST_TRIAL
+    assert not any(ways[second : second + WINDOW_ROUNDS])
 
 
 def test_trials_become_rare_where_nothing_changes() -> None:

@@ -212,3 +212,15 @@ def test_small_kernels_of_a_gpu_take_as_long_as_launching_them() -> None:
     assert priced(costs, piped, 0, 0, 3) == pytest.approx((TIMES[0][0], 0.5))
     assert priced(costs, piped, 0, 0, 1) == pytest.approx((TIMES[0][0] / 3, 0.5 / 3))
     assert priced(plain, piped, 0, 0, 6) == pytest.approx((0.04, 0.07))
+
+
+def test_what_each_step_costs_comes_with_the_first_stage_of_a_device() -> None:
+    names = ["a", "b"]
+    costly = CostModel(NETWORK, cluster(names, Link(1e6, 0.001), round_seconds=0.25), PROFILE)
+    free = CostModel(NETWORK, cluster(names, Link(1e6, 0.001)), PROFILE)
+    stages = (Stage((0, 1), ("a",)), Stage((1, 2), ("b",)), Stage((2, 4), ("a",)))
+    plan = resolve(Plan("chain", 4, stages), NETWORK)
+    for index, device, added in ((0, "a", 0.25), (1, "b", 0.25), (2, "a", 0.0)):
+        geometry = geometry_of(plan, index, NETWORK)
+        more = costly.step_seconds(geometry, device, plan) - free.step_seconds(geometry, device, plan)
+        assert more == pytest.approx(added)

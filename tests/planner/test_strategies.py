@@ -19,7 +19,7 @@ from manyhands.facts.plan import BySamples, ByTiles, Plan
 from manyhands.facts.profile import estimate_cluster
 from manyhands.planner.inference import INFERENCE_STRATEGIES
 from manyhands.planner.simple import balanced_cuts, divisor_near, proportional
-from manyhands.planner.strategies import choose, plan_by_name
+from manyhands.planner.strategies import FEW_SIMULATED, choose, plan_by_name, ranked_pipelines
 from manyhands.planner.task import Best, Task, TileOptions
 from manyhands.plans.networks import load_network
 from manyhands.plans.planning import Prices
@@ -64,6 +64,25 @@ def test_balanced_cuts_equal_exhaustive_search(data: st.DataObject) -> None:
 
     best = min(slowest([*cuts, layers]) for cuts in combinations(range(1, layers), stages - 1))
     assert slowest(ends) == pytest.approx(best)
+
+
+def test_without_time_only_the_most_promising_pipelines_are_simulated(tiny: Network) -> None:
+    cluster = preset("env-c")
+    task = Task(tiny, cluster, estimate_cluster(tiny, cluster), 24)
+    priced: dict[bool, set[str]] = {}
+    best = {}
+    for is_over in (False, True):
+        prices = Prices(task)
+        plans: set[str] = set()
+
+        def price(plan: Plan, prices: Prices = prices, plans: set[str] = plans) -> float:
+            plans.add(repr(plan))
+            return prices(plan)
+
+        best[is_over] = ranked_pipelines(task, price, lambda is_over=is_over: is_over)[0]  # type: ignore[misc]
+        priced[is_over] = plans
+    assert FEW_SIMULATED <= len(priced[True]) < len(priced[False]) / 2
+    assert best[False].seconds <= best[True].seconds <= 1.1 * best[False].seconds
 
 
 @pytest.mark.quick(every=4)

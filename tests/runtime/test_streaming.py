@@ -35,6 +35,7 @@ from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.runtime.stream_run import MOST_FED_AHEAD, fed_ahead
 from manyhands.runtime.streaming import MOST_WAITING, Streaming
+from manyhands.schedule.actions import Forward
 from real_runs import LAYERS, Pictures, network
 from stream_checks import assert_as_planned, only_whole_batches
 
@@ -342,14 +343,14 @@ def test_nobody_asks_for_longer_than_anybody_waits() -> None:
 
 
 def test_what_is_under_way_and_does_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, forward = threading.Event(), Executor._forward
+    hung, act = threading.Event(), Executor._act
 
     def hang(self: Executor, action: Any) -> None:
-        if self.device == "b" and self.step == 2:
+        if isinstance(action, Forward) and self.device == "b" and self.step == 2:
             hung.wait(LIMIT_SECONDS)
-        forward(self, action)
+        act(self, action)
 
-    monkeypatch.setattr(Executor, "_forward", hang)
+    monkeypatch.setattr(Executor, "_act", hang)
     with streaming("pipeline", limit_seconds=0.5) as found:
         try:
             futures = [found.submit(number) for number in range(5)]
@@ -447,14 +448,14 @@ def test_closed_with_samples_that_wait() -> None:
 
 
 def test_closed_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, forward = threading.Event(), Executor._forward
+    hung, act = threading.Event(), Executor._act
 
     def hang(self: Executor, action: Any) -> None:
-        if self.step == 1:
+        if isinstance(action, Forward) and self.step == 1:
             hung.wait(LIMIT_SECONDS)
-        forward(self, action)
+        act(self, action)
 
-    monkeypatch.setattr(Executor, "_forward", hang)
+    monkeypatch.setattr(Executor, "_act", hang)
     with streaming("pipeline") as found:
         futures = [found.submit(number) for number in range(SAMPLES)]
         futures[0].result(LIMIT_SECONDS)

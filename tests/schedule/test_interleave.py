@@ -11,7 +11,8 @@ from hand_made import chain, cluster
 from manyhands.facts.link import Link
 from manyhands.facts.plan import ByChannels, Plan, Stage
 from manyhands.facts.plan_check import resolve
-from manyhands.schedule.actions import Action, Forward, Receive
+from manyhands.schedule.actions import Action, Forward, Message, Receive
+from manyhands.schedule.interleave import MOST_CHUNKS, in_chunks
 from manyhands.schedule.policies import DONE, WAIT, DeviceState
 from manyhands.schedule.policy import Schedule
 from manyhands.simulator.result import Simulation
@@ -133,3 +134,14 @@ def test_a_sample_that_was_not_fed_is_waited_for() -> None:
     assert policy.next(state) == WAIT
     fed.add(0)
     assert isinstance(policy.next(state), Forward)
+
+
+def test_a_pass_is_cut_into_chunks_of_about_a_sixteenth() -> None:
+    deep = chain(100)
+    whole: list[Action] = [Forward(0, 0, 0, 60), Receive("d1", Message("halo", 0, 0, (), 4)), Forward(0, 0, 60, 100)]
+    cut = list(in_chunks(whole, deep))
+    chunks = [action for action in cut if isinstance(action, Forward)]
+    assert [op for action in chunks for op in range(action.first, action.last)] == list(range(100))
+    assert cut.index(whole[1]) == sum(action.last <= 60 for action in chunks)
+    assert MOST_CHUNKS / 2 < len(chunks) <= MOST_CHUNKS + 1
+    assert all(action.last - action.first >= 100 // MOST_CHUNKS for action in chunks[:-1] if action.last != 60)

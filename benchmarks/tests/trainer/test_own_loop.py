@@ -20,6 +20,6 @@ def test_no_script_changes_more_than_five_lines() -> None:
 
 
 def test_what_a_loop_costs_is_a_ratio() -> None:
-    figures = loop_overhead(LoopSetting(repeats=1, steps=12, width=8, size=8, batch_size=8))
+    figures = loop_overhead(LoopSetting(repeats=1, steps=10, width=8, size=8, batch_size=8))
     assert figures["loop_overhead"] == pytest.approx(figures["loop_step_seconds"] / figures["train_step_seconds"])
     assert figures["loop_overhead_spread"] == 0

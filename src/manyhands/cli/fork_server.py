@@ -32,6 +32,7 @@ def fork_server_command(main: Callable[[], None]) -> Callable[..., None]:
 
 
 def _serve(door: int, idle_seconds: float | None, main: Callable[[], None]) -> None:
+    gc.disable()  # nearly all of what packages make as they are loaded stays
     from manyhands.runtime.fork_server import IDLE_SECONDS, tend
     from manyhands.runtime.serving import load_everything
 
@@ -44,6 +45,7 @@ def _serve(door: int, idle_seconds: float | None, main: Callable[[], None]) -> N
     for name in _NEEDED:
         importlib.import_module(name)
     load_everything()
+    gc.enable()
     gc.collect()
     gc.freeze()  # the collector does not touch these objects again, so their memory stays shared
     words = tend(asking, IDLE_SECONDS if idle_seconds is None else idle_seconds)

@@ -12,6 +12,11 @@ from manyhands.data.kept import KeptBatches
 from manyhands.data.loader import Batch
 from manyhands.facts.errors import BadData
 
+_KNOWN_TO_NUMPY = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
+    | {torch.int8, torch.int16, torch.int32, torch.int64}
+)
+"""Types of numbers that numpy copies: bfloat16 as the integers of its bits."""
 _PAIR = "Write step((inputs, target)), or step(inputs, target)."
 
 
@@ -128,7 +133,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _copied(value: Any) -> Any:
     """Return a batch with tensors of its own on the CPU: a loop may fill the same ones again."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copied_alone(value)
     if isinstance(value, Mapping):
         return {name: _copied(part) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
@@ -143,6 +148,18 @@ def _copied(value: Any) -> Any:
             f"The batch holds a {type(value).__name__}; it is made of tensors, in tuples, lists and dicts.",
             hint="Take what is no tensor out of it, or make it one.",
         ) from error
+
+
+def copied_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on the CPU, made by this thread alone: torch would employ other threads for a large
+    one, which then spin for a while on cores where devices compute."""
+    plain = tensor.detach().resolve_neg()
+    is_known = type(plain) is torch.Tensor and plain.is_cpu and plain.layout == torch.strided
+    if not is_known or plain.dtype not in _KNOWN_TO_NUMPY:
+        return plain.to("cpu", copy=True)
+    if plain.dtype == torch.bfloat16:
+        return torch.from_numpy(plain.view(torch.int16).numpy().copy("K")).view(torch.bfloat16)
+    return torch.from_numpy(plain.numpy().copy("K"))
 
 
 def _row(value: Any, index: int) -> Any:

@@ -58,6 +58,11 @@ class Collectives:
         if self.is_measured:
             self._choices[GroupKey.of(reduce)].took(self._round(step), seconds)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether it is not known yet which way is the faster for some of the groups that were asked for."""
+        return any(choice.is_trial for choice in self._choices.values())
+
     def _round(self, step: int) -> int:
         return (step - self._first_step) // self._stride
 

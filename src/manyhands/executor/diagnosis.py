@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,13 @@ class NumberDiagnosis:
 
     def begin_round(self) -> None:
         self.first_source = ""
+
+    def watch_rows(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Do the same with the rows of devices, this one's among them: its own numbers come before those of others."""
+        if not self.is_training or self.first_source or _are_finite([*rows.values()]):
+            return
+        for source in sorted(rows, key=lambda name: name != self.device):
+            self.watch(source, [rows[source]])
 
     def watch(self, source: str, tensors: Iterable[torch.Tensor]) -> None:
         """Remember where the first non-finite numbers of a round came from: a device that has them from another is not
@@ -87,6 +94,15 @@ class NumberDiagnosis:
 
     def _layer_of(self, tensor: str) -> str:
         return self.network.layers[self.network.layer_of_op[self.network.producer[tensor]]].name
+
+
+def _are_finite(rows: Sequence[torch.Tensor]) -> bool:
+    """Return whether all numbers of some rows of one length are finite; their products show it, two rows at a time,
+    unless they overflow themselves."""
+    if not rows[0].is_floating_point():
+        return True
+    pairs = zip(rows[::2], [*rows[1::2], rows[-1]])
+    return all(math.isfinite(float(torch.dot(row, other))) for row, other in pairs)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Interprets a schedule's actions with torch: one device's part of a run, as the simulator does under a virtual clock.
 
-The executor asks the policy for an action, dispatches it, and records its time. Actions are carried out by:
+The executor asks the policy for an action, calls what was bound to it (bound_calls.py), and records its time. Actions
+are carried out by:
 
-    forward, backward     the stage's runner (runner.py): whole samples (segments.py), tiles, or channels
+    forward, backward     pass_calls.py, by the stage's runner (runner.py): whole samples (segments.py), tiles, channels
     loss                  the captured loss of what the network returned (share_loss.py)
     send, receive         Messenger (messenger.py): boxes of tensors, packed where the plan says so (codec.py)
     reduce, await         Reductions (reductions.py): statistics, and gradients on a thread of their own (reducer.py)
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,14 +28,15 @@ import torch
 
 from manyhands.executor.arrivals import ArrivedMessages, FedMicroBatches
 from manyhands.executor.averaging import WeightAverage
+from manyhands.executor.bound_calls import Binder, BoundCalls, Call
 from manyhands.executor.graph_part import DeviceSetup, GraphPart
-from manyhands.executor.in_flight_micro_batch import Phase
 from manyhands.executor.late_loss import LateLoss
 from manyhands.executor.log import DeviceLog, Recorder
 from manyhands.executor.loss_scale import loss_scale_of
 from manyhands.executor.messages import COORDINATOR
 from manyhands.executor.optimizers import Stepper
 from manyhands.executor.options import ExecutorOptions
+from manyhands.executor.pass_calls import bind_backward, bind_forward
 from manyhands.executor.round_result import RoundResult
 from manyhands.executor.runner import Runner
 from manyhands.executor.slowdown import Slowdown
@@ -52,8 +54,6 @@ from manyhands.schedule.policy import Schedule
 from manyhands.schedule.replay import MiniBatches
 from manyhands.transport.endpoint import Endpoint
 from manyhands.transport.mailbox import ExpectedMessages
-
-_FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
 class Executor:
@@ -91,8 +91,9 @@ class Executor:
         self.average = WeightAverage(options.ema, stepper.weights) if options.ema is not None and stepper else None
         """The average of the weights that this device steps, where one is kept."""
         setup = DeviceSetup(
-            endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale, self.average
-        )
+            endpoint, weights, stepper, options, self.recorder, self.slowdown, self.loss_scale, self.average,
+            has_boards=lengths is None,
+        )  # fmt: skip
         longest = GraphPart(graph, schedule, setup)
         self.parts: dict[int, GraphPart] = {
             length: longest if other is graph else GraphPart(other, Schedule(self.plan, other.network), setup)
@@ -120,12 +121,22 @@ class Executor:
         self.runners, self.in_flight, self.diagnosis = part.runners, part.in_flight, part.diagnosis
         self.messenger, self.reductions, self.updates = part.messenger, part.reductions, part.updates
         self.exchange, self.loss = part.exchange, part.loss
-        self._acts: dict[type[Action], Callable[[Any], None]] = {
-            Forward: self._forward, Backward: self._backward, Loss: self._loss, Send: part.messenger.send,
-            Receive: part.messenger.receive, Reduce: self._reduce, Await: part.reductions.finish_statistics,
-            Step: self._step, Discard: self._discard,
-        }  # fmt: skip
-        """The method that carries out each type of action."""
+        if part.calls is None:
+            part.calls = self._bound_calls(part)
+        self._calls = part.calls
+
+    def _bound_calls(self, part: GraphPart) -> BoundCalls:
+        """Return the calls of a part's actions, each bound when it is first due."""
+
+        def as_is(carry_out: Callable[[Any], None]) -> Binder:
+            return lambda action: partial(carry_out, action)
+
+        return BoundCalls({
+            Forward: partial(bind_forward, self, part), Backward: partial(bind_backward, self, part),
+            Loss: as_is(self._loss), Send: part.messenger.bind_send, Receive: part.messenger.bind_receive,
+            Reduce: partial(self._bind_reduce, part), Await: as_is(part.reductions.finish_statistics),
+            Step: as_is(self._step), Discard: as_is(self._discard),
+        })  # fmt: skip
 
     def _part_at(self, step: int) -> GraphPart | None:
         """Return the part whose graph a step runs; None for a step that is not in the run."""
@@ -172,6 +183,7 @@ class Executor:
 
     def close(self) -> None:
         for part in self.parts.values():
+            part.messenger.boards.close()
             part.reductions.close()
 
     def end_at(self, step: int) -> None:
@@ -305,35 +317,11 @@ class Executor:
             yield answer
 
     def _act(self, action: Action) -> None:
-        self._acts[type(action)](action)
+        self._calls.of(action)()
 
     # Computing
 
-    def _forward(self, action: Forward) -> None:
-        stage, number, part = action.stage, action.micro_batch, action.part
-        runner, in_flight = self.runners[stage], self.in_flight
-        in_flight.begin_pass(stage, number)
-        batch = in_flight.fed(number)
-        is_recomputed = part == "again" and self.plan.order != "replay"  # in the midst of the backward pass
-        if not is_recomputed:
-            batch.enter(stage, _FORWARD)
-        self.settled_step = None
-        context = in_flight.context(stage, number)
-        if part in ("ahead", "again"):
-            context = replace(context, records=part == "again", moves_buffers=part == "ahead")
-        if self.plan.order == "replay" and part != "again" and not runner.geometry.is_last:
-            batch.updates_before = self.updates.count
-        runner.forward(action, context)
-        if is_recomputed:
-            return
-        if action.last != runner.geometry.last or part in ("interior", "partial"):
-            return
-        self.exchange.pass_values(stage, number)
-        in_flight.end_forward(stage, batch, awaits_gradients=runner.geometry.runs_backward)
-        if not self.plan.is_training:
-            self._answer(runner, number)
-
-    def _answer(self, runner: Runner, micro_batch: int) -> None:
+    def answer(self, runner: Runner, micro_batch: int) -> None:
         """Send the network's outputs to the coordinator, in inference, once the last stage has made them."""
         if runner.geometry.is_last:
             results = runner.results(micro_batch)
@@ -359,26 +347,11 @@ class Executor:
             self.result.add_loss(number, is_step=self.plan.order == "replay")
         runner.take_gradients(action.micro_batch, gradients)
 
-    def _backward(self, action: Backward) -> None:
-        stage, number, part = action.stage, action.micro_batch, action.part
-        runner, in_flight = self.runners[stage], self.in_flight
-        in_flight.begin_pass(stage, number)
-        batch = in_flight[number]
-        if part != "weights":  # which may have been put off until the rest is done
-            batch.enter(stage, _BACKWARD)
-        runner.backward(action, in_flight.context(stage, number))
-        if action.first != runner.geometry.backward_first or part == "rim":
-            return
-        if part != "weights":
-            self.exchange.pass_gradients(stage, number)
-        if part != "inputs":
-            in_flight.end_backward(stage, batch)
+    def _bind_reduce(self, part: GraphPart, action: Reduce) -> Call:
+        return partial(self._exchange_norm, action) if action.what == "norm" else part.reductions.bind(action)
 
-    def _reduce(self, action: Reduce) -> None:
-        if action.what == "norm":
-            self.result.grad_norms.append(self.updates.exchange_norm(action))
-        else:
-            self.reductions.start(action)
+    def _exchange_norm(self, action: Reduce) -> None:
+        self.result.grad_norms.append(self.updates.exchange_norm(action))
 
     def _step(self, action: Step) -> None:
         number = action.micro_batch

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.executor.averaging import WeightAverage, check_averaged
+from manyhands.executor.bound_calls import BoundCalls
 from manyhands.executor.captured_round import CapturedRound, can_be_captured
 from manyhands.executor.codec import Coding
 from manyhands.executor.device_feed import DeviceFeed
@@ -56,6 +57,8 @@ class DeviceSetup:
     loss_scale: LossScale | None = None
     """The factor of the loss; None: it is not scaled."""
     average: WeightAverage | None = None
+    has_boards: bool = False
+    """Whether small messages go by boards to workers of this machine: all rounds have the same messages."""
 
 
 class GraphPart:
@@ -86,11 +89,13 @@ class GraphPart:
         self.messenger = Messenger(
             endpoint, schedule, weights, self.in_flight, Coding(plan, schedule.network, self.actions),
             self.diagnosis, recorder, setup.slowdown, gpu_peers,
+            has_boards=setup.has_boards and torch_device.type == "cpu",
         )  # fmt: skip
         self.collectives = options.collectives
         self.reductions = Reductions(
-            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, gpu_peers, self.collectives
-        )
+            endpoint, schedule, weights, self.in_flight, self.diagnosis, recorder, gpu_peers, self.messenger.boards,
+            self.collectives,
+        )  # fmt: skip
         rates = None
         if options.is_scheduled and setup.stepper is not None:
             rates = ArrivingRates(endpoint, RateLayout.of(setup.stepper.optimizer), plan.steps_per_round)
@@ -113,6 +118,8 @@ class GraphPart:
         is_plain = not options.is_exact and setup.loss_scale is None and not setup.slowdown.slows
         if torch_device.type == "cuda" and feed.staging is not None and is_alone and is_plain:
             self.captured = CapturedRound(weights, self.actions, torch_device)
+        self.calls: BoundCalls | None = None
+        """The calls of its actions, which the executor binds."""
         has_loss = options.with_targets and any(isinstance(action, Loss) for action in self.actions)
         self.loss = ShareLoss(graph, plan, torch_device, setup.loss_scale) if has_loss else None
 
@@ -150,6 +157,7 @@ class GraphPart:
         """Forget what an interrupted round left."""
         self.in_flight.begin_round(step)
         self.messenger.forget()
+        self.messenger.boards.begin_round(step)
         self.updates.begin_round(step)
         self.diagnosis.begin_round()
 
@@ -157,6 +165,7 @@ class GraphPart:
         """Forget the round that has ended."""
         self.in_flight.clear()
         self.messenger.forget()
+        self.messenger.boards.end_round()
         self.gpu_peers.forget()
 
     @property

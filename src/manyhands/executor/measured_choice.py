@@ -5,10 +5,11 @@
           built-in torch  built-in torch ...     a window     a window    ...
           (the first pair is not counted)
 
-Others share the machines, so no single time decides: the ways take turns, the median of each counts, and torch must be
-faster by a margin. At each window's end the devices compare it with the one after the trial: where sums have become
-slower or faster, there is another trial; there is one anyway after 1, 2, 4, ... windows, as the first may have been
-disturbed from its beginning to its end.
+Others share the machines, so no single time decides: the ways take turns, and the median of the pairs' ratios counts,
+since what disturbs one round of a pair mostly disturbs the other, too. Where it is not clear which way is the faster
+(`CLEAR`), the trial goes on for as many rounds again, at most `MOST_TURNS` times in all. At each window's end the
+devices compare it with the one after the trial: where sums have become slower or faster, there is another trial; there
+is one anyway after 1, 2, 4, ... windows, as the first may have been disturbed from its beginning to its end.
 
 All devices of the group must choose alike, so they exchange their times before they decide. Of a round the least time
 counts: that of the device that came last and waited for nobody. The module uses no clock and no tensors.
@@ -22,13 +23,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 TRIED_PAIRS = 6
-"""Rounds of each way in a trial, of which the first is not counted."""
+"""Rounds of each way in a turn of a trial, of which the first is not counted."""
 TRIAL_ROUNDS = 2 * TRIED_PAIRS
+MOST_TURNS = 3
+"""Turns of a trial, at most."""
+CLEAR = 1.5
+"""One turn is enough where one way takes so many times as long as the other: times of single rounds vary by a quarter
+on busy machines, and ratios of five pairs by an eighth."""
 WINDOW_ROUNDS = 32
 """Rounds between two looks at the way that was taken."""
 MOST_WINDOWS = 32
 """Windows between two trials, at most."""
-MARGIN = 0.1
+MARGIN = 0.05
 """The part of the built-in way's time that torch must save to be taken."""
 SHIFT = 1.5
 """Times differ where a window's is so many times another's."""
@@ -42,7 +48,9 @@ class MeasuredChoice:
         """Whether the sums go through the process group, where no trial is under way."""
         self.is_trial = True
         self._first = 0
-        """The first round of the trial, or of the window."""
+        """The first round of the trial's turn, or of the window."""
+        self._turns, self._ratios = 0, list[float]()
+        """Turns of the trial under way, and what torch takes over what the built-in way takes in each counted pair."""
         self._windows_left, self._distance = 0, 1
         self._usual_seconds: float | None = None
         """A round's seconds in the window after the trial."""
@@ -62,7 +70,7 @@ class MeasuredChoice:
         self._seconds[number] += seconds
 
     def times(self) -> list[float]:
-        """Return the seconds of the trial's counted rounds, or the median of the window's; infinite where there were no
+        """Return the seconds of the turn's counted rounds, or the median of the window's; infinite where there were no
         sums. All devices of the group return as many."""
         if self.is_trial:
             return [self._seconds.get(self._first + place, math.inf) for place in range(2, TRIAL_ROUNDS)]
@@ -79,10 +87,16 @@ class MeasuredChoice:
         self._seconds.clear()
 
     def _choose(self, seconds: Sequence[float]) -> None:
-        """End the trial: take the faster way. One that a second trial confirms is tried again after twice as long."""
-        was_torch = self.is_torch
-        builtin, of_torch = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
-        self.is_torch = of_torch < (1 - MARGIN) * builtin
+        """End the trial, unless nothing is clear yet: take the faster way. One that a second trial confirms is tried
+        again after twice as long."""
+        pairs = [pair for pair in zip(seconds[::2], seconds[1::2]) if all(map(math.isfinite, pair)) and pair[0] > 0]
+        self._ratios += [of_torch / builtin for builtin, of_torch in pairs]
+        self._turns += 1
+        ratio = statistics.median(self._ratios) if self._ratios else math.inf
+        if 1 / CLEAR < ratio < CLEAR and self._turns < MOST_TURNS:
+            return
+        was_torch, self.is_torch = self.is_torch, ratio < 1 - MARGIN
+        self._turns, self._ratios = 0, []
         self._distance = min(2 * self._distance, MOST_WINDOWS) if self.is_torch == was_torch else 1
         self._windows_left, self._usual_seconds, self.is_trial = self._distance, None, False
 

@@ -8,13 +8,16 @@ A box for a worker on the same GPU stays there: its descriptor travels (gpu_peer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from manyhands.executor.bound_calls import Call
 from manyhands.executor.boxes import cut_out, dtype_of, empty
 from manyhands.executor.channels import ChannelRunner
 from manyhands.executor.codec import Coding, NoRange
+from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
 from manyhands.executor.in_flight import InFlightMicroBatches
@@ -46,7 +49,10 @@ class Messenger:
         recorder: Recorder,
         slowdown: Slowdown,
         gpu_peers: GpuPeers,
+        *,
+        has_boards: bool = False,
     ) -> None:
+        """`has_boards`: whether small messages go by boards to workers of this machine (device_boards.py)."""
         self.endpoint, self.network, self.weights = endpoint, schedule.network, weights
         self.in_flight, self.runners, self.coding = in_flight, in_flight.runners, coding
         self.diagnosis, self.recorder, self.slowdown = diagnosis, recorder, slowdown
@@ -56,6 +62,8 @@ class Messenger:
         self._keeps_messages = schedule.keeps_messages
         self._topics: dict[int, str] = {}
         """Topics of messages, by their identity: the schedule keeps them."""
+        self._is_training = schedule.plan.is_training
+        self.boards = DeviceBoards(endpoint, schedule, self._goes_apart, gpu_peers.takes, is_used=has_boards)
 
     def topic(self, message: Message) -> str:
         """Return the name that a message travels under."""
@@ -69,6 +77,11 @@ class Messenger:
     def forget(self) -> None:
         """Drop what is kept of features until their gradients come back."""
         self.coding.forget()
+
+    def _goes_apart(self, other: str, message: Message) -> bool:
+        """Return whether a message travels in another form than that of its tensors."""
+        is_packed = any(self.coding.bits(message, part) for part in message.parts)
+        return is_packed or other in self.gpu_peers or self._channel_runner(message) is not None
 
     def _channel_runner(self, message: Message) -> ChannelRunner | None:
         """Return the runner that packs a message itself: one of channels, for others of its stage."""
@@ -96,18 +109,24 @@ class Messenger:
 
     # Out
 
-    def send(self, action: Send) -> None:
-        """Hand a message to the endpoint; does not wait until it has left."""
-        message = action.message
-        if (runner := self._channel_runner(message)) is not None:
-            parts = runner.outgoing(message)
-            self.diagnosis.watch(self.endpoint.name, parts)
-        else:
-            boxes = [self._outgoing(message, part) for part in message.parts]
-            self.diagnosis.watch(self.endpoint.name, boxes)
-            parts = [self._packed(action.to, message, part, box) for part, box in zip(message.parts, boxes)]
-        self.recorder.sent(message)
-        self.endpoint.send(action.to, self.in_flight.step, self.topic(message), parts, urgent=is_urgent(message))
+    def bind_send(self, action: Send) -> Call:
+        """Return the call that leaves a message on a board or hands it to the endpoint; it does not wait until it has
+        left."""
+        to, message, topic, name = action.to, action.message, self.topic(action.message), self.endpoint.name
+        runner, urgent = self._channel_runner(message), is_urgent(message)
+        boxes = [self._bind_outgoing(message, part) for part in message.parts] if runner is None else []
+
+        def call() -> None:
+            self.recorder.sent(message)
+            tensors = [box() for box in boxes] if runner is None else runner.outgoing(message)
+            self.diagnosis.watch(name, tensors)
+            if runner is None:
+                if self.boards.put(to, topic, tensors):
+                    return
+                tensors = [self._packed(to, message, part, box) for part, box in zip(message.parts, tensors)]
+            self.endpoint.send(to, self.in_flight.step, topic, tensors, urgent=urgent)
+
+        return call
 
     def _packed(self, to: str, message: Message, part: Part, data: torch.Tensor) -> torch.Tensor:
         """Return a box as it travels, in the machine's memory."""
@@ -121,27 +140,30 @@ class Messenger:
         except NoRange as error:
             raise self.diagnosis.packing_error(message, part, self.coding.bits(message, part), error) from error
 
-    def _outgoing(self, message: Message, part: Part) -> torch.Tensor:
-        """Return the box that a part names, where it is computed."""
+    def _bind_outgoing(self, message: Message, part: Part) -> Callable[[], torch.Tensor]:
+        """Return a function that returns the box that a part names, where it is computed."""
         tensor, box, micro_batch = part.tensor, part.box, message.micro_batch
         if message.kind == "weights":
-            return self.weights.tensors[tensor].detach().contiguous().clone()
+            return lambda: self.weights.tensors[tensor].detach().contiguous().clone()
         if message.kind == "weight-gradient":
-            return dense_gradient(self.weights.tensors[tensor]).contiguous()
+            return lambda: dense_gradient(self.weights.tensors[tensor]).contiguous()
         if message.kind == "input":
-            whole = self.in_flight.fed(micro_batch).at_home[tensor]
-            return cut_out(whole, Box.whole(whole.shape), box)
+            return partial(self._cut_from_home, micro_batch, tensor, box)
         if message.kind == "value":
-            return self._maker(tensor).value(micro_batch, tensor, box)
+            return partial(self._maker(tensor).value, micro_batch, tensor, box)
         runner = self.runners[message.stage]
         if message.kind == "partial":
             assert isinstance(runner, ChannelRunner)
-            return runner.partial(micro_batch, tensor, box)
+            return partial(runner.partial, micro_batch, tensor, box)
         if message.kind == "output-gradient":
-            return runner.output_gradient(micro_batch, tensor, box)
+            return partial(runner.output_gradient, micro_batch, tensor, box)
         if part.is_value or message.kind in ("halo", "output"):
-            return runner.value(micro_batch, tensor, box)
-        return runner.gradient(micro_batch, tensor, box)
+            return partial(runner.value, micro_batch, tensor, box)
+        return partial(runner.gradient, micro_batch, tensor, box)
+
+    def _cut_from_home(self, micro_batch: int, tensor: str, box: Box) -> torch.Tensor:
+        whole = self.in_flight.fed(micro_batch).at_home[tensor]
+        return cut_out(whole, Box.whole(whole.shape), box)
 
     def _maker(self, tensor: str) -> Runner:
         """Return the runner of the stage on this device that makes a tensor."""
@@ -149,30 +171,45 @@ class Messenger:
 
     # In
 
-    def receive(self, action: Receive) -> None:
-        """Wait for a message and put its boxes where they are read."""
-        message, step = action.message, self.in_flight.step
+    def bind_receive(self, action: Receive) -> Call:
+        """Return the call that waits for a message and puts its boxes where they are read."""
+        source, message, topic = action.source, action.message, self.topic(action.message)
         if (runner := self._channel_runner(message)) is not None:
-            memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
-            self.endpoint.mailbox.receive(action.source, step, self.topic(message), memory)
-            started = self.slowdown.now()
-            runner.incoming(message, memory)
-            self.slowdown.stretch(started)
-            return
-        if message.kind in _BEGINS_A_PASS:  # room for what it brings
-            self.in_flight.begin_pass(number=message.micro_batch)
-        tensors = [self._room(action.source, message, part) for part in message.parts]
-        self.endpoint.mailbox.receive(action.source, step, self.topic(message), tensors)
-        started = self.slowdown.now()
-        tensors = [self._opened(action.source, message, part, tensor) for part, tensor in zip(message.parts, tensors)]
-        self.diagnosis.watch(action.source, tensors)
-        for part, tensor in zip(message.parts, tensors):
-            data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
+            return partial(self._receive_channels, source, message, topic, runner)
+        begins_a_pass, has_place = message.kind in _BEGINS_A_PASS, self.boards.has_place(source, topic)
+        incoming = [self._bind_incoming(source, message, part) for part in message.parts]
+
+        def call() -> None:
+            if begins_a_pass:  # room for what it brings
+                self.in_flight.begin_pass(number=message.micro_batch)
+            if has_place:
+                # A stream's result may be such a tensor, and leaves after the round.
+                tensors: Sequence[torch.Tensor] = self.boards.take(
+                    source, self.in_flight.step, topic, outlives_round=not self._is_training
+                )
+                started = self.slowdown.now()
+            else:
+                rooms = [self._room(source, message, part) for part in message.parts]
+                self.endpoint.mailbox.receive(source, self.in_flight.step, topic, rooms)
+                started = self.slowdown.now()
+                tensors = [self._opened(source, message, part, room) for part, room in zip(message.parts, rooms)]
+            self.diagnosis.watch(source, tensors)
+            for part, tensor, put in zip(message.parts, tensors, incoming):
+                data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
+                if message.kind == "gradient":
+                    self.coding.feed_back(source, message, part, data)
+                put(data)
             if message.kind == "gradient":
-                self.coding.feed_back(action.source, message, part, data)
-            self._incoming(action.source, message, part, data)
-        if message.kind == "gradient":
-            self.coding.came_back(action.source, message)
+                self.coding.came_back(source, message)
+            self.slowdown.stretch(started)
+
+        return call
+
+    def _receive_channels(self, source: str, message: Message, topic: str, runner: ChannelRunner) -> None:
+        memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
+        self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
+        started = self.slowdown.now()
+        runner.incoming(message, memory)
         self.slowdown.stretch(started)
 
     def _room(self, source: str, message: Message, part: Part) -> torch.Tensor:
@@ -188,23 +225,28 @@ class Messenger:
             return arrived
         return self.gpu_peers.opened(arrived, part.box.shape, dtype_of(self._table(message)[part.tensor].dtype))
 
-    def _incoming(self, source: str, message: Message, part: Part, data: torch.Tensor) -> None:
-        """Put a box that has arrived where it is read, or add it there."""
-        name, micro_batch = part.tensor, message.micro_batch
+    def _bind_incoming(self, source: str, message: Message, part: Part) -> Callable[[torch.Tensor], None]:
+        """Return a function that puts a box that has arrived where it is read, or adds it there."""
+        name, box, micro_batch = part.tensor, part.box, message.micro_batch
         if message.kind == "weights":
-            self.weights.tensors[name].copy_(data)
-            self.weights.tensors[name].grad = None
-        elif message.kind == "weight-gradient":
-            dense_gradient(self.weights.tensors[name]).add_(data)
-        elif message.kind == "partial":
-            runner = self.runners[message.stage]
+            return partial(self._take_weight, name)
+        if message.kind == "weight-gradient":
+            return partial(self._add_weight_gradient, name)
+        if message.kind == "gradient":
+            return partial(self._maker(name).add_gradient, micro_batch, name, box)
+        runner = self.runners[message.stage]
+        if message.kind == "partial":
             assert isinstance(runner, ChannelRunner)
-            runner.put_partial(micro_batch, source, name, data)
-        elif message.kind == "gradient":
-            self._maker(name).add_gradient(micro_batch, name, part.box, data)
-        elif message.kind == "output":
-            self.runners[message.stage].put_output(micro_batch, name, part.box, data)
-        elif message.kind in ("halo-gradient", "output-gradient") and not part.is_value:
-            self.runners[message.stage].add_gradient(micro_batch, name, part.box, data)
-        else:
-            self.runners[message.stage].put_value(micro_batch, name, part.box, data)
+            return partial(runner.put_partial, micro_batch, source, name)
+        if message.kind == "output":
+            return partial(runner.put_output, micro_batch, name, box)
+        if message.kind in ("halo-gradient", "output-gradient") and not part.is_value:
+            return partial(runner.add_gradient, micro_batch, name, box)
+        return partial(runner.put_value, micro_batch, name, box)
+
+    def _take_weight(self, name: str, data: torch.Tensor) -> None:
+        self.weights.tensors[name].copy_(data)
+        self.weights.tensors[name].grad = None
+
+    def _add_weight_gradient(self, name: str, data: torch.Tensor) -> None:
+        dense_gradient(self.weights.tensors[name]).add_(data)

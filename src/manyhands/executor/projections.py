@@ -26,7 +26,10 @@ from numpy.typing import NDArray
 from manyhands.transport.memory import KNOWN_TO_NUMPY
 
 COLUMNS = 512
-_BLOCK = 128
+_FEW = 16
+"""Rows of one product: numpy's library forms products of more than about 9,000 numbers on several threads, which would
+fight for the cores that compute."""
+_BLOCK = 32 * _FEW
 """Rows that are read at once: with their norm they stay in a processor's cache."""
 _LEAST_SQUARE, _MOST_SQUARE = 1e-20, 1e36
 """Sums of squares beyond these are formed again in float64: single precision may have lost or overflown some."""
@@ -104,24 +107,31 @@ def _again(parts: Sequence[Numbers]) -> float | None:
 
 def _of_row(part: Numbers) -> float:
     count = part.size // COLUMNS
-    total = 0.0
-    if count:
-        rows = part[: count * COLUMNS].reshape(count, COLUMNS)
-        each = numpy.einsum("ij,j->i", rows, column_factors(rows.dtype.char))
-        total = float(numpy.einsum("i,i->", each.astype(numpy.float64), row_factors(count)))
+    total = float(numpy.einsum("i,i->", _row_products(part, count), row_factors(count))) if count else 0.0
     return total + _rest(part, count)
+
+
+def _row_products(flat: Numbers, count: int) -> Numbers:
+    """Return the product of each of `count` rows with `v`, as float64."""
+    columns, even = column_factors(flat.dtype.char), count - count % _FEW
+    each = numpy.empty(count)
+    if even:
+        few = flat[: even * COLUMNS].reshape(-1, _FEW, COLUMNS)
+        each[:even] = numpy.matmul(few, columns).reshape(-1)
+    if even < count:
+        each[even:] = numpy.matmul(flat[even * COLUMNS : count * COLUMNS].reshape(-1, COLUMNS), columns)
+    return each
 
 
 def _of_both(part: Numbers) -> tuple[float, float]:
     """Return the projection and the sum of squares of a row, formed block by block."""
     count = part.size // COLUMNS
-    weights, columns = row_factors(count), column_factors(part.dtype.char)
+    weights = row_factors(count)
     total = squares = 0.0
     for first in range(0, count, _BLOCK):
         last = min(first + _BLOCK, count)
         flat = part[first * COLUMNS : last * COLUMNS]
-        each = numpy.einsum("ij,j->i", flat.reshape(last - first, COLUMNS), columns)
-        total += float(numpy.einsum("i,i->", each.astype(numpy.float64), weights[first:last]))
+        total += float(numpy.einsum("i,i->", _row_products(flat, last - first), weights[first:last]))
         squares += _squares(flat)
     tail = part[count * COLUMNS :]
     return total + _rest(part, count), squares + (_squares(tail) if tail.size else 0.0)
@@ -137,7 +147,12 @@ def _rest(part: Numbers, count: int) -> float:
 
 
 def _squares(flat: Numbers) -> float:
-    total = float(numpy.einsum("i,i->", flat, flat))
+    at_once = _FEW * COLUMNS
+    even = flat.size - flat.size % at_once
+    few, tail = flat[:even], flat[even:]
+    total = float(numpy.dot(tail, tail))
+    if even:
+        total += float(numpy.matmul(few.reshape(-1, 1, at_once), few.reshape(-1, at_once, 1)).sum(dtype=numpy.float64))
     return total if _LEAST_SQUARE < total < _MOST_SQUARE else _squares_exactly(flat)
 
 

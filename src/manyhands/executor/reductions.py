@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from manyhands.executor.bound_calls import Call
 from manyhands.executor.collectives import Collectives
+from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.flat_row import in_memory_order
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
@@ -48,12 +50,13 @@ class Reductions:
         diagnosis: NumberDiagnosis,
         recorder: Recorder,
         gpu_peers: GpuPeers,
+        boards: DeviceBoards,
         collectives: Collectives | None = None,
     ) -> None:
         """`collectives`: what carries out reductions in place of messages; None: all are messages."""
         self.endpoint, self.weights, self.recorder, self.collectives = endpoint, weights, recorder, collectives
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
-        self.gpu_peers = gpu_peers
+        self.gpu_peers, self.boards = gpu_peers, boards
         gpu_sums = GpuSums(endpoint, schedule.network, gpu_peers)
         self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums)
         self._completed = {
@@ -68,12 +71,9 @@ class Reductions:
         self._weight_norms: dict[_SumKey, tuple[float | None, float, int]] = {}
         """The projection of those weights when their norm was last formed, the norm, and rounds since then."""
 
-    def start(self, action: Reduce) -> None:
-        """Begin a reduction; statistics are also waited for, unless the action puts that off."""
-        if action.what == "statistics":
-            self._gather_statistics(action)
-        else:
-            self._sum_gradients(action)
+    def bind(self, reduce: Reduce) -> Call:
+        """Return the call that begins a reduction; statistics are also waited for, unless the action puts that off."""
+        return self._bind_statistics(reduce) if reduce.what == "statistics" else self._bind_sum(reduce)
 
     @property
     def group_sums(self) -> dict[str, int]:
@@ -88,18 +88,21 @@ class Reductions:
 
     # Statistics
 
-    def _gather_statistics(self, reduce: Reduce) -> None:
-        in_flight, device = self.in_flight, self.endpoint.name
-        in_flight.begin_pass(reduce.stage, reduce.micro_batch)
-        batch = in_flight.fed(reduce.micro_batch)
-        runner = self.runners[reduce.stage]
-        row = runner.local_statistics(reduce, in_flight.context(reduce.stage, reduce.micro_batch))
-        self.diagnosis.watch(device, [row])
-        gathering = self._begin(reduce, row)
-        if reduce.later:
-            batch.pending_statistics[reduce.key] = (reduce, row, gathering)
-        else:
-            runner.take_gathered(reduce, self._gathered(reduce, row, gathering))
+    def _bind_statistics(self, reduce: Reduce) -> Call:
+        in_flight, runner = self.in_flight, self.runners[reduce.stage]
+        stage, number, key = reduce.stage, reduce.micro_batch, reduce.key
+
+        def call() -> None:
+            in_flight.begin_pass(stage, number)
+            batch = in_flight.fed(number)
+            row = runner.local_statistics(reduce, in_flight.context(stage, number))
+            gathering = self._begin(reduce, row)
+            if reduce.later:
+                batch.pending_statistics[key] = (reduce, row, gathering)
+            else:
+                runner.take_gathered(reduce, self._gathered(reduce, row, gathering))
+
+        return call
 
     def gather(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Give this device's row, wait for the others', and return all, in the order of the devices."""
@@ -109,7 +112,11 @@ class Reductions:
         """Send this device's row, as far as it does not travel with those of others."""
         for hop, name in self._rounds_of(reduce)[0]:
             if hop.source == self.endpoint.name:
-                self.endpoint.send(hop.target, self.in_flight.step, name, [self._as_sent(reduce, row)], urgent=True)
+                self._send_rows(hop.target, name, [self._as_sent(reduce, row)])
+
+    def _send_rows(self, to: str, name: str, rows: Sequence[torch.Tensor]) -> None:
+        if not self.boards.put(to, name, [row.reshape(-1).view(torch.uint8) for row in rows]):
+            self.endpoint.send(to, self.in_flight.step, name, rows, urgent=True)
 
     def _as_sent(self, reduce: Reduce, row: torch.Tensor) -> torch.Tensor:
         """Return a row as it travels."""
@@ -140,15 +147,12 @@ class Reductions:
         rows = self._received(reduce, row) if gathering is None else self._of_group(reduce, row, gathering)
         if self.collectives is not None:
             self.collectives.took(reduce, self.in_flight.step, time.monotonic() - start)
+        if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
+            self.diagnosis.watch_rows(dict(zip(reduce.devices, rows)))
         return rows
 
     def _of_group(self, reduce: Reduce, row: torch.Tensor, gathering: AllGather) -> list[torch.Tensor]:
-        rows = gathering.finish(row.dtype)
-        if reduce.what == "statistics":
-            for source, other in zip(reduce.devices, rows):
-                if source != self.endpoint.name:
-                    self.diagnosis.watch(source, [other])
-        return [other.to(row.device) for other in rows]
+        return [other.to(row.device) for other in gathering.finish(row.dtype)]
 
     def _received(self, reduce: Reduce, row: torch.Tensor) -> list[torch.Tensor]:
         """Return all devices' rows, in the order of the devices, and hand on those that others get from here."""
@@ -158,31 +162,29 @@ class Reductions:
             for hop, name in hops if number else ():
                 if hop.source == device:
                     handed_on = [self._as_sent(reduce, rows[each]) for each in order[hop.first : hop.last]]
-                    self.endpoint.send(hop.target, self.in_flight.step, name, handed_on, urgent=True)
+                    self._send_rows(hop.target, name, handed_on)
             for hop, name in hops:
                 if hop.target == device:
-                    came = self.endpoint.mailbox.take(hop.source, self.in_flight.step, name)
-                    rows |= self._rows_of(reduce, order[hop.first : hop.last], came, row)
+                    rows |= self._take_rows(reduce, order[hop.first : hop.last], hop.source, name, row)
         return [rows[name] for name in reduce.devices]
 
-    def _rows_of(
-        self, reduce: Reduce, names: Sequence[str], came: memoryview, like: torch.Tensor
+    def _take_rows(
+        self, reduce: Reduce, names: Sequence[str], source: str, topic_name: str, like: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the rows of these devices that one message has brought."""
+        """Wait for the rows of these devices, which one message brings."""
+        if self.boards.has_place(source, topic_name):
+            bytes_of_rows = self.boards.take(source, self.in_flight.step, topic_name)
+            return {name: row.view(like.dtype).view_as(like) for name, row in zip(names, bytes_of_rows)}
+        came = self.endpoint.mailbox.take(source, self.in_flight.step, topic_name)
         if self.gpu_peers.takes(reduce):
             starts = range(0, len(came), DESCRIPTOR_BYTES)
             pieces = [came[start : start + DESCRIPTOR_BYTES] for start in starts]
             opened = [self.gpu_peers.opened(piece, like.shape, like.dtype) for piece in pieces]
-            self.diagnosis.watch(names[0], opened)
             return dict(zip(names, opened, strict=True))
         empty = torch.empty(0, dtype=like.dtype)
         others = (torch.frombuffer(came, dtype=like.dtype) if came else empty).view(len(names), -1)
-        rows = {}
-        for name, other in zip(names, others):
-            if reduce.what == "statistics":  # of gradients, the norm is the sum of all: it says nothing of its source
-                self.diagnosis.watch(name, [other])
-            rows[name] = other.view_as(like) if like.is_cpu else other.view_as(like).to(like.device)
-        return rows
+        rows = [other.view_as(like) for other in others]
+        return dict(zip(names, rows if like.is_cpu else [row.to(like.device) for row in rows]))
 
     def _rounds_of(self, reduce: Reduce) -> _Rounds:
         """Return this device's hops, with the topic of each, round by round."""
@@ -199,15 +201,19 @@ class Reductions:
 
     # Gradients
 
-    def _sum_gradients(self, reduce: Reduce) -> None:
+    def _bind_sum(self, reduce: Reduce) -> Call:
         names = list(reduce.weights)
         if not names:
             completed = self._completed[reduce.stage]
             names = [name for op in range(reduce.last - 1, reduce.first - 1, -1) for name in completed.get(op, ())]
         tied = names[0] if reduce.weights else ""
         self._summed[reduce.stage, reduce.first, reduce.last, reduce.micro_batch, tied] = names
-        gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
-        self.reducer.start(reduce, self.in_flight.step, gradients)
+
+        def call() -> None:
+            gradients = [dense_gradient(self.weights.tensors[name]) for name in names]
+            self.reducer.start(reduce, self.in_flight.step, gradients)
+
+        return call
 
     def _reduced(self, reduce: Reduce, start: float, end: float) -> None:
         self.recorder.span(reduce, str(reduce), start, end)

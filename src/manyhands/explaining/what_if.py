@@ -81,7 +81,7 @@ def with_speed(cluster: Cluster, profile: Profile, names: Collection[str], times
         msgspec.structs.replace(
             device, gflops=device.gflops * times, memory_bytes_per_second=device.memory_bytes_per_second * times,
             copy_seconds_per_gigabyte=device.copy_seconds_per_gigabyte / times,
-            message_seconds=device.message_seconds / times,
+            message_seconds=device.message_seconds / times, round_seconds=device.round_seconds / times,
         )
         if device.name in names
         else device

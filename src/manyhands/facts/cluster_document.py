@@ -139,6 +139,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "site": ("site", _host, str),
     "copy_time": ("copy_seconds_per_gigabyte", _seconds, _write_seconds),
     "message_time": ("message_seconds", _seconds, _write_seconds),
+    "round_time": ("round_seconds", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
     "estimated": ("estimated", _flag, bool),
     "source": ("source", read_text, str),

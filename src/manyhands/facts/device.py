@@ -37,6 +37,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     site: str = ""  # the site whose uplink all that leaves it shares; empty: it is in none
     copy_seconds_per_gigabyte: float = 0.0  # of computing lost to sending or receiving; 0: other cores see to it
     message_seconds: float = 0.0  # of computing lost to each message sent or received, however small
+    round_seconds: float = 0.0  # of each step beside its actions: getting the batch, the update, the report
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda, cuda:1, xpu or mps
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
@@ -48,7 +49,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             raise BadValue(f"{self.name}: host '{self.host:.80}' cannot name a device.", hint=NAME_HINT)
         for field in ("gflops", "memory_bytes", "memory_bytes_per_second", "cores"):
             self._check(field, above_zero=True)
-        for field in ("operator_seconds", "copy_seconds_per_gigabyte", "message_seconds"):
+        for field in ("operator_seconds", "copy_seconds_per_gigabyte", "message_seconds", "round_seconds"):
             self._check(field, above_zero=False)
         for field in ("watts_active", "watts_idle", "watts_transfer"):
             self._check(field, above_zero=False)

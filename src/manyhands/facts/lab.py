@@ -135,7 +135,7 @@ def scaled(cluster: Cluster, scale: float) -> Cluster:
             operator_seconds=device.operator_seconds * scale, up_bytes_per_second=device.up_bytes_per_second / scale,
             down_bytes_per_second=device.down_bytes_per_second / scale,
             copy_seconds_per_gigabyte=device.copy_seconds_per_gigabyte * scale,
-            message_seconds=device.message_seconds * scale,
+            message_seconds=device.message_seconds * scale, round_seconds=device.round_seconds * scale,
         )
         for device in cluster.devices
     )  # fmt: skip

@@ -31,7 +31,7 @@ from manyhands.graph.conversion_refusals import (
 from manyhands.graph.cumulative_norms import counted
 from manyhands.graph.decompose import decomposed, tensor_arguments
 from manyhands.graph.graph import Graph
-from manyhands.graph.nodes import Argument, Enum, Node, Special, Value, Weight, values_of
+from manyhands.graph.nodes import Argument, Enum, Node, SampleCount, Special, Value, Weight, values_of
 from manyhands.graph.open_masks import without_open_masks
 from manyhands.graph.random_nodes import DRAWN_BY_SIZE, coin, drawn_like, note_uniform
 from manyhands.graph.rewriting import rewritten
@@ -351,7 +351,7 @@ def _argument(value: Any, state: Conversion, node: Any) -> Argument:
         return Enum(dtype_name(value, place_of(node)))
     if isinstance(value, torch.memory_format):
         return Enum(str(value).removeprefix("torch."))
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, SampleCount)):
         return value
     if isinstance(value, torch.device):
         return None

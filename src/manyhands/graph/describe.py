@@ -208,7 +208,8 @@ class _Saved:
 
 
 def saved_bytes(graph: Graph) -> list[tuple[int, int]]:
-    """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are fake.
+    """Return the bytes each node newly holds for backward, as (fixed, per sample). No memory is used: tensors are on
+    the meta device, or fake.
 
     Recurrent layers are counted as torch's own kernels hold them. oneDNN's, which run them in float32 on a CPU, hold a
     workspace of their own that no fake tensor shows: two to five times as much. Only measuring shows it.
@@ -232,12 +233,16 @@ def _without_onednn() -> Iterator[None]:
 
 def _saved_at(graph: Graph, counts: Sequence[int]) -> list[list[int]]:
     """Return the bytes that each node newly holds, for each number of samples."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    is_recurrent = any(
+        node.target in ops.RECURRENT for node in graph.nodes
+    )  # on the meta device they hold other tensors
+    device = torch.device("cpu" if is_recurrent else "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True) if is_recurrent else device, torch.enable_grad():
         tensors = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)).requires_grad_(spec.trainable)
             for spec in graph.weights
         }
-        piece = Piece(graph, Weights(tensors))
+        piece = Piece(graph, Weights(tensors, device))
         piece.steps(training=True)
         return [_held(graph, piece, samples) for samples in counts]
 

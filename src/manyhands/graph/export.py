@@ -6,6 +6,7 @@ and outputs all come out as named leaves in a known order. An export inside torc
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -34,6 +35,7 @@ from manyhands.graph.tensor_trees import (
     tensors_alone,
     without_none,
 )
+from manyhands.graph.tracing import traced
 from manyhands.graph.trees import rebuilt, tree_map
 
 
@@ -133,6 +135,15 @@ def _plain_name(text: str, used_names: Collection[str]) -> str:
     return name
 
 
+def _shapes(has_batch: list[bool], second_axes: Mapping[int, tuple[int, int]] | None) -> tuple[dict[int, Any], ...]:
+    """Return which axes of each input grow with the batch, as torch.export takes it."""
+    dimension = torch.export.Dim("batch")
+    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
+    for place, (axis, rows) in (second_axes or {}).items():
+        shapes[place][axis] = dimension if rows == 1 else rows * dimension
+    return shapes
+
+
 def export_module(
     module: nn.Module,
     positional: list[Any],
@@ -163,32 +174,41 @@ def export_module(
     returned: list[tuple[Any, list[str]]] = []
     outputs = tensors_alone if has_own_loss else without_none
     flat = _Flat(module, trees, lambda tree, assigned: returned.append((tree, assigned)), outputs, surrounding())
-    dimension = torch.export.Dim("batch")
-    shapes: tuple[dict[int, Any], ...] = tuple({0: dimension} if is_batched else {} for is_batched in has_batch)
-    for place, (axis, rows) in (second_axes or {}).items():
-        shapes[place][axis] = dimension if rows == 1 else rows * dimension
+    names = _input_names(module, *trees)
+
+    def converted(program: Any) -> Graph:
+        output_tree, assigned = returned[-1]
+        exported = Exported(
+            program=program,
+            name=name,
+            input_names=[names[f"#{i}"] for i in range(len(leaves))],
+            input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
+            output_tree=output_tree,
+            granularity=granularity,
+            wrappers=("inner.loss.", "inner.") if is_loss else ("inner.",),
+            assigned=tuple(assigned),
+        )
+        with left(), only_listener(logging.NullHandler()):
+            return convert(exported)
+
     try:
         with left(), custom_functions.with_gradients(functions), marked_norms(module), decided_draws(module):
-            program = quiet_export(flat, tuple(examples), shapes)
+            program: Any = traced(flat, examples, has_batch, functions) if not second_axes else None
+            if program is not None:
+                with contextlib.suppress(Exception):  # torch.export knows how, or says why not
+                    return converted(program), example_outputs(program, *_noted(returned))
+            program = quiet_export(flat, tuple(examples), _shapes(has_batch, second_axes))
     except CaptureFailed:
         raise
     except Exception as error:
         with left(), last_entered(module) as child:
-            fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), shapes))
+            fixed = where_batch_was_fixed(lambda: quiet_export(flat, tuple(examples), _shapes(has_batch, second_axes)))
         shape_list = ", ".join(shape_text(leaf.shape) for leaf in leaves)
         raise explain(error, module, fixed, child, shape_list, is_loss=is_loss) from error
-    names = _input_names(module, *trees)
-    output_tree, assigned = returned[-1]
-    exported = Exported(
-        program=program,
-        name=name,
-        input_names=[names[f"#{i}"] for i in range(len(leaves))],
-        input_tree=[tree_map(names.__getitem__, tree) for tree in trees],
-        output_tree=output_tree,
-        granularity=granularity,
-        wrappers=("inner.loss.", "inner.") if is_loss else ("inner.",),
-        assigned=tuple(assigned),
-    )
-    with left(), only_listener(logging.NullHandler()):
-        graph = convert(exported)
-    return graph, example_outputs(program, output_tree, len(assigned))
+    return converted(program), example_outputs(program, *_noted(returned))
+
+
+def _noted(returned: list[tuple[Any, list[str]]]) -> tuple[Any, int]:
+    """Return the tree of what the module returned last, and how many buffers it assigned."""
+    tree, assigned = returned[-1]
+    return tree, len(assigned)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manyhands.facts.network import DTYPE_BYTES
 from manyhands.graph.peak_bytes import PeakBytes
@@ -38,11 +37,12 @@ def loss_bytes(graph: Graph) -> int:
 
 
 def _peaks(loss: Graph, counts: Sequence[int]) -> list[int]:
-    """Return the most bytes held, for each number of samples."""
+    """Return the most bytes held, for each number of samples. No memory is used: tensors are on the meta device."""
     outputs = set(tree_leaves(loss.input_tree[0][0]))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    device = torch.device("meta")
+    with device, torch.enable_grad():
         weights = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in loss.weights}
-        piece = Piece(loss, Weights(weights))
+        piece = Piece(loss, Weights(weights, device))
         piece.steps(training=True)
         return [_peak(loss, piece, outputs, samples) for samples in counts]
 

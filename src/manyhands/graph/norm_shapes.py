@@ -17,18 +17,24 @@ from manyhands.graph.cumulative_norms import BATCH_NORM
 def fake_norm(target: str, arguments: Sequence[Any]) -> torch.Tensor | None:
     """Return what a node makes of fake tensors, recorded by autograd as the operator would be; None where it is no
     batch norm in training, or one whose arguments the operator itself is to judge."""
-    if target != BATCH_NORM or len(arguments) != 9 or arguments[5] is not True or not _are_numbers(arguments[6:8]):
+    if not is_usual_norm(target, arguments):
         return None
     source, *others = arguments[:5]
-    if not isinstance(source, torch.Tensor) or source.dim() < 2 or not source.is_floating_point():
-        return None
-    form = (source.shape[1],), source.dtype
-    has_one_statistic = (others[2] is None) != (others[3] is None)
-    if has_one_statistic or not all(other is None or _is_like(other, form) for other in others):
-        return None
     if not torch.is_grad_enabled():
         return torch.empty_like(source)
     return cast(torch.Tensor, _Norm.apply(source, *others))  # type: ignore[no-untyped-call]
+
+
+def is_usual_norm(target: str, arguments: Sequence[Any]) -> bool:
+    """Return whether a node is a batch norm in training whose arguments fit each other."""
+    if target != BATCH_NORM or len(arguments) != 9 or arguments[5] is not True or not _are_numbers(arguments[6:8]):
+        return False
+    source, *others = arguments[:5]
+    if not isinstance(source, torch.Tensor) or source.dim() < 2 or not source.is_floating_point():
+        return False
+    form = (source.shape[1],), source.dtype
+    has_one_statistic = (others[2] is None) != (others[3] is None)
+    return not has_one_statistic and all(other is None or _is_like(other, form) for other in others)
 
 
 def _are_numbers(arguments: Sequence[Any]) -> bool:

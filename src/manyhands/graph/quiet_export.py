@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.graph import recurrent
+from manyhands.graph.compiler import load_compiler
 from manyhands.graph.frames import whole_stacks
 from manyhands.graph.user_code import is_library
 
@@ -83,6 +84,7 @@ def where_batch_was_fixed(again: Callable[[], Any]) -> str:
 
 def quiet_export(flat: nn.Module, examples: tuple[torch.Tensor, ...], shapes: Any) -> Any:
     """Return torch.export's program in training IR, without its warnings and graph dumps."""
+    load_compiler()  # torch.export needs it
     export = getattr(torch.export, "export_for_training", torch.export.export)
     quiet = only_listener(logging.NullHandler())
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), quiet, recurrent.shapes_only():

@@ -1,5 +1,5 @@
-"""Conversion of shapes as torch.export gives them, with symbols, into shapes for one sample and the axis of the
-batch."""
+"""Conversion of shapes as torch.export gives them, with symbols, or as a trace does (tracing.py), into shapes for one
+sample and the axis of the batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from manyhands.facts.errors import CaptureFailed
 from manyhands.facts.network import DTYPE_BYTES, TensorSpec
 from manyhands.graph.nodes import SampleCount
 
+SIZES = "sizes_by_samples"
+"""The attribute of a traced tensor that tells its shape, with multiples of the number of samples (tracing.py)."""
+
 
 def at(where: str) -> str:
     """Return the line of an error that says where, if that is known."""
@@ -19,6 +22,8 @@ def at(where: str) -> str:
 
 def sized(value: Any, where: str) -> int | SampleCount:
     """Return an integer, or a multiple of the number of samples."""
+    if isinstance(value, (int, SampleCount)):
+        return value
     expression = value.node.expr
     symbols = sorted(expression.free_symbols, key=str)
     if not symbols:
@@ -43,8 +48,8 @@ def spec_of(name: str, value: Any, where: str) -> TensorSpec:
         raise CaptureFailed(f"An operator returns a {type(value).__name__}, not a tensor.{at(where)}")
     shape: list[int] = []
     growing: list[int] = []
-    for axis, size in enumerate(value.shape):
-        extent = size if isinstance(size, int) else sized(size, where)
+    for axis, size in enumerate(getattr(value, SIZES, value.shape)):
+        extent = sized(size, where)
         if isinstance(extent, SampleCount):
             growing.append(axis)
             extent = extent.factor

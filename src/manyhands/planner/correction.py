@@ -73,8 +73,8 @@ def promises(schedule: Schedule, costs: CostModel) -> dict[Place, Promise]:
         for action in schedule.every_action(device):
             if isinstance(action, (Forward, Backward)):
                 computing[action.stage] += costs.compute_seconds(work.geometry(action.stage), device, action)
-            elif isinstance(action, (Send, Receive, Reduce)):
-                copying += costs.copy_seconds(device, action)
+            elif isinstance(action, (Send, Receive, Reduce)) and not (isinstance(action, Reduce) and action.is_awaited):
+                copying += costs.copy_seconds(device, action)  # while it waits, it does not compute
         total = sum(computing.values())
         for stage, seconds in computing.items():
             by_place[stage, device] = Promise(seconds, copying * seconds / total if total else 0.0)

@@ -163,14 +163,17 @@ class CostModel:
 
     def step_seconds(self, geometry: StageGeometry, device: str, plan: Plan) -> float:
         """Return the seconds of the optimiser's step: it is memory-bound, reading and writing weights, gradients and
-        state once. For the norm of all gradients they are read once more, and to clip them, read and written."""
+        state once. For the norm of all gradients they are read once more, and to clip them, read and written. What each
+        step costs the device however small the network is (its batch, the loss, the report) comes with it."""
         passes = 3 + 2 * plan.optimizer_slots + 3 * plan.gradient_norm
         trainable = sum(
             weight.bytes * weight_part(geometry, device, weight)
             for weight in map(self.network.weights.__getitem__, self.network.weights_of(geometry.first, geometry.last))
             if weight.trainable
         )
-        return trainable * passes / self.cluster.device(device).memory_bytes_per_second
+        facts = self.cluster.device(device)
+        is_first = not any(device in stage.devices for stage in plan.stages[: geometry.index])
+        return trainable * passes / facts.memory_bytes_per_second + (facts.round_seconds if is_first else 0.0)
 
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
         """Return the computing seconds lost to an action's messages and to copying their bytes, where no other core

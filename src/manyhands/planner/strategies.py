@@ -125,13 +125,14 @@ def plan_by_name(strategy: str, task: Task, price: Price) -> list[PlanCandidate]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _named(strategy: str, task: Task, price: Price) -> list[PlanCandidate]:
-    """Return the plans of one strategy on one cluster, the best first; raise the reason if there is none."""
+def _named(strategy: str, task: Task, price: Price, is_over: Callable[[], bool] = lambda: False) -> list[PlanCandidate]:
+    """Return the plans of one strategy on one cluster, the best first; raise the reason if there is none. `is_over`
+    tells when there is no more time for plans that are rarely better."""
     if strategy == "single":
         return singles(task, price)
     if strategy == "pipeline":
         try:
-            return ranked_pipelines(task, price)
+            return ranked_pipelines(task, price, is_over)
         except OutOfMemory as error:
             return recomputed_pipelines(task, price, error)
     if strategy == "sites":
@@ -166,8 +167,9 @@ def pipeline(task: Task, price: Price) -> Plan:
     return best
 
 
-def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
-    """Return the planner's best pipelines and the baselines', simulated: the best of each shape, the fastest first."""
+def ranked_pipelines(task: Task, price: Price, is_over: Callable[[], bool] = lambda: False) -> list[PlanCandidate]:
+    """Return the planner's best pipelines and the baselines', simulated: the best of each shape, the fastest first.
+    Once `is_over`, only the few that are predicted to be the fastest are simulated, and no baselines tried."""
     like = Batch(
         1, 1, task.optimizer_slots, is_synchronised=task.batch_norm == "synchronised", warm_up=task.warm_up
     )  # fmt: skip
@@ -178,13 +180,17 @@ def ranked_pipelines(task: Task, price: Price) -> list[PlanCandidate]:
     most = MOST_SIMULATED if lines(task) <= MOST_LINES else FEW_SIMULATED
     plans = [pipeline.plan(task.network) for pipeline in planned[:most]]
     for make in SYNCHRONOUS.values() if lines(task) <= MOST_LINES else ():
+        if is_over():
+            break
         try:
             plans.append(make(task, price))
         except ManyhandsError:
             continue  # a baseline that cannot run is no candidate
     best: dict[tuple[object, ...], PlanCandidate] = {}
     refusal: ManyhandsError | None = None
-    for plan in plans:
+    for number, plan in enumerate(plans):
+        if number >= FEW_SIMULATED and best and is_over():
+            break
         try:
             plan = resolve(plan, task.network, task.cluster)
             if len(plan.devices) == 1:
@@ -309,7 +315,7 @@ def choose(
     task: Task, price: Price, *, corners_only: bool = False, is_over: Callable[[], bool] = lambda: False
 ) -> list[PlanCandidate]:
     """Price every candidate. Return the best first, and last those that cannot run, with the reason. Once there is a
-    plan, the strategies that are not QUICK are begun only until `is_over`."""
+    plan, the strategies that are not QUICK, and the baselines' pipelines, are begun only until `is_over`."""
     if not corners_only:
         load_extensions()
     best: dict[str, PlanCandidate] = {}
@@ -370,7 +376,7 @@ def _all(task: Task, price: Price, corners_only: bool, is_over: Callable[[], boo
         if strategy not in QUICK and any(candidate.plan is not None for candidate in candidates) and is_over():
             break
         try:
-            ranked = _named(strategy, task, price)
+            ranked = _named(strategy, task, price, is_over)
         except ManyhandsError as error:
             candidates.append(PlanCandidate(strategy, None, inf, error.message, error.hint))
             continue

@@ -6,6 +6,8 @@ profile`, an estimate from the speed of this machine's cores. A catalogue's numb
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from manyhands.facts.cluster import Cluster
-from manyhands.facts.errors import BadFile, ManyhandsError
+from manyhands.facts.decode import decode
+from manyhands.facts.errors import BadFile, BadValue, ManyhandsError
 from manyhands.facts.network import Network
 from manyhands.facts.profile import DeviceProfile, Profile, estimate, estimate_cluster
 from manyhands.files.documents import cache_folder, read_document, write_document
@@ -45,8 +48,10 @@ def local_times(network: Network, cluster: Cluster, *, training: bool = True) ->
     for measured, how in _usable(network, machine, count, training):
         by_name = {name: msgspec.structs.replace(measured, device=name) for name in cluster.names}
         note = f"Times: measured on this machine ({machine.text}), {how}; {workers}."
-        return LocalTimes(_known_links(cluster, machine) or measured_cluster(cluster), Profile(by_name), note)
+        linked = _known_links(cluster, machine) or measured_cluster(cluster)
+        return LocalTimes(_with_known_costs(linked, threads), Profile(by_name), note)
     machines = _with_links(measured_cluster(cluster), _known_links(cluster, machine))
+    machines = _with_known_costs(machines, threads)
     note = (
         f"Times: estimated from the measured speed of this machine ({machine.text}), {workers}. "
         f"To measure {network.name}: manyhands profile --model {network.name} --threads {threads}, or a run."
@@ -146,3 +151,52 @@ def _with_links(measured: Cluster, stored: Cluster | None) -> Cluster:
         for device, speed in zip(stored.devices, measured.devices, strict=True)
     )  # fmt: skip
     return Cluster(stored.name, devices, stored.link, stored.links, stored.sites)
+
+
+# What a step costs beside its layers
+
+
+class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The costs of a step beside its layers to one of this machine's workers: see `session.step_costs`."""
+
+    message_seconds: float
+    round_seconds: float
+
+    def __post_init__(self) -> None:
+        for seconds in (self.message_seconds, self.round_seconds):
+            if not 0 <= seconds < math.inf:
+                raise BadValue(f"Beside its layers a step costs {seconds} s; it must be finite and >= 0.")
+
+
+def with_costs(cluster: Cluster, costs: StepCosts) -> Cluster:
+    """Return the workers with what steps cost them."""
+    devices = tuple(
+        msgspec.structs.replace(device, message_seconds=costs.message_seconds, round_seconds=costs.round_seconds)
+        for device in cluster.devices
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _with_known_costs(cluster: Cluster, threads: int) -> Cluster:
+    costs = stored_step_costs(cluster, threads)
+    return cluster if costs is None else with_costs(cluster, costs)
+
+
+def _costs_path(cluster: Cluster, threads: int) -> Path:
+    machine = identify(threads)
+    return cache_folder() / "machines" / f"{machine.slug}_{len(cluster.devices)}workers.costs.json"
+
+
+def keep_step_costs(costs: StepCosts, cluster: Cluster, threads: int) -> None:
+    """Store what a step costs, for later runs of as many workers, and for plans made without starting any."""
+    with contextlib.suppress(BadFile):  # a cache that cannot be written only costs time
+        write_document(_costs_path(cluster, threads), msgspec.to_builtins(costs))
+
+
+def stored_step_costs(cluster: Cluster, threads: int) -> StepCosts | None:
+    """Return what a step costs so many workers of so many threads each; None if it has not been measured here."""
+    path = _costs_path(cluster, threads)
+    try:
+        return decode(read_document(path), StepCosts, str(path)) if path.exists() else None
+    except ManyhandsError:
+        return None

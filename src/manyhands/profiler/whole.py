@@ -41,11 +41,15 @@ def scaled_to_steps(
     *,
     torch_device: str = "cpu",
     seconds: float = SECONDS,
+    alone: bool = False,
+    is_quick: bool = False,
 ) -> tuple[DeviceProfile, float]:
     """Return the profile with every layer scaled to forward and backward passes of whole steps on `samples` samples,
     and the seconds of an update.
 
-    `make_update` returns the function that updates the weights between two steps.
+    `make_update` returns the function that updates the weights between two steps. `alone`: what the one thread
+    computes counts, not the time for which others pause it. `is_quick`: in so little time other work of the machine
+    may go on from the first step to the last but one, so that the least step counts, in place of the median.
     """
     device = torch.device(torch_device)
     weights = Weights.copied(graph, device=device)
@@ -55,7 +59,7 @@ def scaled_to_steps(
     step_seconds: list[float] = []
     updates: list[float] = []
     end = time.perf_counter() + seconds
-    step_timer, update_timer = CallTimer(device), CallTimer(device)
+    step_timer, update_timer = CallTimer(device, alone), CallTimer(device, alone)
 
     def passes() -> None:
         outputs = piece(inputs, Context(samples=samples))
@@ -66,7 +70,8 @@ def scaled_to_steps(
         step_seconds.append(step_timer(passes))
         updates.append(update_timer(update))
     promised = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
-    factor = min(max(statistics.median(step_seconds[1:]) / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
+    usual = min(step_seconds[1:]) if is_quick else statistics.median(step_seconds[1:])
+    factor = min(max(usual / promised, _BOUNDS[0]), _BOUNDS[1]) if promised else 1.0
     scaled = msgspec.structs.replace(_scaled(profile, factor), spread=min(spread_of(step_seconds[1:]), _MOST_SPREAD))
     return scaled, statistics.median(updates[1:])
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.hosts import host_and_port
 from manyhands.graph.accelerators import check_gpu
+from manyhands.graph.compiler import leave_out_compiler, without_collecting
 from manyhands.runtime.audit import AuditLog
 from manyhands.runtime.control import encode
 from manyhands.runtime.control_messages import Heartbeat, Refusal
@@ -46,11 +47,15 @@ sends to all."""
 
 
 def load_everything() -> None:
-    """Load what PyTorch otherwise loads at an optimiser's first step, and to work out the shapes of a sent graph.
+    """Load what PyTorch otherwise loads to work out the shapes of a sent graph, and leave out its compiler, which
+    optimizers would load at their first step: a worker compiles nothing.
 
-    It takes two seconds, in which no device is to wait.
+    It takes a second or more, in which no device is to wait.
     """
-    importlib.import_module("torch._dynamo")
+    leave_out_compiler()
+    with without_collecting():
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        importlib.import_module("torch.distributed.tensor")
 
 
 @contextlib.contextmanager

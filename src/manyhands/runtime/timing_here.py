@@ -10,6 +10,7 @@ import torch
 from manyhands.executor.optimizers import build, passed_bytes, step_bytes_per_second
 from manyhands.executor.update_rate import quick_bytes_per_second
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.profile import DeviceProfile
 from manyhands.graph import accelerators
 from manyhands.graph.graph import Graph
 from manyhands.graph.weights import Weights
@@ -19,7 +20,7 @@ from manyhands.profiler.measure import measure_network
 from manyhands.profiler.quick import QuickSettings, computing_clock, measure_quickly
 from manyhands.profiler.steps import random_state
 from manyhands.profiler.this_machine import copy_bytes_per_second
-from manyhands.profiler.whole import scaled_to_steps
+from manyhands.profiler.whole import LEAST_STEPS, scaled_to_steps
 from manyhands.runtime.control_messages import Measure, Measured
 from manyhands.runtime.gpu_settings import use
 from manyhands.runtime.joining import Joining
@@ -27,6 +28,8 @@ from manyhands.runtime.memory_kills import free_bytes
 from manyhands.runtime.processes import give_back_memory
 from manyhands.runtime.received_graph import graph_of
 
+_LAYERS = 0.7
+"""The part of a limit of seconds for timing layers one by one; the rest is for whole steps, where some fit in."""
 _GPU_SECONDS = 5.0
 """The least limit of measuring quickly on a GPU, which loads every kernel before it runs it for the first time."""
 
@@ -68,14 +71,32 @@ def _measured_quickly(command: Measure, graph: Graph, device: str, joining: Join
     """Return the times of the layers as far as the limit of seconds allows, and the rate of the optimiser's steps."""
     seconds = command.seconds if joining.compute == "cpu" else max(command.seconds, _GPU_SECONDS)
     clock = computing_clock() if command.alone else time.perf_counter
-    settings = QuickSettings(seconds, device, joining.compute, command.alone, clock)
+    settings = QuickSettings(_LAYERS * seconds, device, joining.compute, command.alone, clock)
     profile = measure_quickly(graph, command.ladder, command.kernels or {}, settings)
+    samples = command.ladder[min(1, len(command.ladder) - 1)]
+    step_seconds = sum(sum(profile.layer_seconds(layer, samples)) for layer in range(len(profile.layers)))
+    if command.optimizer is not None and (2 + LEAST_STEPS) * step_seconds <= (1 - _LAYERS) * seconds:
+        profile = _scaled_quickly(command, graph, profile, samples, joining, (1 - _LAYERS) * seconds)
     rate = 0.0
     if command.optimizer is not None:
         rate = quick_bytes_per_second(graph.network, Optimizer.from_dict(command.optimizer), joining.compute)
     give_back_memory()
     slowdown = joining.slowdown
     return Measured(command.generation, slowed(profile, slowdown), (rate or copy_bytes_per_second()) / slowdown)
+
+
+def _scaled_quickly(
+    command: Measure, graph: Graph, profile: DeviceProfile, samples: int, joining: Joining, seconds: float
+) -> DeviceProfile:
+    """Return the profile with its layers scaled to whole steps, as a thorough measurement has them."""
+    assert command.optimizer is not None
+    optimizer = Optimizer.from_dict(command.optimizer)
+    graph.state.update(random_state(graph))
+    scaled, _ = scaled_to_steps(
+        graph, profile, samples, lambda weights: _update(optimizer, weights), torch_device=joining.compute,
+        seconds=seconds, alone=command.alone, is_quick=True,
+    )  # fmt: skip
+    return scaled
 
 
 def _update(optimizer: Optimizer, weights: Weights) -> Callable[[], None]:

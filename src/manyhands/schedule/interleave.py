@@ -1,9 +1,9 @@
 """Two samples under way on a device (DECNN Algorithm 1): while one waits for others, the next is computed.
 
     sample 0   ####..##..####          . waits at a synchronisation point
-    sample 1       ##  ##    ..####    computed meanwhile, layer by layer; never further than sample 0 is
+    sample 1       ##  ##    ..####    computed meanwhile, chunk by chunk; never further than sample 0 is
 
-Whatever the current sample needs next goes first as soon as it has arrived, so the next sample costs it a layer at
+Whatever the current sample needs next goes first as soon as it has arrived, so the next sample costs it a chunk at
 most. The next sample never waits: it is set aside as soon as something it needs has not arrived.
 """
 
@@ -19,20 +19,29 @@ from manyhands.schedule.device_work import DeviceWork
 from manyhands.schedule.policies import DeviceState
 from manyhands.schedule.replay import MiniBatches
 
+MOST_CHUNKS = 16
+"""The chunks that a pass is cut into, about: each costs the interpreter as much as an operator or more."""
+
 
 def in_chunks(actions: Sequence[Action], network: Network) -> Iterator[Action]:
-    """Yield the actions with every forward action cut at each operator that computes much.
+    """Yield the actions with every forward action cut before operators that compute much, into chunks of at least
+    1/MOST_CHUNKS of the pass.
 
     Such a chunk is what is run of the next sample before looking at the current one again.
     """
+    passes = [action for action in actions if isinstance(action, Forward) and not action.part]
+    least = sum(network.ops[op].macs for action in passes for op in range(action.first, action.last)) / MOST_CHUNKS
     for action in actions:
         if not isinstance(action, Forward) or action.part:
             yield action
             continue
-        heavy = [op for op in range(action.first + 1, action.last) if network.ops[op].macs]
-        ends = [*heavy, action.last]
-        for first, last in zip([action.first, *heavy], ends):
-            yield msgspec.structs.replace(action, first=first, last=last)
+        first, macs = action.first, 0
+        for op in range(action.first, action.last):
+            if network.ops[op].macs and macs and macs >= least:
+                yield msgspec.structs.replace(action, first=first, last=op)
+                first, macs = op, 0
+            macs += network.ops[op].macs
+        yield msgspec.structs.replace(action, first=first)
 
 
 class InterleavedOrder(MiniBatches):

@@ -17,13 +17,14 @@ from manyhands.facts.optimizer import Optimizer
 from manyhands.facts.profile import DeviceProfile, Kernel, LayerTiming, Profile, Timing
 from manyhands.files.documents import read_document, write_document
 from manyhands.graph.graph import Graph
-from manyhands.plans.local_profiles import keep_links
+from manyhands.plans.local_profiles import keep_links, with_costs
 from manyhands.profiler.store import load_profile, profile_path, save_profile
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.measuring import learn_routes, measure_on, probe_links
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session
+from manyhands.session.step_costs import measure_step_costs, with_step_costs
 
 WORTH_PROBING = 6_000_000
 """Bytes per second of the slowest link from which it is worth measuring what messages cost the devices."""
@@ -105,7 +106,7 @@ def measure(
             measured = measured if is_alone else with_coarse_profiles(measured)
             if kernels is None:
                 keep_measurements(session, graph, measured, optimizer, training=training)
-        return with_probed_links(session, measured)
+        return with_probed_links(session, measured, refresh=refresh)
 
 
 def with_coarse_profiles(measured: Measurements) -> Measurements:
@@ -115,8 +116,11 @@ def with_coarse_profiles(measured: Measurements) -> Measurements:
     }
 
 
-def with_probed_links(session: Session, measured: Measurements, *, is_quick: bool = False) -> tuple[Cluster, Profile]:
-    """Return the session's cluster with measured numbers, its links measured now, and the profile."""
+def with_probed_links(
+    session: Session, measured: Measurements, *, is_quick: bool = False, refresh: bool = False
+) -> tuple[Cluster, Profile]:
+    """Return the session's cluster with measured numbers, its links measured now, and the profile. `refresh`: measure
+    what a step costs beside its layers, even if it is stored."""
     devices = tuple(
         msgspec.structs.replace(device, memory_bytes_per_second=measured[device.name][1], estimated=False)
         for device in session.cluster.devices
@@ -128,6 +132,8 @@ def with_probed_links(session: Session, measured: Measurements, *, is_quick: boo
         cluster = with_links(session, cluster, is_quick)
         if is_plain(session) and not is_quick:
             keep_links(cluster, session.threads)
+    if is_plain(session):
+        cluster = with_step_costs(session, cluster, refresh=refresh)
     return cluster, Profile(
         {name: measured[name][0] for name in cluster.names}
     )  # in the cluster's order, not that of the replies
@@ -147,7 +153,10 @@ def _with_links(session: Session, cluster: Cluster, is_quick: bool) -> Cluster:
     that is measured too.
     """
     probes = probe_links(session.coordinator, cluster.names, is_quick=is_quick)
-    delay = statistics.median(probe.delay_seconds for probe in probes.values())
+    if is_plain(session):  # what messages cost the workers is measured by itself: `step_costs`
+        delay = statistics.median(min(link.delay_seconds for link in p.links.values()) for p in probes.values())
+    else:
+        delay = statistics.median(probe.delay_seconds for probe in probes.values())
     usual = statistics.median(probe.bytes_per_second for probe in probes.values())
     copying = statistics.median(probe.lost_seconds_per_byte for probe in probes.values()) * 1e9
     devices = []
@@ -194,7 +203,11 @@ def _with_message_costs(session: Session, cluster: Cluster, is_quick: bool) -> C
         each = max(0.0, probe.delay_seconds - delay) / (2 * len(others))
         lost = probe.lost_seconds_per_byte * 1e9
         devices.append(msgspec.structs.replace(device, copy_seconds_per_gigabyte=lost, message_seconds=each))
-    return Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)
+    priced = Cluster(cluster.name, tuple(devices), cluster.link, cluster.links, cluster.sites)
+    speeds = {(device.gflops, device.cores, device.compute, device.host, device.site) for device in cluster.devices}
+    if is_quick or session.scale is None or session.stands_in or relays or len(speeds) > 1:
+        return priced
+    return with_costs(priced, measure_step_costs(session, cluster))  # a lab's equal devices, at their shares of a core
 
 
 def _relays(session: Session, cluster: Cluster) -> dict[tuple[str, str], str]:

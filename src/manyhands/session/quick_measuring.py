@@ -30,6 +30,7 @@ from manyhands.session.measuring import (
 )
 from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session, usable_cores
+from manyhands.session.step_costs import with_step_costs
 
 _LAYERS = 0.75
 """The part of the limit for layers; the rest is for the optimiser's step and the links."""
@@ -64,7 +65,7 @@ def measure_within(
             keep_measurements(session, graph, measured, optimizer)
         links = stored_links(session.cluster, session.threads) if is_plain(session) else None
         if links is None or refresh:
-            return with_probed_links(session, measured, is_quick=True)
+            return with_probed_links(session, measured, is_quick=True, refresh=refresh)
     devices = tuple(
         msgspec.structs.replace(
             device, memory_bytes_per_second=measured[device.name][1], estimated=False,
@@ -75,6 +76,7 @@ def measure_within(
         for device in session.cluster.devices
     )  # fmt: skip
     cluster = Cluster(session.cluster.name, devices, links.link, links.links, session.cluster.sites)
+    cluster = with_step_costs(session, cluster)
     return cluster, Profile({name: measured[name][0] for name in cluster.names})
 
 
@@ -100,20 +102,21 @@ def _measured(
     )  # fmt: skip
     crowd = max(1.0, len(members) / usable_cores()) if alone else 1.0
     measured = {
-        name: (_times(report.profile, crowd), report.memory_bytes_per_second) for name, report in reports.items()
+        name: (_times(report.profile, crowd, ladder[-1]), report.memory_bytes_per_second)
+        for name, report in reports.items()
     }
     return alike(session, measured) if session.is_local and len(members) > 1 else measured
 
 
-def _times(profile: DeviceProfile, factor: float) -> DeviceProfile:
-    """Return the profile of a device that has one core for so many workers."""
+def _times(profile: DeviceProfile, factor: float, batch_size: int) -> DeviceProfile:
+    """Return the profile of a device that has one core for so many workers; none for the whole batch, for which it is
+    alone."""
     if factor == 1.0:
         return profile
-    layers = tuple(
-        LayerTiming(
-            layer.layer,
-            tuple(Timing(t.samples, t.forward_seconds * factor, t.backward_seconds * factor) for t in layer.ladder),
-        )
-        for layer in profile.layers
-    )
+
+    def crowded(timing: Timing) -> Timing:
+        times = factor if timing.samples < batch_size else 1.0
+        return Timing(timing.samples, timing.forward_seconds * times, timing.backward_seconds * times)
+
+    layers = tuple(LayerTiming(layer.layer, tuple(map(crowded, layer.ladder))) for layer in profile.layers)
     return msgspec.structs.replace(profile, layers=layers)

@@ -25,6 +25,7 @@ from manyhands.facts.errors import BadPlan, ManyhandsError
 from manyhands.facts.plan import BySamples, Plan
 from manyhands.facts.plan_check import resolve
 from manyhands.facts.profile import Profile
+from manyhands.graph.compiler import without_compiler
 from manyhands.job.base import Guide, Job
 from manyhands.job.callback_list import ValidationListener
 from manyhands.job.config import takes
@@ -102,9 +103,10 @@ def train_with(
     config = shown_in_notebook(config)
     allow_optimizers(config.allow_optimizers)
     expect_session(config.cluster)
-    read = read_optimizer(model, optimizer, scheduler)
-    with read.frozen():
-        return _train(config, workload_of(config, model, data, loss, read.optimizer, read.scheduling), read)
+    with without_compiler():
+        read = read_optimizer(model, optimizer, scheduler)
+        with read.frozen():
+            return _train(config, workload_of(config, model, data, loss, read.optimizer, read.scheduling), read)
 
 
 def _train(config: TrainConfig, workload: Workload, read: GivenOptimizer) -> TrainResult:

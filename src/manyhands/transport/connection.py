@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from manyhands.transport.frames import (
     ANSWER,
+    BELL,
     OFFER,
     control,
 )
@@ -43,6 +44,7 @@ class Connection:
         self.peer, self.wire, self._on_answer = peer, wire, on_answer
         self.outbox, self.inbox = Outbox(wire, precedence), Inbox(peer, wire, mailbox, self._hear)
         self.sharing = MemorySharing(wire, setting)
+        self._look_again = mailbox.look_again
         self._is_far = is_far(wire)
         self.outbox.smallest_shared_bytes = setting.smallest_bytes
         self.heard_at = time.monotonic()
@@ -57,14 +59,30 @@ class Connection:
 
     def offer_sharing(self) -> None:
         """Offer shared memory to the peer, before the first large message. May be called from any thread."""
+        if not self.sharing.may_offer:
+            return
         with self.outbox.writing:  # not while it is closed
             content = self.sharing.offer() if self.sharing.may_offer and not self.outbox.is_shaped else None
         if content is not None:
             self.outbox.put(Outgoing(control(OFFER, len(content)), [memoryview(content)]), urgent=True)
 
+    @property
+    def board_to(self) -> memoryview | None:
+        """The board that the peer reads; None: it has shown none yet, or the connection is closing."""
+        with self.outbox.writing:
+            return self.sharing.filling.board if self.sharing.filling is not None else None
+
+    @property
+    def board_from(self) -> memoryview | None:
+        """The board that the peer writes."""
+        with self.outbox.writing:
+            return self.sharing.emptying.board if self.sharing.emptying is not None else None
+
     def _hear(self, topic: str, content: bytes) -> None:
         """Handle a control frame of the peer's transport; called in the thread that runs the event loop."""
-        if topic == OFFER:
+        if topic == BELL.topic:
+            self._look_again()
+        elif topic == OFFER:
             answer = self.sharing.answer(content, is_welcome=not self.outbox.is_shaped)
             self.inbox.ring = self.sharing.emptying
             views = [memoryview(answer)] if answer else []

@@ -68,6 +68,19 @@ class Endpoint(Protocol):
         an error of the next wait for it, not of this call.
         """
 
+    def board_to(self, peer: str) -> memoryview | None:
+        """Return the memory of a board (`board`) that this device writes and a peer of its machine reads; None: there
+        is none, or not yet, in which case the peer has been offered one."""
+
+    def board_from(self, peer: str) -> memoryview | None:
+        """Return the memory of a board that a peer writes; None: there is none, or not yet."""
+
+    def count_put(self, peer: str, size: int) -> None:
+        """Count bytes of the plan that were put on a peer's board."""
+
+    def wake(self, peer: str) -> None:
+        """Wake the threads of a peer that wait for what lies on its board."""
+
     def release(self) -> None:
         """Stop using the senders' memory: what has not left yet is copied, and the tensors may change from now on."""
 

@@ -53,9 +53,11 @@ def control(topic: str, size: int) -> Header:
 
 HEARTBEAT = control("beat", 0)
 """A heartbeat: it shows only that its sender is alive."""
+BELL = control("bell", 0)
+"""Wakes threads that wait for what lies on a board (`board`)."""
 OFFER, ANSWER = "memory offered", "memory found"
 """See `sharing`."""
-CONTROL_TOPICS = frozenset({HEARTBEAT.topic, OFFER, ANSWER})
+CONTROL_TOPICS = frozenset({HEARTBEAT.topic, BELL.topic, OFFER, ANSWER})
 LARGEST_CONTROL_BYTES = 4096
 
 

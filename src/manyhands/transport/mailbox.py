@@ -19,7 +19,8 @@ import numpy
 from manyhands.facts.errors import BadValue, ManyhandsError
 from manyhands.transport.frames import Header
 from manyhands.transport.memory import Memory, as_bytes, copy_into, window
-from manyhands.transport.timing import SMALLEST_TIMED_BYTES, Seen, TimedTransfer, TransferTiming
+from manyhands.transport.pending_message import PendingMessage
+from manyhands.transport.timing import SMALLEST_TIMED_BYTES, TimedTransfer, TransferTiming
 from manyhands.transport.waiting import ANOTHER_THREAD, Helper, Key, WaitingThreads, title
 
 WAIT_LIMIT_SECONDS = 600.0
@@ -32,23 +33,8 @@ ExpectedMessages = Messages | Callable[[int], Messages]
 """The messages of every round; where rounds differ, a function of a round's first step."""
 
 
-class _Message:
-    """A message under way or waiting."""
-
-    __slots__ = ("at_hand", "begun", "came", "complete", "early", "seen", "size", "views")
-
-    def __init__(self, size: int, views: list[memoryview]) -> None:
-        self.size = size
-        self.views = views
-        """The destination of its bytes: the posted one, or memory allocated for it when it came early."""
-        self.early: memoryview | None = None
-        self.at_hand = 0
-        self.begun = False
-        self.complete = False
-        self.seen: Seen | None = None
-        """The moment at which its beginning was read."""
-        self.came = 0
-        """Bytes of its connection so far, as last reported."""
+def _never() -> bool:
+    return False
 
 
 class Mailbox:
@@ -71,7 +57,7 @@ class Mailbox:
         self.writing = threading.Lock()
         """Held by a transport while it writes into a destination, and while destinations are taken away from it."""
         self._timing = TransferTiming()
-        self._messages: dict[Key, _Message] = {}
+        self._messages: dict[Key, PendingMessage] = {}
         self._received: set[Key] = set()
         self._lost: dict[str, ManyhandsError] = {}
         self.interruption: ManyhandsError | None = None
@@ -144,7 +130,7 @@ class Mailbox:
                     self.refused_by[peer] += 1
                 return None
             if message is None:
-                message = self._messages[key] = _Message(header.bytes, [])
+                message = self._messages[key] = PendingMessage(header.bytes, [])
             if not message.views and header.bytes:
                 memory: Any = numpy.empty(header.bytes, dtype=numpy.uint8)
                 message.early = memoryview(memory)
@@ -154,7 +140,7 @@ class Mailbox:
                 return list(message.views)
             return window(message.views, header.offset, header.length)
 
-    def _refusal(self, peer: str, header: Header, message: _Message | None) -> str:
+    def _refusal(self, peer: str, header: Header, message: PendingMessage | None) -> str:
         size = self._planned(peer, header.step, header.topic)
         at_hand = message.at_hand if message is not None else 0
         if header.origin != peer:
@@ -210,7 +196,7 @@ class Mailbox:
                 self._news += 1
                 self._threads.wake()
 
-    def _time(self, kind: tuple[str, str], message: _Message, came: int) -> None:
+    def _time(self, kind: tuple[str, str], message: PendingMessage, came: int) -> None:
         if message.seen is not None and message.size >= SMALLEST_TIMED_BYTES and kind not in self._standing:
             self._timing.add(kind[0], message.seen, came)
 
@@ -255,7 +241,7 @@ class Mailbox:
         """Set where a message will go, before it comes if possible: then its bytes are written there directly."""
         self._post((source, step, topic), [as_bytes(tensor) for tensor in into])
 
-    def _post(self, key: Key, views: list[memoryview]) -> _Message:
+    def _post(self, key: Key, views: list[memoryview]) -> PendingMessage:
         source, step, topic = key
         size = sum(map(len, views))
         with self._lock:
@@ -265,7 +251,7 @@ class Mailbox:
                 raise BadValue(f"{self.name} has {size} bytes for '{topic:.200}' from {source}; {expectation}.")
             message = self._messages.get(key)
             if message is None:
-                message = self._messages[key] = _Message(size, [])
+                message = self._messages[key] = PendingMessage(size, [])
             if not message.begun:
                 message.views = [view for view in views if len(view)]
             return message
@@ -281,21 +267,38 @@ class Mailbox:
 
     def take(self, source: str, step: int, topic: str) -> memoryview:
         """Wait for a message without a posted destination, and return the memory that it came into."""
-        key = (source, step, topic)
+        return self.take_unless(source, step, topic, _never) or memoryview(b"")
+
+    def take_unless(self, source: str, step: int, topic: str, has_come: Callable[[], bool]) -> memoryview | None:
+        """Do the same for a message that may come another way; None where `has_come` says that it did. Whoever makes it
+        so calls `look_again`."""
         with self._lock:
             size = self._planned(source, step, topic)
             if size is None:
                 raise BadValue(f"{self.name} waits for '{topic:.200}' from {source}; it is not in the plan.")
-            message = self._messages.setdefault(key, _Message(size, []))
-        self._finish(key, message)
+            message = self._messages.setdefault((source, step, topic), PendingMessage(size, []))
+        self._finish((source, step, topic), message, has_come)
+        if not message.complete:
+            return None
         return message.early if message.early is not None else memoryview(b"")
 
-    def _finish(self, key: Key, message: _Message) -> None:
+    def count_read(self, source: str, size: int) -> None:
+        """Count bytes of the plan that came another way."""
+        with self._lock:
+            self.received_bytes[source] += size
+            self.moved += 1
+
+    def look_again(self) -> None:
+        """Make waiting threads look whether what they wait for has come another way."""
+        with self._lock:
+            self._threads.wake()
+
+    def _finish(self, key: Key, message: PendingMessage, has_come: Callable[[], bool] = _never) -> None:
         with self._lock:
             if message.complete:
                 self.check()
             else:
-                self._wait(lambda: message.complete, key, lambda: message.at_hand)
+                self._wait(lambda: message.complete or has_come(), key, lambda: message.at_hand)
             self._messages.pop(key, None)
             self._received.add(key)
 

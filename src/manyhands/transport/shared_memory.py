@@ -1,8 +1,8 @@
 """Memory that two processes of one machine have in common: a ring that one of them fills and the other empties.
 
-    ┌───────────────────────────┬────────────────────────────────────────────────────┐
-    │ head: key, nonce, taken   │ ring: payloads, one behind the other, round again  │
-    └───────────────────────────┴────────────────────────────────────────────────────┘
+    ┌───────────────────────────┬─────────────────────────────────────────────────────┬───────────────────┐
+    │ head: key, nonce, taken   │ ring: payloads, one behind the other, round again   │ board (board.py)  │
+    └───────────────────────────┴─────────────────────────────────────────────────────┴───────────────────┘
 
 Frames travel over the connection as usual; where the payload of one lies in the ring, its header says so and nothing
 follows it. `taken` is all that the emptying side writes: how many bytes it has read. A payload that does not fit goes
@@ -15,6 +15,7 @@ last user, however that one ends. Its size is sealed: neither side can take page
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy
 
+from manyhands.transport.board import BOARD_BYTES
 from manyhands.transport.handover import Handover, fetch
 
 KEY_BYTES = 32
@@ -46,11 +48,16 @@ class Ring:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
-        self._memory = mmap.mmap(descriptor, HEAD_BYTES + size)
+        self._memory = mmap.mmap(descriptor, HEAD_BYTES + size + BOARD_BYTES)
         self._view = memoryview(self._memory)
         self._taken = self._view[_TAKEN].cast("Q")
         self._passed = 0
         """Payload bytes put or taken since the beginning."""
+
+    @property
+    def board(self) -> memoryview:
+        """The memory behind the ring. What is made of it keeps it mapped."""
+        return memoryview(self._memory)[HEAD_BYTES + self.size :]
 
     @property
     def key(self) -> bytes:
@@ -72,7 +79,8 @@ class Ring:
     def close(self) -> None:
         self._taken.release()
         self._view.release()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # a board is in use: its last user unmaps the memory
+            self._memory.close()
 
 
 class FillingRing(Ring):
@@ -80,7 +88,7 @@ class FillingRing(Ring):
 
     def __init__(self, size: int) -> None:
         self._seen_taken = self._next = 0
-        self.descriptor = _make(HEAD_BYTES + size)
+        self.descriptor = _make(HEAD_BYTES + size + BOARD_BYTES)
         try:
             super().__init__(self.descriptor, size)
         except BaseException:
@@ -171,7 +179,10 @@ def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
             raise Unshared("no memory of ours")
         if facts.st_uid != os.geteuid():
             raise Unshared("another user's")
-        if facts.st_size != HEAD_BYTES + size or fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals():
+        if (
+            facts.st_size != HEAD_BYTES + size + BOARD_BYTES
+            or fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals()
+        ):
             raise Unshared("not of the size it should have")
         if not secrets.compare_digest(os.pread(opened, KEY_BYTES, 0), key):
             raise Unshared("somebody else's")

@@ -20,7 +20,7 @@ from manyhands.facts.errors import BadValue, TimedOut, WorkerLost
 from manyhands.facts.link import HERE, Link
 from manyhands.transport.connection_loop import ConnectionLoop
 from manyhands.transport.endpoint import Address, Peers
-from manyhands.transport.frames import CHUNK_BYTES, LONGEST_TOPIC, SHARED_CHUNK_BYTES, Header
+from manyhands.transport.frames import BELL, CHUNK_BYTES, LONGEST_TOPIC, SHARED_CHUNK_BYTES, Header
 from manyhands.transport.listener import PeerListener
 from manyhands.transport.mailbox import WAIT_LIMIT_SECONDS, Mailbox
 from manyhands.transport.memory import Memory, as_bytes
@@ -161,6 +161,39 @@ class TcpEndpoint:
                 outbox.put(Outgoing(start, views), urgent=urgent)
                 is_left = outbox.pump(most_bytes)
             if is_left:
+                self._loop.ask_to_write(connection)
+        except Broken as error:
+            self._loop.lose(connection, str(error))
+
+    def board_to(self, peer: str) -> memoryview | None:
+        """See `endpoint.Endpoint`."""
+        connection = self._connections.get(peer)
+        if connection is None or connection.outbox.is_shaped:
+            return None
+        if connection.sharing.may_offer:
+            connection.sharing.make_room(self._rooms.get(peer, 0))
+            connection.offer_sharing()
+            self._loop.ask_to_write(connection)
+        return connection.board_to
+
+    def board_from(self, peer: str) -> memoryview | None:
+        """See `endpoint.Endpoint`."""
+        connection = self._connections.get(peer)
+        return connection.board_from if connection is not None else None
+
+    def count_put(self, peer: str, size: int) -> None:
+        """See `endpoint.Endpoint`."""
+        with self._lock:
+            self.sent_bytes[peer] += size
+
+    def wake(self, peer: str) -> None:
+        """See `endpoint.Endpoint`."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        try:
+            connection.outbox.put(Outgoing(BELL, []), urgent=True)
+            if connection.outbox.pump(CHUNK_BYTES):
                 self._loop.ask_to_write(connection)
         except Broken as error:
             self._loop.lose(connection, str(error))

@@ -1,7 +1,7 @@
 """Figures of `manyhands bench collectives`: the seconds that sums of gradients take by messages and by process groups.
 
 Every worker is a process with an endpoint of its own; messages go through shared memory or TCP as in a run on one
-machine. Both ways take turns, block by block, and the slowest worker's median counts.
+machine. Both ways take turns, block by block, each first in every other pair, and the slowest worker's median counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.executor.measured_choice import TRIAL_ROUNDS
+from manyhands.executor.measured_choice import MOST_TURNS, TRIAL_ROUNDS
 from manyhands.facts.collectives import AUTO, BUILTIN, TORCH
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.profiler.this_machine import identify
@@ -27,8 +27,8 @@ from manyhands_bench.figures import Figures, Progress
 
 ANSWER_SECONDS = 300.0
 END_SECONDS = 10.0
-AUTO_ROUNDS = 4
-"""Rounds of `auto` after its trial."""
+AUTO_ROUNDS = MOST_TURNS * TRIAL_ROUNDS + 1
+"""Rounds of `auto`, at most: the one after its trial is the last."""
 MB = 1_000_000
 
 
@@ -38,14 +38,16 @@ class CollectivesScope:
 
     workers: tuple[int, ...] = (2, 4, 8)
     megabytes: tuple[int, ...] = (1, 10, 100)
-    blocks: int = 3
+    blocks: int = 4
     """Times that each way has its turn."""
     rounds: int = 6
-    """Sums in a turn; the first of them is not counted."""
+    """Sums in a turn."""
+    uncounted: int = 2
+    """The first sums of a turn, which are not counted: groups were just formed."""
 
 
 DEFAULT = CollectivesScope()
-QUICK = CollectivesScope(workers=(2,), megabytes=(1,), blocks=1, rounds=3)
+QUICK = CollectivesScope(workers=(2,), megabytes=(1,), blocks=1, rounds=3, uncounted=1)
 
 
 class _Member:
@@ -128,9 +130,9 @@ def _rounds(members: Sequence[_Member], way: str, megabytes: int, rounds: int) -
     return _all(members, rounds=rounds)
 
 
-def _slowest(answers: Sequence[dict[str, Any]]) -> list[float]:
+def _slowest(answers: Sequence[dict[str, Any]], uncounted: int) -> list[float]:
     """Return the seconds of each counted round on the slowest process of that round."""
-    return [max(each) for each in zip(*(answer["seconds"][1:] for answer in answers))]
+    return [max(each) for each in zip(*(answer["seconds"][uncounted:] for answer in answers))]
 
 
 def _spread(seconds: Sequence[float]) -> float:
@@ -153,12 +155,12 @@ def bench_collectives(quick: bool = False, say: Progress = lambda text: None) ->
             for megabytes in scope.megabytes:
                 say(f"{count} workers, {megabytes} MB")
                 seconds: dict[str, list[float]] = {BUILTIN: [], TORCH: []}
-                for _ in range(scope.blocks):
-                    for way, taken in seconds.items():
+                for block in range(scope.blocks):
+                    for way in (TORCH, BUILTIN) if block % 2 else (BUILTIN, TORCH):
                         answers = _rounds(members, way, megabytes, scope.rounds)
                         all_right = all_right and all(answer["right"] for answer in answers)
-                        taken += _slowest(answers)
-                chosen = _rounds(members, AUTO, megabytes, TRIAL_ROUNDS + AUTO_ROUNDS)
+                        seconds[way] += _slowest(answers, scope.uncounted)
+                chosen = _rounds(members, AUTO, megabytes, AUTO_ROUNDS)
                 all_right = all_right and all(answer["right"] for answer in chosen)
                 builtin, torch = (statistics.median(seconds[way]) for way in (BUILTIN, TORCH))
                 place = f"{count}_workers_{megabytes}_mb"

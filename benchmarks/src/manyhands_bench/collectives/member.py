@@ -6,7 +6,8 @@ It reads commands as lines of JSON from its standard input, and answers with lin
     {"addresses", "store_port"}              →  null, once it is connected
     {"way", "bytes"}                         →  null, once it expects the others' messages, and groups are formed
     {"rounds"}                               →  the seconds of each round, whether the last went through groups, and
-                                                whether all sums were right
+                                                whether all sums were right; where the way is chosen by measurement,
+                                                the round after the choice is the last
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Member:
         seconds, is_right, is_grouped = [], True, False
         try:
             for step in range(rounds):
+                if step and collectives is not None and collectives.is_measured and not collectives.is_trying:
+                    break
                 box.begin_step(step)
                 before = collectives.counts.total() if collectives is not None else 0
                 for gradient in gradients:

@@ -34,6 +34,7 @@ from manyhands.session.opening import open_session
 from manyhands.session.session import Session, usable_cores
 from manyhands.simulator.simulate import simulate
 from manyhands_bench.core.ddp import Baseline
+from manyhands_bench.core.demo import bench_demo
 from manyhands_bench.core.transports import bench_engine
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.same_batch import SameBatch
@@ -226,5 +227,6 @@ def bench_core(workers: int = 2, quick: bool = False, on_progress: Progress | No
     figures |= bench_engine(quick, say)
     figures |= bench_ready(max(4, workers), quick, say)
     figures |= bench_data_parallel(workers, quick, say)
+    figures |= bench_demo(quick, say)
     figures |= bench_overhead(quick, say)
     return figures

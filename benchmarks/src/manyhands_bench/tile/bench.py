@@ -23,6 +23,7 @@ from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE, profiled_here
 from manyhands_bench.tile.groups import bench_bytes, bench_groups
 from manyhands_bench.tile.memory import bench_memory, bench_resident
+from manyhands_bench.tile.processor import BLOCKS, STEPS, bench_processor
 from manyhands_bench.tile.setup import (
     MODEL,
     QUICK_SHAPE,
@@ -150,6 +151,7 @@ def bench_tile(
     }  # fmt: skip
     with workers(count) as session:
         figures |= bench_speed(subject, session, *((1, 1) if quick else (SPEED_BLOCKS, SPEED_STEPS)), say)
+        figures |= bench_processor(session, *((1, 10) if quick else (BLOCKS, STEPS)), say)
         figures |= bench_bytes(
             subject, session, [TileVariant(square_grid(count), beside) for beside in (False, True)], say
         )

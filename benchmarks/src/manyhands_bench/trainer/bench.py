@@ -53,7 +53,7 @@ DEFAULT = TrainerScope()
 _SMALL = FirstStepSetting("tiny", (1, 16, 16), batch_size=8, steps=4)
 QUICK = TrainerScope(
     seeds=1, start_repeats=1, start=_SMALL, loader=LoadingSetting(steps=4, repeats=1, width=4),
-    loop=LoopSetting(repeats=1, steps=12, width=8, size=8, batch_size=8),
+    loop=LoopSetting(repeats=1, steps=10, width=8, size=8, batch_size=8),
     together=replace(DEFAULT.together, models=("tiny", "tiny"), shape=(1, 16, 16)),
 )  # fmt: skip
 

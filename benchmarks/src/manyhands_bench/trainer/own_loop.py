@@ -26,9 +26,10 @@ from manyhands.runtime.coordinator import Coordinator
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SGD = mh.Optimizer("SGD", lr=0.01, momentum=0.9)
-WARM_UP_STEPS = 5
 READ_EVERY = 10
-"""The loop prints its loss once in so many steps, as scripts do."""
+"""The loop reads its loss after steps 0, 10, 20, ..., as scripts that print it do: nothing is under way then."""
+WARM_UP_STEPS = READ_EVERY
+"""Both ways are timed from the end of this step on, for a whole number of times that the loss is read."""
 
 
 def lines_changed(before: str, after: str) -> int:
@@ -64,8 +65,9 @@ def network(width: int) -> nn.Sequential:
 class LoopSetting:
     """The network and the number of pairs and steps."""
 
-    repeats: int = 7
+    repeats: int = 9
     steps: int = 60
+    """Steps that are timed: a multiple of READ_EVERY."""
     width: int = 24
     size: int = 24
     batch_size: int = 16
@@ -101,34 +103,32 @@ def loop_overhead(
 
 
 def _trained(cluster: Coordinator, plan: mh.Plan, data: TensorDataset, model: nn.Module, steps: int) -> float:
-    """Return the seconds of a step of `mh.train`, from the first ones on."""
+    """Return the seconds of a step of `mh.train`, after those to warm up."""
     ended: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         mh.train(
             model, data, loss=functional.cross_entropy, optimizer=SGD, batch_size=plan.batch_size, shuffle=False,
-            steps=steps, cluster=cluster, plan=plan, folder=Path(folder) / "run", verify=False,
+            steps=WARM_UP_STEPS + 1 + steps, cluster=cluster, plan=plan, folder=Path(folder) / "run", verify=False,
             on_step=lambda step, loss, seconds: ended.append(time.perf_counter()),
         )  # fmt: skip
-    return (ended[-1] - ended[WARM_UP_STEPS]) / (len(ended) - 1 - WARM_UP_STEPS)
+    return (ended[-1] - ended[WARM_UP_STEPS]) / steps
 
 
 def _looped(cluster: Coordinator, plan: mh.Plan, data: TensorDataset, model: nn.Module, steps: int) -> float:
-    """Return the seconds of a step in a loop, from the first ones on."""
+    """Return the seconds of a step in a loop, after those to warm up."""
     pictures, classes = data.tensors
-    size, began = plan.batch_size, 0.0
+    size = plan.batch_size
+    read_at: dict[int, float] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         mh.prepare(
             model, functional.cross_entropy, SGD, cluster=cluster, plan=plan, folder=Path(folder) / "run", verify=False
         ) as step,
     ):
-        for number in range(steps):
+        for number in range(WARM_UP_STEPS + 1 + steps):
             first = number * size % len(pictures)
             loss = step((pictures[first : first + size], classes[first : first + size]))
-            if number == WARM_UP_STEPS:
+            if number % READ_EVERY == 0:
                 loss.item()
-                began = time.perf_counter()
-            elif number % READ_EVERY == 0:
-                loss.item()
-        loss.item()
-        return (time.perf_counter() - began) / (steps - 1 - WARM_UP_STEPS)
+                read_at[number] = time.perf_counter()
+    return (read_at[WARM_UP_STEPS + steps] - read_at[WARM_UP_STEPS]) / steps

@@ -1,0 +1,214 @@
+"""One device's messages by way of boards: those that are small and waited for, to and from workers of its machine.
+
+Both ends know from the plan which messages of a round have a place on the board between them (`transport.board`).
+Whether one is there is up to the sender: until the two have memory in common, and whenever a place may yet be read, a
+message goes over the connection as all others do. So the receiver looks for both.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from manyhands.executor.boxes import dtype_of
+from manyhands.schedule.actions import Message, Receive, Reduce, Send, is_urgent
+from manyhands.schedule.policy import Schedule
+from manyhands.schedule.reduction import Hop, byte_points, statistics_rounds, topic
+from manyhands.transport.board import ReadingBoard, TensorShape, WritingBoard
+from manyhands.transport.endpoint import Endpoint
+
+LARGEST_BYTES = 256 * 1024
+"""The largest message that has a place on a board."""
+_WATCH_SECONDS, _NAP_SECONDS, _DOZE_SECONDS = 100e-6, 30e-6, 4e-3
+"""A thread looks at a board all the time at first, giving way to others. Then it naps between looks, which costs less
+than being woken at its sockets does; there it sleeps after the last of these times."""
+
+
+class _Planned(NamedTuple):
+    """A message that has a place on a board."""
+
+    tensors: tuple[TensorShape, ...]
+    bytes: int
+
+
+_Messages = dict[str, dict[str, _Planned]]
+"""Peer -> message -> what it is."""
+
+
+class DeviceBoards:
+    """The boards of one device in one generation."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        schedule: Schedule,
+        goes_apart: Callable[[str, Message], bool],
+        rows_go_apart: Callable[[Reduce], bool],
+        *,
+        is_used: bool,
+    ) -> None:
+        """`goes_apart`: whether a message to or from a peer travels in a form of its own, and `rows_go_apart` whether
+        rows of a reduction do: these have no place. `is_used`: whether any message has one."""
+        self.endpoint, self.mailbox, self.network = endpoint, endpoint.mailbox, schedule.network
+        self._stride = schedule.plan.steps_per_round
+        self._sent: _Messages = {}
+        self._received: _Messages = {}
+        if is_used and schedule.is_fixed:  # else messages differ from round to round, or arrivals decide what is next
+            self._find(schedule, goes_apart, rows_go_apart)
+        self._writing: dict[str, WritingBoard] = {}
+        self._reading: dict[str, ReadingBoard] = {}
+        self._stamp = self._turn = 0
+        self._put_bytes: Counter[str] = Counter()
+        self._read_bytes: Counter[str] = Counter()
+        """Peer -> bytes of this round that went by its board."""
+
+    def _find(
+        self, schedule: Schedule, goes_apart: Callable[[str, Message], bool], rows_go_apart: Callable[[Reduce], bool]
+    ) -> None:
+        device = self.endpoint.name
+        for action in schedule.actions[device]:
+            if isinstance(action, Send) and not goes_apart(action.to, action.message):
+                self._add(self._sent, action.to, action.message)
+            elif isinstance(action, Receive) and not goes_apart(action.source, action.message):
+                self._add(self._received, action.source, action.message)
+            elif isinstance(action, Reduce) and action.what != "gradients" and not rows_go_apart(action):
+                points = byte_points(action, self.network)
+                for number, hops in enumerate(statistics_rounds(action.devices, action.places)):
+                    for hop in hops:
+                        if device in (hop.source, hop.target):
+                            sizes = [last - first for first, last in pairwise(points[hop.first : hop.last + 1])]
+                            rows = tuple(TensorShape(torch.uint8, (size,)) for size in sizes)
+                            self._add_rows(hop, topic(action, number, hop.first), rows)
+
+    def _add(self, messages: _Messages, peer: str, message: Message) -> None:
+        if message.bytes <= LARGEST_BYTES and is_urgent(message):
+            specs = self.network.tensors
+            shapes = [TensorShape(dtype_of(specs[part.tensor].dtype), part.box.shape) for part in message.parts]
+            messages.setdefault(peer, {})[message.topic] = _Planned(tuple(shapes), message.bytes)
+
+    def _add_rows(self, hop: Hop, name: str, rows: tuple[TensorShape, ...]) -> None:
+        size = sum(row.bytes for row in rows)
+        if size <= LARGEST_BYTES:
+            is_sent = hop.source == self.endpoint.name
+            messages, peer = (self._sent, hop.target) if is_sent else (self._received, hop.source)
+            messages.setdefault(peer, {})[name] = _Planned(rows, size)
+
+    # Rounds
+
+    def begin_round(self, step: int) -> None:
+        """Begin a round; boards that two devices have found by now are used from here on."""
+        number = step // self._stride
+        self._stamp, self._turn = (self.mailbox.generation << 32) + number + 1, number % 2
+        for peer, messages in self._sent.items():
+            memory = self.endpoint.board_to(peer)
+            if memory is None:  # none yet, or its link is being slowed now
+                self._writing.pop(peer, None)
+            elif peer not in self._writing:
+                self._writing[peer] = WritingBoard(memory, _shapes(messages))
+
+    def end_round(self) -> None:
+        """Free the places of this round: others may write there again, and bytes are counted."""
+        for peer, size in self._put_bytes.items():
+            self.endpoint.count_put(peer, size)
+        for peer, size in self._read_bytes.items():
+            self.mailbox.count_read(peer, size)
+        self._put_bytes.clear()
+        self._read_bytes.clear()
+        for board in self._reading.values():
+            board.finish(self._stamp)
+
+    def close(self) -> None:
+        """Want to be woken from now on: nobody looks at the boards any more."""
+        for board in self._reading.values():
+            board.say_awake(False)
+
+    # Messages
+
+    def put(self, to: str, name: str, tensors: Sequence[torch.Tensor]) -> bool:
+        """Leave a message for a peer. Return False where it must be sent; nothing was done then."""
+        board = self._writing.get(to)
+        if board is None or not board.put(name, self._stamp, self._turn, tensors):
+            return False
+        if board.is_reader_asleep:
+            self.endpoint.wake(to)
+        self._put_bytes[to] += self._sent[to][name].bytes
+        return True
+
+    def has_place(self, source: str, name: str) -> bool:
+        """Return whether a message from a peer may come by the board."""
+        return name in self._received.get(source, ())
+
+    def take(self, source: str, step: int, name: str, *, outlives_round: bool = False) -> tuple[torch.Tensor, ...]:
+        """Wait for a message that may come by the board, and return its tensors: they stay until the round ends, or as
+        long as they are used."""
+        planned = self._received[source][name]
+        board = self._reading.get(source)
+        if board is None or not self._watch(board, name):
+            came = self._wait(source, step, name)
+            if came is not None:
+                return _tensors_in(came, planned.tensors)
+            board = self._reading[source]
+        self._read_bytes[source] += planned.bytes
+        tensors = board.read(name, self._turn)
+        return tuple(tensor.clone() for tensor in tensors) if outlives_round else tensors
+
+    def _watch(self, board: ReadingBoard, name: str) -> bool:
+        """Look for a message for a moment; return whether it has come."""
+        if name not in board.places:
+            return False
+        stamp, turn = self._stamp, self._turn
+        if board.has(name, stamp, turn):
+            return True
+        start = now = time.monotonic()
+        while now < start + _DOZE_SECONDS:
+            if now < start + _WATCH_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+            if board.has(name, stamp, turn):
+                return True
+            now = time.monotonic()
+        return False
+
+    def _wait(self, source: str, step: int, name: str) -> memoryview | None:
+        """Wait as the mailbox does; None: the message is on the board."""
+        board = self._reading.get(source)
+        if board is not None:
+            board.say_awake(False)
+        try:
+            return self.mailbox.take_unless(source, step, name, lambda: self._is_on_board(source, name))
+        finally:
+            if (board := self._reading.get(source)) is not None:
+                board.say_awake(True)
+
+    def _is_on_board(self, source: str, name: str) -> bool:
+        board = self._reading.get(source)
+        if board is None:
+            memory = self.endpoint.board_from(source)
+            if memory is None:
+                return False
+            board = self._reading[source] = ReadingBoard(memory, _shapes(self._received[source]))
+        return name in board.places and board.has(name, self._stamp, self._turn)
+
+
+def _shapes(messages: dict[str, _Planned]) -> dict[str, tuple[TensorShape, ...]]:
+    return {name: planned.tensors for name, planned in messages.items()}
+
+
+def _tensors_in(memory: memoryview, shapes: Sequence[TensorShape]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a message that lie in memory one after another."""
+    tensors, begin = [], 0
+    for part in shapes:
+        piece = memory[begin : begin + part.bytes]
+        if begin % part.dtype.itemsize:
+            piece = memoryview(bytearray(piece))
+        flat = torch.frombuffer(piece, dtype=part.dtype) if part.bytes else torch.empty(0, dtype=part.dtype)
+        tensors.append(flat.view(part.shape))
+        begin += part.bytes
+    return tuple(tensors)

@@ -1,0 +1,127 @@
+"""Sizes that grow with the batch, as numbers that note whether Python decides anything by them.
+
+A run of a module with some number of samples shows what it does with that number. Where its code asks for more than a
+tensor of that size, as in `if len(x) > 64`, it may do something else with another number, and no run can tell.
+
+    x.view(x.shape[0], -1)              the size is passed on
+    x.reshape(x.shape[0] * n, -1)       still a multiple of the samples
+    if x.shape[0] > 64: ...             noted
+    scale = 1 / x.shape[0]              noted: a number that is not a size any more
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from manyhands.graph.frames import is_torchs_or_ours
+
+_STAYS_A_SIZE = (
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "__neg__",
+)  # fmt: skip
+_DECIDES = (
+    "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__truediv__", "__rtruediv__", "__rfloordiv__",
+    "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__",
+    "__xor__", "__rxor__", "__lshift__", "__rshift__", "__invert__", "__abs__", "__round__", "__int__", "__float__",
+)  # fmt: skip
+_SHAPE: Any = vars(torch._C.TensorBase)["shape"]
+_SIZES = frozenset({
+    _SHAPE.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel,
+    torch.Tensor.stride,
+})  # fmt: skip
+_WRAPPERS = frozenset({torch._tensor.__file__, torch.overrides.__file__, __file__})
+"""Files through which PyTorch calls a mode for `len(tensor)`."""
+
+
+class SampleSize(int):
+    """A size, or what was computed from one, in a run with `SizesNoted.samples` samples."""
+
+    noted: SizesNoted
+
+    def __eq__(self, other: object) -> bool:
+        return self._is_equal(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self._is_equal(other)
+
+    def _is_equal(self, other: object) -> bool:
+        """Multiples of the samples are compared alike for every number of them."""
+        both_grow = isinstance(other, SampleSize) and self.noted.grows(self) and self.noted.grows(other)
+        if not both_grow:
+            self.noted.decide(sys._getframe(2))
+        return int.__eq__(self, other) is True
+
+    __hash__ = int.__hash__
+
+
+def plain(argument: Any) -> Any:
+    """Return an argument of an operator as PyTorch takes it."""
+    return int.__pos__(argument) if isinstance(argument, SampleSize) else argument
+
+
+def _still_a_size(name: str) -> Callable[..., Any]:
+    on_ints = getattr(int, name)
+
+    def compute(self: SampleSize, *others: Any) -> Any:
+        made = on_ints(self, *others)
+        return self.noted.size(made) if type(made) is int else made
+
+    return compute
+
+
+def _decision(name: str) -> Callable[..., Any]:
+    on_ints = getattr(int, name)
+
+    def compute(self: SampleSize, *others: Any) -> Any:
+        self.noted.decide(sys._getframe(1))
+        return on_ints(self, *others)
+
+    return compute
+
+
+for _name in _STAYS_A_SIZE:
+    setattr(SampleSize, _name, _still_a_size(_name))
+for _name in _DECIDES:
+    setattr(SampleSize, _name, _decision(_name))
+
+
+class SizesNoted(TorchFunctionMode):
+    """A context in which tensors give their sizes as `SampleSize`, where these are multiples of `samples`: a prime that
+    is larger than usual sizes. `decisions`: how often the user's code decided by one."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples, self.decisions = samples, 0
+        self._type: type[SampleSize] = type("SampleSize", (SampleSize,), {"noted": self})
+
+    def size(self, number: int) -> SampleSize:
+        return self._type(number)
+
+    def grows(self, number: int) -> bool:
+        return int.__mod__(number, self.samples) == 0 and int.__ne__(number, 0)
+
+    def decide(self, frame: Any) -> None:
+        """Note a decision, unless it is PyTorch's own: its checks of sizes hold for every number of samples."""
+        self.decisions += not is_torchs_or_ours(frame.f_code.co_filename)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__len__ and self.grows(made):  # Python makes a plain number of it
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename in _WRAPPERS:
+                frame = frame.f_back
+            self.decide(frame)
+        if func not in _SIZES:
+            return made
+        if isinstance(made, tuple):
+            return type(made)(self._noted(size) for size in made)
+        return self._noted(made)
+
+    def _noted(self, size: int) -> int:
+        return self.size(size) if self.grows(size) else size

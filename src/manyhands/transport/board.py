@@ -1,0 +1,142 @@
+"""Boards: memory in which a device leaves what another one of its machine will read, in places that both know.
+
+    head: done │ awake      place of the first message, for even and for odd rounds      place of the second, …
+                            stamp │ its tensors                stamp │ its tensors
+
+The writer copies tensors to their place and then writes the round's stamp; the reader waits for that stamp and reads
+them where they lie. No header, no system call, nothing allocated: for small messages that travel in every round. The
+reader writes `done`, the stamp of the last round that it has ended: a place is written again when the round that it was
+written in, two before, is done there. It writes `awake`: 0 where it wants to be woken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+HEAD_BYTES = 4096
+BOARD_BYTES = 4 * 2**20
+"""The size of a board; its pages are taken from the system as they are first written."""
+_DONE, _AWAKE = 0, 8
+"""The words of the head, in cache lines of their own."""
+_LINE_BYTES = 64
+
+
+class TensorShape(NamedTuple):
+    """The type and shape of one tensor of a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """The place of one message in one kind of round: the word with its stamp, and its tensors."""
+
+    word: int
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Board:
+    """One side's view of a board on which some messages have a place. See `WritingBoard`, `ReadingBoard`."""
+
+    def __init__(self, memory: memoryview, messages: Mapping[str, Sequence[TensorShape]]) -> None:
+        """`messages`: the same on both sides; those that find no room have no place."""
+        self._words = memory.cast("Q")
+        self._lock = threading.Lock()
+        self.places: dict[str, tuple[Place, Place]] = {}
+        """Message -> its places in even and odd rounds."""
+        begin = HEAD_BYTES
+        for name in sorted(messages):
+            sizes = [_lined(part.bytes) for part in messages[name]]
+            size = _LINE_BYTES + sum(sizes)
+            if begin + 2 * size > len(memory):
+                continue
+            even, odd = (self._place(memory, start, messages[name]) for start in (begin, begin + size))
+            self.places[name] = even, odd
+            begin += 2 * size
+
+    def _place(self, memory: memoryview, start: int, parts: Sequence[TensorShape]) -> Place:
+        begin, tensors = start + _LINE_BYTES, []
+        for part in parts:
+            piece = memory[begin : begin + part.bytes]
+            flat = torch.frombuffer(piece, dtype=part.dtype) if part.bytes else torch.empty(0, dtype=part.dtype)
+            tensors.append(flat.view(part.shape))
+            begin += _lined(part.bytes)
+        return Place(start // 8, tuple(tensors))
+
+    def _fence(self) -> None:
+        """Complete all reads and writes of memory before those that follow: some processors would reorder them.
+
+        To release a lock and then acquire it again does that on every one of them.
+        """
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+
+class WritingBoard(Board):
+    """The board at the side that writes messages."""
+
+    def __init__(self, memory: memoryview, messages: Mapping[str, Sequence[TensorShape]]) -> None:
+        super().__init__(memory, messages)
+        for places in self.places.values():
+            for place in places:
+                self._words[place.word] = 0
+        self._written = {name: [0, 0] for name in self.places}
+        """Message -> the stamps with which its places were written."""
+
+    def put(self, name: str, stamp: int, turn: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """Copy a message to its place; `turn`: 0 in even rounds, 1 in odd ones. Return False where it has none, or what
+        is there may yet be read; nothing was done then."""
+        written = self._written.get(name)
+        if written is None or self._words[_DONE] < written[turn]:
+            return False
+        place = self.places[name][turn]
+        for target, tensor in zip(place.tensors, tensors, strict=True):
+            target.copy_(tensor)
+        written[turn] = stamp
+        self._fence()
+        self._words[place.word] = stamp
+        self._fence()  # before a look at whether the reader sleeps: it looks here after it has said so
+        return True
+
+    @property
+    def is_reader_asleep(self) -> bool:
+        return self._words[_AWAKE] == 0
+
+
+class ReadingBoard(Board):
+    """The board at the side that reads messages."""
+
+    def has(self, name: str, stamp: int, turn: int) -> bool:
+        """Return whether a message that has a place has come."""
+        return self._words[self.places[name][turn].word] == stamp
+
+    def read(self, name: str, turn: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a message that has come, where they lie: they stay until `finish` of this round."""
+        self._fence()
+        return self.places[name][turn].tensors
+
+    def finish(self, stamp: int) -> None:
+        """Note that this round has ended: nothing of it will be read any more."""
+        self._fence()
+        self._words[_DONE] = stamp
+
+    def say_awake(self, is_awake: bool) -> None:
+        """Say whether this side looks by itself. After `say_awake(False)`, look once more before sleeping."""
+        self._words[_AWAKE] = is_awake
+        self._fence()
+
+
+def _lined(size: int) -> int:
+    """Return a size rounded up to whole cache lines."""
+    return -(-size // _LINE_BYTES) * _LINE_BYTES
