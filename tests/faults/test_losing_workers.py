@@ -208,7 +208,7 @@ def test_death_while_joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match=r"Worker local-1 ended with exit code 12 before it joined") as found:
         Coordinator.local_cluster(mh.Cluster.local(1, gpus=1), logs=tmp_path)
-    assert "torch sees 0 GPU(s) here" in found.value.hint
+    assert "torch sees 0 GPU(s) of this kind here" in found.value.hint
 
 
 def test_those_who_do_not_come_are_named() -> None:
