@@ -60,6 +60,15 @@ def test_a_place_is_not_written_before_its_round_is_done() -> None:
     assert not writing.put("row", 4, 1, drawn("row"))
 
 
+def test_nothing_is_left_for_a_device_that_does_not_read() -> None:
+    memory = memoryview(bytearray(BOARD_BYTES))
+    writing = WritingBoard(memory, MESSAGES)
+    assert not writing.put("row", 1, 0, drawn("row"))
+    reading = ReadingBoard(memory, MESSAGES)
+    assert writing.put("row", 1, 0, drawn("row"))
+    assert reading.has("row", 1, 0)
+
+
 def test_both_sides_leave_out_what_finds_no_room() -> None:
     writing, reading = pair(HEAD_BYTES + 512)
     assert writing.places.keys() == reading.places.keys() < MESSAGES.keys()
@@ -68,8 +77,9 @@ def test_both_sides_leave_out_what_finds_no_room() -> None:
 
 def test_a_later_generation_finds_nothing_of_an_earlier_one() -> None:
     memory = memoryview(bytearray(BOARD_BYTES))
-    WritingBoard(memory, MESSAGES).put("row", 7, 1, drawn("row"))
-    reading = ReadingBoard(memory, MESSAGES)
+    writing, reading = WritingBoard(memory, MESSAGES), ReadingBoard(memory, MESSAGES)
+    assert writing.put("row", 7, 1, drawn("row"))
+    assert reading.has("row", 7, 1)
     WritingBoard(memory, MESSAGES)
     assert not reading.has("row", 7, 1)
 

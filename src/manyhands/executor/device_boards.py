@@ -111,6 +111,8 @@ class DeviceBoards:
                 self._writing.pop(peer, None)
             elif peer not in self._writing:
                 self._writing[peer] = WritingBoard(memory, _shapes(messages))
+        for peer in self._received:
+            self._begin_reading(peer)
 
     def end_round(self) -> None:
         """Free the places of this round: others may write there again, and bytes are counted."""
@@ -188,13 +190,15 @@ class DeviceBoards:
                 board.say_awake(True)
 
     def _is_on_board(self, source: str, name: str) -> bool:
+        board = self._begin_reading(source)
+        return board is not None and name in board.places and board.has(name, self._stamp, self._turn)
+
+    def _begin_reading(self, source: str) -> ReadingBoard | None:
+        """Return the board that a peer writes; None: there is none, or not yet."""
         board = self._reading.get(source)
-        if board is None:
-            memory = self.endpoint.board_from(source)
-            if memory is None:
-                return False
+        if board is None and (memory := self.endpoint.board_from(source)) is not None:
             board = self._reading[source] = ReadingBoard(memory, _shapes(self._received[source]))
-        return name in board.places and board.has(name, self._stamp, self._turn)
+        return board
 
 
 def _shapes(messages: dict[str, _Planned]) -> dict[str, tuple[TensorShape, ...]]:

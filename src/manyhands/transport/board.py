@@ -1,12 +1,13 @@
 """Boards: memory in which a device leaves what another one of its machine will read, in places that both know.
 
-    head: done │ awake      place of the first message, for even and for odd rounds      place of the second, …
-                            stamp │ its tensors                stamp │ its tensors
+    head: done, read │ awake      place of the first message, for even and for odd rounds      place of the second, …
+                                  stamp │ its tensors                stamp │ its tensors
 
 The writer copies tensors to their place and then writes the round's stamp; the reader waits for that stamp and reads
 them where they lie. No header, no system call, nothing allocated: for small messages that travel in every round. The
 reader writes `done`, the stamp of the last round that it has ended: a place is written again when the round that it was
-written in, two before, is done there. It writes `awake`: 0 where it wants to be woken.
+written in, two before, is done there. It writes `read` when it begins to read: one that computes on a GPU never does,
+and nothing is left for it. It writes `awake`: 0 where it wants to be woken.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 HEAD_BYTES = 4096
 BOARD_BYTES = 4 * 2**20
 """The size of a board; its pages are taken from the system as they are first written."""
-_DONE, _AWAKE = 0, 8
-"""The words of the head, in cache lines of their own."""
+_DONE, _READ, _AWAKE = 0, 1, 8
+"""The words of the head; the last one, which changes at other times, in a cache line of its own."""
 _LINE_BYTES = 64
 
 
@@ -93,13 +94,18 @@ class WritingBoard(Board):
                 self._words[place.word] = 0
         self._written = {name: [0, 0] for name in self.places}
         """Message -> the stamps with which its places were written."""
+        self._is_read = False
 
     def put(self, name: str, stamp: int, turn: int, tensors: Sequence[torch.Tensor]) -> bool:
         """Copy a message to its place; `turn`: 0 in even rounds, 1 in odd ones. Return False where it has none, or what
-        is there may yet be read; nothing was done then."""
+        is there may yet be read, or nobody reads the board; nothing was done then."""
         written = self._written.get(name)
         if written is None or self._words[_DONE] < written[turn]:
             return False
+        if not self._is_read:
+            self._is_read = self._words[_READ] != 0
+            if not self._is_read:
+                return False
         place = self.places[name][turn]
         for target, tensor in zip(place.tensors, tensors, strict=True):
             target.copy_(tensor)
@@ -115,7 +121,11 @@ class WritingBoard(Board):
 
 
 class ReadingBoard(Board):
-    """The board at the side that reads messages."""
+    """The board at the side that reads messages, and says so."""
+
+    def __init__(self, memory: memoryview, messages: Mapping[str, Sequence[TensorShape]]) -> None:
+        super().__init__(memory, messages)
+        self._words[_READ] = 1
 
     def has(self, name: str, stamp: int, turn: int) -> bool:
         """Return whether a message that has a place has come."""
