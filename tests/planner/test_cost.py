@@ -192,6 +192,30 @@ def test_moving_bytes_takes_computing_where_cores_are_short() -> None:
     assert free.copy_seconds("a", reduce) == 0.0
 
 
+def test_what_leaves_a_gpu_is_copied_to_the_memory_of_the_machine() -> None:
+    """Unless those that it goes to compute on the same GPU: then it stays there."""
+    names = ("a", "b", "c")
+    copying = {
+        name: msgspec.structs.replace(PROFILE.of("a"), host_copy_seconds=0.5, host_copy_seconds_per_gigabyte=1e6)
+        for name in ("a", "b")
+    }
+    apart = cluster(names, Link(1e6, 0.001))
+    gpus = {"a": "one", "b": "one", "c": ""}
+    shared = msgspec.structs.replace(
+        apart, devices=tuple(msgspec.structs.replace(device, gpu=gpus[device.name]) for device in apart.devices)
+    )
+    times = Profile({**copying, "c": PROFILE.of("a")})
+    costs, message = CostModel(NETWORK, shared, times), Message("value", 0, 0, (), 500)
+    assert costs.copies("a")
+    assert not costs.copies("c")
+    assert costs.copy_seconds("a", Send("c", message)) == pytest.approx(0.5 + 500 * 1e-3)
+    assert costs.copy_seconds("c", Receive("a", message)) == 0.0
+    assert costs.copy_seconds("a", Send("b", message)) == 0.0
+    assert costs.copy_seconds("a", Reduce(0, "gradients", 0, 12, ("a", "b"), 3 * WEIGHT_BYTES)) == 0.0
+    assert costs.copy_seconds("a", Reduce(0, "gradients", 0, 12, names, 3 * WEIGHT_BYTES)) > 0.5
+    assert CostModel(NETWORK, apart, times).copy_seconds("a", Send("b", message)) == pytest.approx(1.0)
+
+
 def test_small_kernels_of_a_gpu_take_as_long_as_launching_them() -> None:
     """Unless the GPU computes a whole round alone, which is launched at once."""
     times = PROFILE.of("a")

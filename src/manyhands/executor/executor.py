@@ -183,7 +183,7 @@ class Executor:
 
     def close(self) -> None:
         for part in self.parts.values():
-            part.messenger.boards.close()
+            part.messenger.close()
             part.reductions.close()
 
     def end_at(self, step: int) -> None:

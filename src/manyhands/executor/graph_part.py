@@ -164,8 +164,7 @@ class GraphPart:
     def end_round(self) -> None:
         """Forget the round that has ended."""
         self.in_flight.clear()
-        self.messenger.forget()
-        self.messenger.boards.end_round()
+        self.messenger.end_round()
         self.gpu_peers.forget()
 
     @property

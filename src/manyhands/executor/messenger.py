@@ -20,6 +20,7 @@ from manyhands.executor.codec import Coding, NoRange
 from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
 from manyhands.executor.gpu_peers import DESCRIPTOR_BYTES, GpuPeers
+from manyhands.executor.host_transfers import HostTransfers
 from manyhands.executor.in_flight import InFlightMicroBatches
 from manyhands.executor.log import Recorder
 from manyhands.executor.runner import Runner
@@ -32,6 +33,7 @@ from manyhands.schedule.policy import Schedule
 from manyhands.transport.endpoint import Endpoint
 
 _BEGINS_A_PASS = frozenset({"value", "input", "gradient"})
+_BETWEEN_STAGES = frozenset({"value", "gradient"})
 _OF_WEIGHTS = frozenset({"weights", "weight-gradient"})
 
 
@@ -64,6 +66,11 @@ class Messenger:
         """Topics of messages, by their identity: the schedule keeps them."""
         self._is_training = schedule.plan.is_training
         self.boards = DeviceBoards(endpoint, schedule, self._goes_apart, gpu_peers.takes, is_used=has_boards)
+        self._transfers: HostTransfers | None = None
+        if in_flight.feed.torch_device.type == "cuda":
+            self._transfers = HostTransfers(
+                endpoint, in_flight.feed.torch_device, partial(diagnosis.watch, endpoint.name)
+            )
 
     def topic(self, message: Message) -> str:
         """Return the name that a message travels under."""
@@ -78,6 +85,19 @@ class Messenger:
         """Drop what is kept of features until their gradients come back."""
         self.coding.forget()
 
+    def end_round(self) -> None:
+        """Wait until a GPU has handed over what it was to send, and forget the round."""
+        if self._transfers is not None:
+            self._transfers.wait()
+        self.boards.end_round()
+        self.forget()
+
+    def close(self) -> None:
+        """End what runs beside the rounds."""
+        self.boards.close()
+        if self._transfers is not None:
+            self._transfers.close()
+
     def _goes_apart(self, other: str, message: Message) -> bool:
         """Return whether a message travels in another form than that of its tensors."""
         is_packed = any(self.coding.bits(message, part) for part in message.parts)
@@ -87,6 +107,12 @@ class Messenger:
         """Return the runner that packs a message itself: one of channels, for others of its stage."""
         runner = self.runners.get(message.stage) if message.kind == "halo" else None
         return runner if isinstance(runner, ChannelRunner) else None
+
+    def _transfers_of(self, other: str, message: Message) -> HostTransfers | None:
+        """Return what copies a message from or to a GPU while it goes on computing: what a pipeline's stages exchange
+        as it is. For other messages somebody waits at once."""
+        is_plain = message.kind in _BETWEEN_STAGES and not self._goes_apart(other, message)
+        return self._transfers if is_plain else None
 
     def _stays_on_gpu(self, other: str, message: Message, part: Part) -> bool:
         """Return whether a box to or from another worker stays on the GPU of both."""
@@ -115,10 +141,15 @@ class Messenger:
         to, message, topic, name = action.to, action.message, self.topic(action.message), self.endpoint.name
         runner, urgent = self._channel_runner(message), is_urgent(message)
         boxes = [self._bind_outgoing(message, part) for part in message.parts] if runner is None else []
+        transfers = self._transfers_of(to, message)
 
         def call() -> None:
             self.recorder.sent(message)
             tensors = [box() for box in boxes] if runner is None else runner.outgoing(message)
+            if transfers is not None:
+                self.host_bytes += sum(tensor.nbytes for tensor in tensors)
+                transfers.send(to, self.in_flight.step, topic, tensors)
+                return
             self.diagnosis.watch(name, tensors)
             if runner is None:
                 if self.boards.put(to, topic, tensors):
@@ -178,6 +209,7 @@ class Messenger:
             return partial(self._receive_channels, source, message, topic, runner)
         begins_a_pass, has_place = message.kind in _BEGINS_A_PASS, self.boards.has_place(source, topic)
         incoming = [self._bind_incoming(source, message, part) for part in message.parts]
+        transfers, torch_device = self._transfers_of(source, message), self.in_flight.feed.torch_device
 
         def call() -> None:
             if begins_a_pass:  # room for what it brings
@@ -195,7 +227,10 @@ class Messenger:
                 tensors = [self._opened(source, message, part, room) for part, room in zip(message.parts, rooms)]
             self.diagnosis.watch(source, tensors)
             for part, tensor, put in zip(message.parts, tensors, incoming):
-                data = self.coding.unpacked(message, part, tensor, self.in_flight.feed.torch_device)
+                if transfers is not None:
+                    data = transfers.on_gpu(tensor)
+                else:
+                    data = self.coding.unpacked(message, part, tensor, torch_device)
                 if message.kind == "gradient":
                     self.coding.feed_back(source, message, part, data)
                 put(data)
@@ -216,8 +251,11 @@ class Messenger:
         """Return memory for what is to arrive of a part."""
         if self._stays_on_gpu(source, message, part):
             return torch.empty(DESCRIPTOR_BYTES, dtype=torch.uint8)
+        dtype = self._table(message)[part.tensor].dtype
+        if (transfers := self._transfers_of(source, message)) is not None:
+            return transfers.room(part.box.shape, dtype_of(dtype))
         room = self.coding.room(message, part)
-        return empty(part.box, self._table(message)[part.tensor].dtype) if room is None else room
+        return empty(part.box, dtype) if room is None else room
 
     def _opened(self, source: str, message: Message, part: Part, arrived: torch.Tensor) -> torch.Tensor:
         """Return what has arrived, or what it describes."""

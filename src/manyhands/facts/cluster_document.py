@@ -141,6 +141,7 @@ _DEVICE: dict[str, tuple[str, Callable[[object, str], object], Callable[[Any], o
     "message_time": ("message_seconds", _seconds, _write_seconds),
     "round_time": ("round_seconds", _seconds, _write_seconds),
     "compute": ("compute", _compute, str),
+    "gpu": ("gpu", _host, str),
     "estimated": ("estimated", _flag, bool),
     "source": ("source", read_text, str),
 }

@@ -39,6 +39,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     message_seconds: float = 0.0  # of computing lost to each message sent or received, however small
     round_seconds: float = 0.0  # of each step beside its actions: getting the batch, the update, the report
     compute: str = "cpu"  # what a worker on it computes with: cpu, cuda, cuda:1, xpu or mps
+    gpu: str = ""  # a name of its GPU, the same for those whose tensors stay on it between them; empty: they do not
     estimated: bool = True  # False once the numbers were measured on this very device
     source: str = ""  # where the numbers come from
 

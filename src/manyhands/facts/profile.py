@@ -105,6 +105,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, dict=True, forbid_unknown_field
     launch_seconds: tuple[tuple[float, float], ...] = ()
     """For each layer, what Python takes to launch its kernels on a GPU, forward and backward, whatever the batch size;
     empty: kernels take no launching. A GPU that computes a whole round alone launches it as one graph instead."""
+    host_copy_seconds: float = 0.0
+    """What it takes a GPU to copy a small tensor to the machine's memory or from there, once it is computed; 0: it
+    computes in the machine's memory."""
+    host_copy_seconds_per_gigabyte: float = 0.0
+    """And what each further gigabyte takes."""
     is_coarse: bool = False
     """Whether it was measured in little time, before a run's first step: a thorough measurement replaces it."""
     version: int = 1

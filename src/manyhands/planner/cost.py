@@ -175,11 +175,20 @@ class CostModel:
         is_first = not any(device in stage.devices for stage in plan.stages[: geometry.index])
         return trainable * passes / facts.memory_bytes_per_second + (facts.round_seconds if is_first else 0.0)
 
+    def copies(self, device: str) -> bool:
+        """Return whether messages take a device's time from computing."""
+        facts, profile = self.cluster.device(device), self.profile.of(device)
+        return any((facts.copy_seconds_per_gigabyte, facts.message_seconds, profile.host_copy_seconds_per_gigabyte))
+
     def copy_seconds(self, device: str, action: Send | Receive | Reduce) -> float:
         """Return the computing seconds lost to an action's messages and to copying their bytes, where no other core
-        does it."""
-        facts = self.cluster.device(device)
+        does it. What leaves a GPU or comes to it is copied to the machine's memory or from there, unless all who have
+        to do with it compute on the same one."""
+        facts, profile = self.cluster.device(device), self.profile.of(device)
         each, message = facts.copy_seconds_per_gigabyte / 1e9, facts.message_seconds
+        if profile.host_copy_seconds_per_gigabyte and not self._stays_on_gpu(device, action):
+            each += profile.host_copy_seconds_per_gigabyte / 1e9
+            message += profile.host_copy_seconds
         if not each and not message:
             return 0.0
         if isinstance(action, Reduce):
@@ -187,6 +196,16 @@ class CostModel:
             moved = self._moved_bytes(action)[place] if each else 0.0
             return each * moved + message * self._message_counts(action)[place]
         return each * action.message.bytes + message
+
+    def _stays_on_gpu(self, device: str, action: Send | Receive | Reduce) -> bool:
+        gpu = self.cluster.device(device).gpu
+        if not gpu:
+            return False
+        if isinstance(action, Reduce):
+            others = action.devices if action.what in ("gradients", "statistics") else ("",)
+        else:
+            others = (action.to if isinstance(action, Send) else action.source,)
+        return all(name and self.cluster.device(name).gpu == gpu for name in others)
 
     def link(self, source: str, target: str) -> Link:
         return self.cluster.link_between(source, target)

@@ -36,6 +36,7 @@ from manyhands.profiler.bands import (
     possible_parts,
     whole_seconds,
 )
+from manyhands.profiler.host_copies import measure_host_copies
 from manyhands.profiler.kernels import choose_kernels
 from manyhands.profiler.layer_clocks import LayerClock, layer_clock
 from manyhands.profiler.steps import borrowed_state
@@ -129,7 +130,11 @@ def measure_network(
             ladder = ladder[:1]
         passes, peaks = _climb(layers, ladder, left, repeats, say)
         profile = _profile(graph, passes, peaks, kernels, place.device, identify().text)
-        return msgspec.structs.replace(profile, launch_seconds=layers.launch_seconds())
+        copies = measure_host_copies(layers.device)
+        return msgspec.structs.replace(
+            profile, launch_seconds=layers.launch_seconds(), host_copy_seconds=copies.seconds,
+            host_copy_seconds_per_gigabyte=copies.seconds_per_gigabyte,
+        )  # fmt: skip
 
 
 def _check_ladder(ladder: Sequence[int]) -> None:

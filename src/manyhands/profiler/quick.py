@@ -30,6 +30,7 @@ from manyhands.graph.nodes import Argument, Value, Weight
 from manyhands.graph.piece import Context, Piece
 from manyhands.graph.tape import backward_piece
 from manyhands.graph.weights import Weights
+from manyhands.profiler.host_copies import measure_host_copies
 from manyhands.profiler.layer_clocks import layer_clock
 from manyhands.profiler.steps import borrowed_state, random_inputs
 from manyhands.profiler.this_machine import identify
@@ -95,6 +96,7 @@ def measure_quickly(
         LayerTiming(layer.name, tuple(Timing(samples, *seconds[place]) for samples, seconds in whole.items()))
         for place, layer in enumerate(network.layers)
     )
+    copies = measure_host_copies(torch.device(settings.torch_device))
     repeats = min(rung.whole_passes for rung in least.values())
     launches = [passes.launches.get(passes.first[place], (0.0, 0.0)) for place in range(len(network.layers))]
     return DeviceProfile(
@@ -102,6 +104,7 @@ def measure_quickly(
         granularity=network.granularity, device=settings.device, source="measured", layers=layers,
         kernels=dict(kernels), machine=identify().text, repeats=repeats,
         launch_seconds=tuple(launches) if any(map(any, launches)) else (),
+        host_copy_seconds=copies.seconds, host_copy_seconds_per_gigabyte=copies.seconds_per_gigabyte,
         is_coarse=repeats < LEAST_PASSES or set(least) != set(ladder),
     )  # fmt: skip
 

@@ -122,7 +122,12 @@ def with_probed_links(
     """Return the session's cluster with measured numbers, its links measured now, and the profile. `refresh`: measure
     what a step costs beside its layers, even if it is stored."""
     devices = tuple(
-        msgspec.structs.replace(device, memory_bytes_per_second=measured[device.name][1], estimated=False)
+        msgspec.structs.replace(
+            device,
+            memory_bytes_per_second=measured[device.name][1],
+            estimated=False,
+            gpu=session.coordinator.members[device.name].facts.gpu,
+        )
         for device in session.cluster.devices
     )
     cluster = msgspec.structs.replace(session.cluster, devices=devices)

@@ -139,8 +139,7 @@ class _Run:
             memory = DeviceMemory(self.plan, schedule.network, work.geometries, name)
             facts = cluster.device(name)
             result = DeviceResult(name, memory_bytes=facts.memory_bytes)
-            copies = facts.copy_seconds_per_gigabyte > 0 or facts.message_seconds > 0
-            self.devices[name] = _Device(name, work, policy, memory, result, copies)
+            self.devices[name] = _Device(name, work, policy, memory, result, self.costs.copies(name))
 
     def to_the_end(self) -> Simulation:
         self._let_run()
