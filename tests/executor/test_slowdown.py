@@ -79,3 +79,15 @@ def test_a_factor_of_one_changes_nothing(slept: Slept) -> None:
     computed(slowed)
     assert not slept.seconds
     assert not slowed.slows
+
+
+def test_a_message_of_a_gpu_is_not_slowed(slept: Slept) -> None:
+    """Its copies to the machine's memory take no longer on a slower one; a processor packs a message itself."""
+    for torch_device, count in ((torch.device("cuda", 0), 0), (torch.device("cpu"), 1)):
+        slowed = Slowdown(4.0, torch_device)
+        for _ in range(2):
+            slowed.begin_round()
+        started = slowed.now_of_message()
+        computed(Slowdown(1.0))
+        slowed.stretch_message(started)
+        assert len(slept.seconds) == count

@@ -225,8 +225,10 @@ class Executor:
                 self._act(action)
                 if is_on_gpu and self.recorder.is_traced:
                     synchronize(torch_device)  # a GPU computes while Python goes on
-                if is_slowed and isinstance(action, (Forward, Backward, Step, Send)):
+                if is_slowed and isinstance(action, (Forward, Backward, Step)):
                     self.slowdown.stretch(started)
+                elif is_slowed and isinstance(action, Send):
+                    self.slowdown.stretch_message(started)
                 self.recorder.took(action, began, time.monotonic())
                 self.actions_done += 1
             if self._losses:

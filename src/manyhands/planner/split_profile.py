@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
 
 import msgspec
 
@@ -142,17 +143,26 @@ def split_profile(
 
 
 def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
-    """Return the profile of a device that takes `slowdown` times as long for everything."""
+    """Return the profile of a device that takes `slowdown` times as long for everything.
+
+    A GPU that is slowed takes as long for a layer as launching its kernels does, if that takes longer: both are slowed.
+    """
     if not 0 < slowdown < math.inf:
         raise BadValue(f"A device {slowdown} times as slow; it must be finite and > 0.")
+    if slowdown == 1:
+        return profile
     layers = []
-    for layer in profile.layers:
+    for layer, (ahead, back) in zip(profile.layers, profile.launch_seconds or repeat((0.0, 0.0))):
         ladder = (
-            Timing(timing.samples, timing.forward_seconds * slowdown, timing.backward_seconds * slowdown)
+            Timing(
+                timing.samples,
+                max(timing.forward_seconds, ahead) * slowdown,
+                max(timing.backward_seconds, back) * slowdown,
+            )
             for timing in layer.ladder
         )
         layers.append(LayerTiming(layer.layer, tuple(ladder)))
-    return msgspec.structs.replace(profile, layers=tuple(layers))
+    return msgspec.structs.replace(profile, layers=tuple(layers), launch_seconds=())
 
 
 def _crossing(network: Network, layer: int) -> list[TensorSpec]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
@@ -17,6 +16,7 @@ from manyhands.facts.cluster import Cluster
 from manyhands.facts.network import Network
 from manyhands.facts.plan import BySamples, ByTiles, Plan, Stage, plan_line
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.session.session import usable_cores
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.gpu.networks import GpuNetwork, loss
 
@@ -71,18 +71,18 @@ def mixed_gain(network: GpuNetwork, slowdown: float, cpu_workers: int, say: Prog
     beside = _mixed_seconds(network, Cluster.local(1 + cpu_workers, gpus=1), slowdown, "auto")
     return {
         "mixed_gpu_cpu_gain": alone[0] / beside[0], "mixed_alone_step_seconds": alone[0],
-        "mixed_step_seconds": beside[0], "mixed_plan": beside[1],
+        "mixed_step_seconds": beside[0], "mixed_predicted_seconds": beside[1], "mixed_plan": beside[2],
         "mixed_setting": f"{network.title}; the GPU computes {slowdown:.4g} times slower than it could, as fast as a "
-        f"{JETSON}, and {cpu_workers} workers share the processors' {torch.get_num_threads()} cores; plan auto; "
+        f"{JETSON}, and {cpu_workers} workers share the machine's {usable_cores()} cores; plan auto; "
         f"median of {MIXED_STEPS} steps",
     }  # fmt: skip
 
 
-def _mixed_seconds(network: GpuNetwork, cluster: Cluster, slowdown: float, plan: str) -> tuple[float, str]:
-    """Return the median seconds of a step, and the plan as a text."""
+def _mixed_seconds(network: GpuNetwork, cluster: Cluster, slowdown: float, plan: str) -> tuple[float, float, str]:
+    """Return the median seconds of a step, the planner's prediction, and the plan as a text."""
     model, (inputs, targets) = network.build(), network.data(2)
     ended: list[float] = []
-    threads = max(1, torch.get_num_threads() // max(1, len(cluster.devices) - 1))
+    threads = max(1, usable_cores() // max(1, len(cluster.devices) - 1))
     slowdowns: Mapping[str, float] = {cluster.names[0]: slowdown}
     with (
         TemporaryDirectory() as folder,
@@ -91,7 +91,7 @@ def _mixed_seconds(network: GpuNetwork, cluster: Cluster, slowdown: float, plan:
         result = mh.train(
             model, TensorDataset(inputs, targets), loss=loss, optimizer=mh.Optimizer("SGD", lr=0.01),
             batch_size=network.batch_size, steps=MIXED_STEPS, cluster=coordinator, plan=plan, verify=False,
-            folder=Path(folder) / "run", on_step=lambda *step: ended.append(time.monotonic()),
+            profile_seconds=0, folder=Path(folder) / "run", on_step=lambda *step: ended.append(time.monotonic()),
         )  # fmt: skip
     seconds = [after - before for before, after in zip(ended[3:], ended[4:])]
-    return statistics.median(seconds), plan_line(result.plan)
+    return statistics.median(seconds), result.predicted_seconds, plan_line(result.plan)
