@@ -106,18 +106,6 @@ def test_phases() -> None:
             parse_phases(wrong)
 
 
-def test_a_slowed_gpu_takes_as_long_as_it_is_slowed_in_launching() -> None:
-    network = activated(chain(2), conv1="relu.default")
-    (gpu,) = even_profile(network, ["a"], 0.02, 0.05).devices.values()
-    gpu = msgspec.structs.replace(gpu, launch_seconds=((0.5, 0.01), (0.01, 0.5)))
-    assert slowed(gpu, 1) is gpu
-    slow = slowed(gpu, 3)
-    assert [slow.layer_seconds(layer, 1) for layer in range(2)] == [
-        pytest.approx((1.5, 0.15)), pytest.approx((0.06, 1.5)),
-    ]  # fmt: skip
-    assert not slow.launch_seconds
-
-
 def test_a_slow_edge() -> None:
     network = activated(chain(4), conv1="relu.default")
     edge, server = even_profile(network, ["a", "b"], 0.02, 0.05).devices.values()

@@ -39,7 +39,7 @@ from manyhands.executor.options import ExecutorOptions
 from manyhands.executor.pass_calls import bind_backward, bind_forward
 from manyhands.executor.round_result import RoundResult
 from manyhands.executor.runner import Runner
-from manyhands.executor.slowdown import Slowdown
+from manyhands.executor.slowdown import UNSLOWED, Slowdown
 from manyhands.executor.tensor_memory import TensorMemory
 from manyhands.facts.errors import BadSchedule
 from manyhands.graph.accelerators import synchronize
@@ -221,14 +221,13 @@ class Executor:
         is_slowed, torch_device, is_on_gpu = self.slowdown.is_on, self.torch_device, self.torch_device.type != "cpu"
         with torch.no_grad(), self.part.on_stream():  # code that needs autograd enables it
             for action in islice(self._in_turn(policy, state), self._launch(), None):
-                began, started = time.monotonic(), self.slowdown.now() if is_slowed else 0.0
+                slowdown = self._slowdown_of(action) if is_slowed else UNSLOWED
+                began, started = time.monotonic(), slowdown.begin() if slowdown.is_on else None
                 self._act(action)
                 if is_on_gpu and self.recorder.is_traced:
                     synchronize(torch_device)  # a GPU computes while Python goes on
-                if is_slowed and isinstance(action, (Forward, Backward, Step)):
-                    self.slowdown.stretch(started)
-                elif is_slowed and isinstance(action, Send):
-                    self.slowdown.stretch_message(started)
+                if started is not None:
+                    slowdown.stretch(started)
                 self.recorder.took(action, began, time.monotonic())
                 self.actions_done += 1
             if self._losses:
@@ -317,6 +316,11 @@ class Executor:
                 continue
             assert not isinstance(answer, str)
             yield answer
+
+    def _slowdown_of(self, action: Action) -> Slowdown:
+        if isinstance(action, (Forward, Backward, Step)):
+            return self.slowdown
+        return self.messenger.slowdown if isinstance(action, Send) else UNSLOWED
 
     def _act(self, action: Action) -> None:
         self._calls.of(action)()

@@ -57,7 +57,7 @@ class Messenger:
         """`has_boards`: whether small messages go by boards to workers of this machine (device_boards.py)."""
         self.endpoint, self.network, self.weights = endpoint, schedule.network, weights
         self.in_flight, self.runners, self.coding = in_flight, in_flight.runners, coding
-        self.diagnosis, self.recorder, self.slowdown = diagnosis, recorder, slowdown
+        self.diagnosis, self.recorder, self.slowdown = diagnosis, recorder, slowdown.of_messages()
         self.gpu_peers = gpu_peers
         self.host_bytes = 0
         """Bytes of a GPU's boxes that went through the machine's memory."""
@@ -219,11 +219,11 @@ class Messenger:
                 tensors: Sequence[torch.Tensor] = self.boards.take(
                     source, self.in_flight.step, topic, outlives_round=not self._is_training
                 )
-                started = self.slowdown.now_of_message()
+                started = self.slowdown.begin()
             else:
                 rooms = [self._room(source, message, part) for part in message.parts]
                 self.endpoint.mailbox.receive(source, self.in_flight.step, topic, rooms)
-                started = self.slowdown.now_of_message()
+                started = self.slowdown.begin()
                 tensors = [self._opened(source, message, part, room) for part, room in zip(message.parts, rooms)]
             self.diagnosis.watch(source, tensors)
             for part, tensor, put in zip(message.parts, tensors, incoming):
@@ -236,16 +236,16 @@ class Messenger:
                 put(data)
             if message.kind == "gradient":
                 self.coding.came_back(source, message)
-            self.slowdown.stretch_message(started)
+            self.slowdown.stretch(started)
 
         return call
 
     def _receive_channels(self, source: str, message: Message, topic: str, runner: ChannelRunner) -> None:
         memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
         self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
-        started = self.slowdown.now_of_message()
+        started = self.slowdown.begin()
         runner.incoming(message, memory)
-        self.slowdown.stretch_message(started)
+        self.slowdown.stretch(started)
 
     def _room(self, source: str, message: Message, part: Part) -> torch.Tensor:
         """Return memory for what is to arrive of a part."""

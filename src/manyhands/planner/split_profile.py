@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import repeat
 
 import msgspec
 
@@ -143,26 +142,17 @@ def split_profile(
 
 
 def slowed(profile: DeviceProfile, slowdown: float) -> DeviceProfile:
-    """Return the profile of a device that takes `slowdown` times as long for everything.
-
-    A GPU that is slowed takes as long for a layer as launching its kernels does, if that takes longer: both are slowed.
-    """
+    """Return the profile of a device that takes `slowdown` times as long for everything."""
     if not 0 < slowdown < math.inf:
         raise BadValue(f"A device {slowdown} times as slow; it must be finite and > 0.")
-    if slowdown == 1:
-        return profile
     layers = []
-    for layer, (ahead, back) in zip(profile.layers, profile.launch_seconds or repeat((0.0, 0.0))):
+    for layer in profile.layers:
         ladder = (
-            Timing(
-                timing.samples,
-                max(timing.forward_seconds, ahead) * slowdown,
-                max(timing.backward_seconds, back) * slowdown,
-            )
+            Timing(timing.samples, timing.forward_seconds * slowdown, timing.backward_seconds * slowdown)
             for timing in layer.ladder
         )
         layers.append(LayerTiming(layer.layer, tuple(ladder)))
-    return msgspec.structs.replace(profile, layers=tuple(layers), launch_seconds=())
+    return msgspec.structs.replace(profile, layers=tuple(layers))
 
 
 def _crossing(network: Network, layer: int) -> list[TensorSpec]:

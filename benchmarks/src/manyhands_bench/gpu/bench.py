@@ -19,7 +19,7 @@ import torch
 from manyhands.facts.errors import ManyhandsError
 from manyhands.session.session import usable_cores
 from manyhands_bench.figures import Figures, Progress
-from manyhands_bench.gpu.alone import our_seconds, plain_seconds, step_ratio
+from manyhands_bench.gpu.alone import busy_seconds, our_seconds, step_ratio
 from manyhands_bench.gpu.networks import NETWORKS
 from manyhands_bench.gpu.several import MOST_CPU_WORKERS, SHARED_WAYS, jetson_slowdown, mixed_gain, shared_gpu
 from manyhands_bench.parts import check_asked, measure_parts
@@ -70,7 +70,7 @@ class GpuBench:
 
     def mixed(self) -> Figures:
         network = replace(NETWORKS[EXACT_NETWORK], title=MIXED_TITLE, batch_size=MIXED_BATCH)
-        slowdown = jetson_slowdown(network, plain_seconds(network, "float32", self.scope.steps))
+        slowdown = jetson_slowdown(network, busy_seconds(network, self.scope.steps))
         return mixed_gain(network, slowdown, min(MOST_CPU_WORKERS, max(1, usable_cores() - 1)), self.say)
 
     def _ratios(self, precision: str, key: str) -> Figures:

@@ -56,10 +56,10 @@ def _plan(way: str, batch_size: int, network: Network, names: tuple[str, ...]) -
     return Plan(network.name, batch_size, (Stage((0, layers), names, share),))
 
 
-def jetson_slowdown(network: GpuNetwork, step_seconds: float) -> float:
-    """Return how many times slower than this GPU a Jetson computes, whose step takes `step_seconds` here."""
+def jetson_slowdown(network: GpuNetwork, busy_seconds: float) -> float:
+    """Return how many times slower than this GPU a Jetson computes; a step takes this one `busy_seconds`."""
     graph = mh.capture(network.build(), network.draw(2))
-    per_second = 3 * 2 * graph.network.macs * network.batch_size / step_seconds
+    per_second = 3 * 2 * graph.network.macs * network.batch_size / busy_seconds
     return max(1.0, per_second / (CATALOGUE[JETSON].gflops * 1e9))
 
 
