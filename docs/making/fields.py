@@ -54,8 +54,8 @@ def cluster_table() -> str:
         "gflops": "20", "memory": "4 GB", "memory_rate": "6 GB/s", "cores": "4", "operator_time": "50 us",
         "watts_active": "6.4", "watts_idle": "2.7", "watts_transfer": "1", "up": "19 Mbit/s", "down": "31 Mbit/s",
         "host": "pi4-1", "site": "paris", "copy_time": "0.2 s", "message_time": "50 us", "round_time": "2 ms",
-        "compute": "cuda:1",
-        "estimated": "false", "source": "my own bench",
+        "compute": "cuda:1", "gpu": "gpu-1", "estimated": "false",
+        "source": "my own bench",
     }  # fmt: skip
     rows = [
         ["`name`", "`nano`", "of one device; of several, numbered from 1: `pi4-1`, `pi4-2`; default: the kind"],

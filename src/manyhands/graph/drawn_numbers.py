@@ -82,7 +82,7 @@ class _TorchDraws(TorchFunctionMode):
         first = arguments[0] if arguments else None
         drawn = next((noted for noted in self._drawn if noted[0] is first), None) if name in _READINGS else None
         if drawn is not None and name == "item":
-            return DrawnNumber("torch, taken as Python numbers,", *drawn[1:], _user_line(sys._getframe(1)))
+            return DrawnNumber("torch as a Python number", *drawn[1:], _user_line(sys._getframe(1)))
         comparison, number = _COMPARISONS.get(name), arguments[1] if len(arguments) == 2 else None
         if drawn is not None and comparison is not None and isinstance(number, (int, float)):
             answer = decided(comparison, number, *drawn[1:])
