@@ -109,8 +109,8 @@ class SampleShape(tuple[int, ...]):
         return self.noted.noted(math.prod(map(plain, self)))
 
     def __getitem__(self, place: Any) -> Any:
-        found = tuple.__getitem__(self, place)
-        return self.noted.shape(found) if isinstance(place, slice) else found
+        sizes = tuple.__getitem__(self, place)
+        return self.noted.shape(sizes) if isinstance(place, slice) else sizes
 
     def __add__(self, other: Any) -> Any:
         return self.noted.shape(tuple.__add__(self, tuple(other)))
