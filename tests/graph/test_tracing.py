@@ -124,6 +124,11 @@ DECISIONS: dict[str, Callable[[Tensor], bool]] = {
     "turns": lambda x: (x.size(0) * 3 + 1) % 5 == 2,
     "float": lambda x: 1 / x.numel() < 1e-6,
     "kept": lambda x: {300: True}.get(x.shape[0], False),
+    "elements": lambda x: x.shape.numel() > 40_000,
+    "part": lambda x: x.shape[:2].numel() > 40_000,
+    "bytes": lambda x: x.nbytes > 200_000,
+    "bits": lambda x: x.shape[0].bit_length() > 12,
+    "text": lambda x: str(x.shape[0]) == "7000",
 }
 """By the number of samples: most of them alike in every run of a trace."""
 
@@ -168,6 +173,11 @@ KINDS = (
     "turns",
     "float",
     "kept",
+    "elements",
+    "part",
+    "bytes",
+    "bits",
+    "text",
     "square",
     "number",
     "elsewhere",

@@ -25,10 +25,13 @@ from manyhands.graph.capture import capture
 from manyhands.job import refining
 from manyhands.job.refining import Refinement, Refiner
 from manyhands.job.replanning import KEPT, SWITCHED
+from manyhands.plans.local_cluster import threads_each
+from manyhands.plans.local_profiles import StepCosts, stored_step_costs
 from manyhands.plans.planned import Planned
 from manyhands.plans.simulating import simulate
 from manyhands.runtime.controller import Change
 from manyhands.runtime.coordinator import Coordinator
+from manyhands.session import step_costs
 from manyhands.training.train import TrainJob
 from real_runs import BATCH, LAYERS, SGD, Pictures, assert_close, names, network, shared, train, workers
 
@@ -244,6 +247,27 @@ def test_a_run_that_switches_its_plan_trains_as_one_device(
     assert again.planned.plan == again.result.plan == ran.result.plan
     state, losses = plainly_trained(STEPS + 3)
     assert_close(again.state, state)
+
+
+@pytest.mark.xdist_group("training")
+def test_measuring_what_a_step_costs_leaves_the_state_with_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(refining, "PART", 1e9)
+    monkeypatch.setattr(refining, "LEAST_STEPS", 2)
+    monkeypatch.setattr(step_costs, "USUAL", StepCosts(0.0, 0.0))  # two workers pay, before they are measured
+    said: list[str] = []
+    ran = train(
+        Cluster.local(2), "auto", tmp_path / "run", model=network(dropout=0.0), steps=STEPS, say=said.append,
+        profile_seconds=0.05,
+    )  # fmt: skip
+    assert any(" after measuring for " in text for text in said), said
+    assert stored_step_costs(Cluster.local(2), threads_each(2)) is not None
+    assert ran.result.recoveries == []  # no step is run again: what the workers held was still there
+    state, losses = plainly_trained(STEPS)
+    assert_close(ran.state, state)
+    assert ran.result.losses == pytest.approx(losses, rel=1e-10)
 
 
 @pytest.mark.quick(every=4)

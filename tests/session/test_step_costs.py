@@ -13,7 +13,14 @@ from manyhands.plans.local_profiles import StepCosts, keep_step_costs, stored_st
 from manyhands.runtime.outcome import Outcome
 from manyhands.session import step_costs
 from manyhands.session.opening import open_session
-from manyhands.session.step_costs import MachineUse, costs_of, with_step_costs
+from manyhands.session.step_costs import (
+    USUAL,
+    MachineUse,
+    are_costs_known,
+    costs_of,
+    with_known_step_costs,
+    with_step_costs,
+)
 
 THREE = Cluster.local(3, delay_seconds=0.001, bytes_per_second=1e12, memory_bytes_per_second=1e15)
 """Links and memory without cost, so that sums of known costs remain."""
@@ -103,3 +110,16 @@ def test_workers_measure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert with_step_costs(session, session.cluster) == measured
         again = with_step_costs(session, session.cluster, refresh=True)
         assert again.devices[0].message_seconds == 0.5
+
+
+@pytest.mark.xdist_group("training")
+def test_the_usual_costs_stand_in_until_there_is_time_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYHANDS_HOME", str(tmp_path))
+    with open_session(Cluster.local(2), threads=1) as session:
+        assert not are_costs_known(session, session.cluster)
+        assert with_known_step_costs(session, session.cluster).devices[1].round_seconds == USUAL.round_seconds
+        keep_step_costs(StepCosts(0.5, 0.25), session.cluster, session.threads)
+        assert are_costs_known(session, session.cluster)
+        assert with_known_step_costs(session, session.cluster).devices[1].round_seconds == 0.25

@@ -11,8 +11,9 @@ tensor of that size, as in `if len(x) > 64`, it may do something else with anoth
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,10 +28,13 @@ _DECIDES = (
     "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__hash__", "__truediv__", "__rtruediv__", "__rfloordiv__",
     "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__", "__ror__",
     "__xor__", "__rxor__", "__lshift__", "__rshift__", "__invert__", "__abs__", "__round__", "__int__", "__float__",
+    "__ceil__", "__floor__", "__trunc__", "__str__", "__repr__", "__format__", "bit_length", "bit_count", "conjugate",
+    "as_integer_ratio", "to_bytes",
 )  # fmt: skip
 _SHAPE: Any = vars(torch._C.TensorBase)["shape"]
+_NBYTES: Any = vars(torch._C.TensorBase)["nbytes"]
 _SIZES = frozenset({
-    _SHAPE.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel,
+    _SHAPE.__get__, _NBYTES.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel,
     torch.Tensor.stride,
 })  # fmt: skip
 _WRAPPERS = frozenset({torch._tensor.__file__, torch.overrides.__file__, __file__})
@@ -89,6 +93,32 @@ for _name in _DECIDES:
     setattr(SampleSize, _name, _decision(_name))
 
 
+class SampleShape(tuple[int, ...]):
+    """A shape, some of whose sizes are `SampleSize`, in a run with `SizesNoted.samples` samples; so is a part of it.
+
+    It says that it is a torch.Size, of which no class can be made, and whose `numel` gives a plain number.
+    """
+
+    noted: SizesNoted
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Size
+
+    def numel(self) -> int:
+        return self.noted.noted(math.prod(map(plain, self)))
+
+    def __getitem__(self, place: Any) -> Any:
+        sizes = tuple.__getitem__(self, place)
+        return self.noted.shape(sizes) if isinstance(place, slice) else sizes
+
+    def __add__(self, other: Any) -> Any:
+        return self.noted.shape(tuple.__add__(self, tuple(other)))
+
+    def __radd__(self, other: Any) -> Any:
+        return self.noted.shape((*other, *self))
+
+
 class SizesNoted(TorchFunctionMode):
     """A context in which tensors give their sizes as `SampleSize`, where these are multiples of `samples`: a prime that
     is larger than usual sizes. `decisions`: how often the user's code decided by one."""
@@ -97,9 +127,13 @@ class SizesNoted(TorchFunctionMode):
         super().__init__()
         self.samples, self.decisions = samples, 0
         self._type: type[SampleSize] = type("SampleSize", (SampleSize,), {"noted": self})
+        self._shape: type[SampleShape] = type("SampleShape", (SampleShape,), {"noted": self})
 
     def size(self, number: int) -> SampleSize:
         return self._type(number)
+
+    def shape(self, sizes: Iterable[int]) -> SampleShape:
+        return self._shape(sizes)
 
     def grows(self, number: int) -> bool:
         return int.__mod__(number, self.samples) == 0 and int.__ne__(number, 0)
@@ -119,9 +153,12 @@ class SizesNoted(TorchFunctionMode):
             self.decide(frame)
         if func not in _SIZES:
             return made
+        if isinstance(made, torch.Size):
+            return self.shape(self.noted(size) for size in made)
         if isinstance(made, tuple):
-            return type(made)(self._noted(size) for size in made)
-        return self._noted(made)
+            return type(made)(self.noted(size) for size in made)
+        return self.noted(made)
 
-    def _noted(self, size: int) -> int:
+    def noted(self, size: int) -> int:
+        """Return a size as `SampleSize` where it grows with the batch."""
         return self.size(size) if self.grows(size) else size

@@ -69,6 +69,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Peer -> the tensors that this worker sends it when the run starts."""
     since: int = 0
     """The generation with which the job began: copies of earlier jobs are forgotten."""
+    is_aside: bool = False
+    """Whether this is a measurement: the worker keeps the state of the job that is under way, and none of this."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

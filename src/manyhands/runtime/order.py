@@ -88,6 +88,8 @@ class Order:
     """How devices form sums together: see `facts.collectives`."""
     trusts_network: bool = False
     """Whether sums may travel beyond this machine without encryption."""
+    is_aside: bool = False
+    """Whether it only measures: workers keep the state of the job that is under way, and none of this."""
     lengths: LengthGraphs | None = None
     """The graphs of batches of several lengths, of which `graph` is the longest; None: all batches have one shape."""
 

@@ -80,7 +80,7 @@ def prepare(run: Run) -> None:
         if job is not None and run.members[name].facts.compute != "cpu":  # it computes faster than a connection feeds
             run.coordinator.endpoint.make_room(name, BATCHES_UNDER_WAY * run.feed.feeder.bytes_of(name))
         gives = run.handout.gives.get(name, {})
-        run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since))
+        run.coordinator.send(name, Prepare(run.generation, job, peers, gives, run.since, run.order.is_aside))
     timeout_factor = run.coordinator.security.timeout_factor
     is_connected = threading.Event()
 

@@ -50,12 +50,11 @@ def load_everything() -> None:
     """Load what PyTorch otherwise loads to work out the shapes of a sent graph, and leave out its compiler, which
     optimizers would load at their first step: a worker compiles nothing.
 
-    It takes a second or more, in which no device is to wait.
+    It takes half a second or more, in which no device is to wait.
     """
     leave_out_compiler()
     with without_collecting():
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
-        importlib.import_module("torch.distributed.tensor")
 
 
 @contextlib.contextmanager

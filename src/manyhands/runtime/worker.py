@@ -305,19 +305,22 @@ class Worker:
         if executor is None:
             return
         executor.close()
-        if executor.plan.is_training and executor.settled_step is not None:
+        is_kept = executor.plan.is_training and not prepared.command.is_aside
+        if is_kept and executor.settled_step is not None:
             self.keeping.keep(executor.settled_step, *state_of(executor, copy=False))
 
     def _prepare(self, command: Prepare) -> None:
         """Build this device's part and connect to the others; weights come with the start."""
         self._drop()
-        self.keeping.begin(command.since)
+        if not command.is_aside:
+            self.keeping.begin(command.since)
         if command.job is None:
             self.endpoint.mailbox.open(command.generation, {})
             self.prepared = Assignment(command, None)
         else:
-            self.is_under_way = command.job.plan.is_training
-            kept = self.keeping.at(command.job.steps_done)
+            if not command.is_aside:
+                self.is_under_way = command.job.plan.is_training
+            kept = self.keeping.at(command.job.steps_done) if not command.is_aside else {}
             executor = self.builder.build(command.generation, command.job, kept)
             self.prepared = Assignment(command, executor)
             self.exchange.make_room_for_start(self.prepared, executor)
@@ -373,7 +376,8 @@ class Worker:
             reports.finish()
             if executor.last_step is None or executor.last_step >= command.last_step:
                 self._send(Done(command.generation, executor.log))
-                self.is_under_way = False
+                if not prepared.command.is_aside:
+                    self.is_under_way = False
             return
         reports.finish()
 

@@ -24,7 +24,7 @@ from manyhands.runtime.measuring import learn_routes, measure_on, probe_links
 from manyhands.runtime.retry_policy import RetryPolicy
 from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session
-from manyhands.session.step_costs import measure_step_costs, with_step_costs
+from manyhands.session.step_costs import measure_step_costs, with_known_step_costs, with_step_costs
 
 WORTH_PROBING = 6_000_000
 """Bytes per second of the slowest link from which it is worth measuring what messages cost the devices."""
@@ -120,7 +120,7 @@ def with_probed_links(
     session: Session, measured: Measurements, *, is_quick: bool = False, refresh: bool = False
 ) -> tuple[Cluster, Profile]:
     """Return the session's cluster with measured numbers, its links measured now, and the profile. `refresh`: measure
-    what a step costs beside its layers, even if it is stored."""
+    what a step costs beside its layers, even if it is stored; `is_quick` without that: only as it is known."""
     devices = tuple(
         msgspec.structs.replace(
             device,
@@ -138,7 +138,10 @@ def with_probed_links(
         if is_plain(session) and not is_quick:
             keep_links(cluster, session.threads)
     if is_plain(session):
-        cluster = with_step_costs(session, cluster, refresh=refresh)
+        if is_quick and not refresh:
+            cluster = with_known_step_costs(session, cluster)
+        else:
+            cluster = with_step_costs(session, cluster, refresh=refresh)
     return cluster, Profile(
         {name: measured[name][0] for name in cluster.names}
     )  # in the cluster's order, not that of the replies

@@ -30,7 +30,7 @@ from manyhands.session.measuring import (
 )
 from manyhands.session.measuring_turn import turn_to_measure
 from manyhands.session.session import Say, Session, usable_cores
-from manyhands.session.step_costs import with_step_costs
+from manyhands.session.step_costs import with_known_step_costs
 
 _LAYERS = 0.75
 """The part of the limit for layers; the rest is for the optimiser's step and the links."""
@@ -76,7 +76,7 @@ def measure_within(
         for device in session.cluster.devices
     )  # fmt: skip
     cluster = Cluster(session.cluster.name, devices, links.link, links.links, session.cluster.sites)
-    cluster = with_step_costs(session, cluster)
+    cluster = with_known_step_costs(session, cluster)
     return cluster, Profile({name: measured[name][0] for name in cluster.names})
 
 

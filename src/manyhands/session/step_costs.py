@@ -1,5 +1,7 @@
 """Measures what a step costs beside its layers, once for a machine and a number of workers, by a short training.
 
+It takes a second or two, which the first step need not wait for: until there is time, costs are the usual ones.
+
 A small network with batch norm is measured as any other is, and then trained on all workers as a run would train it:
 fed, summed up, updated, reported. What its layers and the delays of links do not explain are costs of the step.
 
@@ -50,7 +52,21 @@ WARM_UP, TRACED, COUNTED = 2, 4, 7
 """Steps that do not count, those whose actions are recorded, and those that are timed without that."""
 _LEAST_OWN = 0.2
 """The least part of the machine's time that may have been this run's: with less, there is nothing to be told."""
+USUAL = StepCosts(message_seconds=2e-4, round_seconds=1e-2)
+"""Of processors with a few workers, before they have been measured."""
+MEASURING_SECONDS = 3.0
+"""How long measuring is likely to take."""
 _OPTIMIZER = Optimizer("SGD", lr=0.0, momentum=0.9)
+
+
+def are_costs_known(session: Session, cluster: Cluster) -> bool:
+    """Return whether what a step costs so many local workers has been measured on this machine."""
+    return stored_step_costs(cluster, session.threads) is not None
+
+
+def with_known_step_costs(session: Session, cluster: Cluster) -> Cluster:
+    """Return the cluster of local workers with what a step costs beside its layers, as stored, else as usual."""
+    return with_costs(cluster, stored_step_costs(cluster, session.threads) or USUAL)
 
 
 def with_step_costs(session: Session, cluster: Cluster, *, refresh: bool = False) -> Cluster:
@@ -70,7 +86,7 @@ def measure_step_costs(session: Session, cluster: Cluster) -> StepCosts:
     last = WARM_UP + TRACED + COUNTED
     order = Order(
         graph=graph, plan=plan, start=RunState(dict(graph.state)), last_step=last, optimizer=_OPTIMIZER,
-        trace_steps=range(WARM_UP, WARM_UP + TRACED),
+        trace_steps=range(WARM_UP, WARM_UP + TRACED), is_aside=True,
     )  # fmt: skip
     run = Run(session.coordinator, order)
     run.prepare()

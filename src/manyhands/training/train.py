@@ -46,9 +46,10 @@ from manyhands.runtime.controller import Controller
 from manyhands.runtime.gpu_settings import gpu_math
 from manyhands.runtime.record import read_config, read_decided
 from manyhands.runtime.retry_policy import RetryPolicy
-from manyhands.session.measuring import among_who_stay, measure_who_stays
+from manyhands.session.measuring import among_who_stay, is_plain, measure_who_stays
 from manyhands.session.opening import expect_session, open_session
 from manyhands.session.quick_measuring import measure_within, thorough_seconds
+from manyhands.session.step_costs import MEASURING_SECONDS, are_costs_known, with_step_costs
 from manyhands.training.arguments import DOCUMENT
 from manyhands.training.callbacks import TensorBoard
 from manyhands.training.config import TrainConfig
@@ -266,12 +267,15 @@ class TrainJob(Job):
         config, profiles = self.settings, planned.profile.devices.values()
         is_coarse = any(profile.is_coarse for profile in profiles)
         is_free = is_strategy(str(config.plan)) and config.tune <= 1 and config.feed == "step"
-        if not config.profile_seconds or not is_free or not (is_coarse or self.is_partly_planned):
+        has_costs = not is_plain(self.session) or are_costs_known(self.session, planned.cluster)
+        if not config.profile_seconds or not is_free or not (is_coarse or self.is_partly_planned or not has_costs):
             return replanner
         workload = self.workload
         measuring_seconds = thorough_seconds(planned.profile, workload.batch_size) if is_coarse else 0.0
 
         def measure() -> tuple[Cluster, Profile]:
+            if not is_coarse:
+                return with_step_costs(self.session, planned.cluster), planned.profile
             return measure_within(
                 self.session, self.graph, workload.batch_size, measuring_seconds, optimizer=workload.optimizer,
                 refresh=True,
@@ -283,7 +287,9 @@ class TrainJob(Job):
             return resolve(applied(config, chosen, workload.batch_size), self.graph.network, cluster)
 
         seconds = measuring_seconds + self.planning_seconds * (WHOLE_PLANNING if self.is_partly_planned else 1.0)
-        course = Refinement(seconds, self.last_step, measure if is_coarse else None, plan, self.record.measured)
+        seconds += 0.0 if has_costs else MEASURING_SECONDS
+        is_measured = is_coarse or not has_costs
+        course = Refinement(seconds, self.last_step, measure if is_measured else None, plan, self.record.measured)
         self.refiner = Refiner(replanner, planned, course)
         return self.refiner
 
