@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
 import manyhands as mh
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 from manyhands.executor.optimizers import validate
 from manyhands.facts.errors import BadData, BadValue, NotInstalled
 from manyhands.facts.optimizer import Optimizer
@@ -344,7 +344,7 @@ def test_a_run_by_names_is_exported(cluster: Coordinator, tmp_path: Path) -> Non
 
     result = train_by_name(train_config({"steps": 2, "share": "samples", "folder": tmp_path / "run"}), cluster)
     path = tmp_path / "digits.onnx"
-    ran = CliRunner().invoke(app, ["export", str(result.folder), "--onnx", str(path), "--json"])
+    ran = CliRunner().invoke(whole_app(), ["export", str(result.folder), "--onnx", str(path), "--json"])
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["bytes"] == path.stat().st_size
     test = load("digits").test

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from manyhands.cli.main import app
+from manyhands.cli.main import COMMANDS, GROUPS, app_with
 
 _WORD = r"(?:2\(P-p\)(?:[+-]1)?|P-p|[a-z0-9](?:[\w.:@+=-]*\w)?)"
 _LISTED = re.compile(rf"(?<![\w.-])((?:{_WORD}, )*{_WORD}),? or (?:for |an? )?({_WORD})(?![\w-])")
@@ -41,7 +41,7 @@ def options() -> Iterator[tuple[str, Any]]:
         if not hasattr(command, "commands"):
             yield from ((" ".join(path), one) for one in command.params if getattr(one, "help", None))
 
-    yield from walk(typer.main.get_command(app), [])
+    yield from walk(typer.main.get_command(app_with((*COMMANDS, *GROUPS))), [])
 
 
 def values_in(text: str, metavar: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 from manyhands.facts.errors import CaptureFailed, UnknownName
 
 NET = """import torch
@@ -43,7 +43,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check", *words])
+    result = CliRunner().invoke(whole_app(), ["check", *words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout

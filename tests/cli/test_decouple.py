@@ -7,12 +7,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 from manyhands.facts.errors import BadValue, CaptureFailed
 
 
 def run(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words))
+    result = CliRunner().invoke(whole_app(), list(words))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.stdout

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 from manyhands.facts.errors import ManyhandsError, WorkerLost
 from manyhands.facts.plan import Plan, Stage
 from manyhands.inference import job as answering_job
@@ -107,7 +107,7 @@ def test_refusals_say_what_to_type(
     monkeypatch.chdir(place)
     monkeypatch.setattr(LocalWorkers, "start", lambda *_, **__: pytest.fail("workers were started"))
     with pytest.raises(ManyhandsError) as raised:
-        app(args=["infer", *words], prog_name="manyhands", standalone_mode=False)
+        whole_app()(args=["infer", *words], prog_name="manyhands", standalone_mode=False)
     assert message in raised.value.message
     assert hint in raised.value.hint
 
@@ -151,7 +151,7 @@ def alone(place: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) 
 
 
 def infer(*words: str) -> None:
-    app(args=["infer", "--weights", "tiny.safetensors", *words], prog_name="manyhands", standalone_mode=False)
+    whole_app()(args=["infer", "--weights", "tiny.safetensors", *words], prog_name="manyhands", standalone_mode=False)
 
 
 def test_answers_as_documents(alone: Path, model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_answers_as_a_table(alone: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     assert re.search(r"a\.png +class \d \d+\.\d%.*\n.*b\.png", said)
     assert "random" not in said
-    app(args=["infer", "--input", "digits", "--top", "1"], prog_name="manyhands", standalone_mode=False)
+    whole_app()(args=["infer", "--input", "digits", "--top", "1"], prog_name="manyhands", standalone_mode=False)
     said = capsys.readouterr().out
     assert "The weights are random" in said
     assert re.search(r"Accuracy: \d+\.\d% of 355 samples", said)

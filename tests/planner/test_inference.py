@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hand_made import CHANNELS, chain, changed, even_profile
 from hand_made import cluster as made_cluster
-from manyhands.cli.main import app
+from manyhands.cli.main import whole_app
 from manyhands.decoupling.decouple import decouple
 from manyhands.facts.cluster import Cluster, preset
 from manyhands.facts.device import Device
@@ -595,15 +595,15 @@ def test_the_table_says_what_each_plan_costs(decoupled: Network) -> None:
 def test_the_command_plans_inference() -> None:
     runner = CliRunner()
     asked = ["plan", "--model", "tiny", "--cluster", "home", "--for"]
-    found = json.loads(runner.invoke(app, [*asked, "throughput", "--share", "pipeline", "--json"]).output)
+    found = json.loads(runner.invoke(whole_app(), [*asked, "throughput", "--share", "pipeline", "--json"]).output)
     assert found["objective"] == "throughput"
     seconds = [one["seconds_per_sample"] for one in found["candidates"] if one["seconds_per_sample"]]
     assert seconds == sorted(seconds)
-    shown = runner.invoke(app, [*asked, "latency", "--share", "channels"])
+    shown = runner.invoke(whole_app(), [*asked, "latency", "--share", "channels"])
     assert shown.exit_code == 0
     assert "of the channels" in shown.output
     assert "sync points" in shown.output
-    refused = runner.invoke(app, [*asked, "latency", "--batch-size", "4"])
+    refused = runner.invoke(whole_app(), [*asked, "latency", "--batch-size", "4"])
     assert refused.exit_code != 0
     assert isinstance(refused.exception, ManyhandsError | SystemExit)
 

@@ -14,21 +14,23 @@ import typer
 
 from manyhands.facts.errors import BadValue
 
-_NEEDED = ("manyhands.session.joining", "manyhands.runtime.shared_token", "manyhands.runtime.service")
+_NEEDED = (
+    "manyhands.cli.worker",
+    "manyhands.session.joining",
+    "manyhands.runtime.shared_token",
+    "manyhands.runtime.service",
+)
 
 
-def fork_server_command(main: Callable[[], None]) -> Callable[..., None]:
-    """Return the command; `main` runs a child's command line. It is passed in because main.py imports this file."""
+def fork_server(
+    door: Annotated[int, typer.Option("--door")],
+    room: Annotated[str, typer.Option("--room")] = "",
+    idle: Annotated[float | None, typer.Option("--idle")] = None,
+) -> None:
+    """Load what workers need, then fork a child for each worker that is requested."""
+    from manyhands.cli.main import main
 
-    def fork_server(
-        door: Annotated[int, typer.Option("--door")],
-        room: Annotated[str, typer.Option("--room")] = "",
-        idle: Annotated[float | None, typer.Option("--idle")] = None,
-    ) -> None:
-        """Load what workers need, then fork a child for each worker that is requested."""
-        _serve(door, idle, main)
-
-    return fork_server
+    _serve(door, idle, main)
 
 
 def _serve(door: int, idle_seconds: float | None, main: Callable[[], None]) -> None:

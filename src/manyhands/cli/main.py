@@ -1,52 +1,34 @@
-"""The `manyhands` command. Each subcommand has its own file; this one collects them and maps errors to exit codes."""
+"""The `manyhands` command. Each subcommand has its own file; this one loads what is named and maps errors to
+exit codes."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 
 from manyhands import __version__
-from manyhands.cli import (
-    check,
-    dashboard,
-    decouple,
-    devices,
-    doctor,
-    export,
-    fork_server,
-    infer,
-    lab,
-    models,
-    plan,
-    profile,
-    simulate,
-    split,
-    status,
-    top,
-    train,
-    worker,
-)
 from manyhands.cli.commands import add_installed
 from manyhands.cli.show import plain
 from manyhands.facts.errors import ManyhandsError
 
 INTERNAL_ERROR = 70
 INTERRUPTED = 130
-
-app = typer.Typer(
-    name="manyhands",
-    help="Many hands make light work: one training and inference machine out of the devices you already own.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+COMMANDS = {
+    "train": "train", "infer": "infer", "export": "export", "models": "models", "check": "check",
+    "decouple": "decouple", "plan": "plan", "simulate": "simulate", "profile": "profile", "worker": "worker",
+    "nursery": "fork_server", "doctor": "doctor", "dashboard": "dashboard", "top": "top", "status": "status",
+}  # fmt: skip
+"""Each command, and its file, which has a function of the file's name."""
+HIDDEN = frozenset({"nursery"})
+GROUPS = ("devices", "split", "lab")
+"""Commands with commands of their own: their files have an `app`."""
 
 
 def _version(is_requested: bool) -> None:
@@ -55,7 +37,6 @@ def _version(is_requested: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
 def _everywhere(
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
@@ -63,24 +44,41 @@ def _everywhere(
     del debug, version  # read from the command line by main() and the callback
 
 
-app.command("train")(train.train)
-app.command("infer")(infer.infer)
-app.command("export")(export.export)
-app.command("models")(models.models)
-app.command("check")(check.check)
-app.command("decouple")(decouple.decouple)
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.command("profile")(profile.profile)
-app.command("worker")(worker.worker)
-app.command("nursery", hidden=True)(fork_server.fork_server_command(lambda: main()))
-app.command("doctor")(doctor.doctor)
-app.command("dashboard")(dashboard.dashboard)
-app.command("top")(top.top)
-app.command("status")(status.status)
-app.add_typer(devices.app, name="devices")
-app.add_typer(split.app, name="split")
-app.add_typer(lab.app, name="lab")
+def app_with(names: Sequence[str]) -> typer.Typer:
+    """Return the application with some of the commands of this package."""
+    app = typer.Typer(
+        name="manyhands",
+        help="Many hands make light work: one training and inference machine out of the devices you already own.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_everywhere)
+    for name in names:
+        if name in COMMANDS:
+            file = importlib.import_module(f"manyhands.cli.{COMMANDS[name]}")
+            app.command(name, hidden=name in HIDDEN)(getattr(file, COMMANDS[name]))
+        else:
+            app.add_typer(importlib.import_module(f"manyhands.cli.{name}").app, name=name)
+    return app
+
+
+@functools.cache
+def whole_app() -> typer.Typer:
+    """Return the application with all commands, those that other distributions add among them."""
+    app = app_with((*COMMANDS, *GROUPS))
+    add_installed(app)
+    return app
+
+
+@functools.cache
+def app_of(words: Sequence[str]) -> typer.Typer:
+    """Return the application with the command that a command line names. To load the others and to search other
+    distributions for commands takes time: it is done where no command of this package is named."""
+    named = next((word for word in words if not word.startswith("-")), "")
+    return app_with((named,)) if named in COMMANDS or named in GROUPS else whole_app()
 
 
 def _explain_usage(error: Any) -> None:
@@ -95,21 +93,6 @@ def _explain_usage(error: Any) -> None:
     sys.exit(error.exit_code)
 
 
-@functools.cache
-def whole_app() -> typer.Typer:
-    """Return the application with the commands that other distributions add."""
-    add_installed(app)
-    return app
-
-
-def _is_built_in(words: list[str]) -> bool:
-    """Return whether the first word names a command of this package: then no other distribution is searched, which
-    takes time."""
-    named = next((word for word in words if not word.startswith("-")), "")
-    commands = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    return named in commands
-
-
 def main() -> None:
     """Run the command line. `--debug` may stand anywhere."""
     words = sys.argv[1:]
@@ -120,9 +103,7 @@ def main() -> None:
     if "--debug" in words:
         words.remove("--debug")
     try:
-        if not _is_built_in(words):
-            whole_app()
-        code = app(args=words, prog_name="manyhands", standalone_mode=False)
+        code = app_of(tuple(words))(args=words, prog_name="manyhands", standalone_mode=False)
         if code == INTERRUPTED:
             print("Stopped.", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
