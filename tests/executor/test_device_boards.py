@@ -112,6 +112,24 @@ def test_a_place_that_is_still_read_sends_the_next_over_the_connection() -> None
         assert pass_on(a, b, step + 5)
 
 
+def test_a_row_goes_to_several_peers_as_it_can() -> None:
+    """By the board where there is one, and back to the caller for the others."""
+    with tiles() as (a, b):
+        topic, size = b.message.topic, b.message.bytes
+        row = torch.arange(size // 4, dtype=torch.float32)
+        targets = [("b", topic), ("stranger", topic)]
+        step = found(a, b)
+        for device in (a, b):
+            device.endpoint.mailbox.begin_step(step)
+            device.boards.begin_round(step)
+        assert [*a.boards.put_row(targets, row)] == targets[1:]
+        taken = b.boards.take("a", step, topic)
+        assert torch.equal(torch.cat([part.flatten() for part in taken]), row)
+        before = a.endpoint.sent_bytes["b"]
+        a.boards.end_round()
+        assert a.endpoint.sent_bytes["b"] - before == size
+
+
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.05])
 def test_a_waiting_thread_is_woken(pause_seconds: float) -> None:
     """Whether it still looks, or sleeps at its sockets."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.transport.board import BOARD_BYTES, HEAD_BYTES, ReadingBoard, TensorShape, WritingBoard
+from manyhands.transport.board import BOARD_BYTES, HEAD_BYTES, ReadingBoard, TensorShape, WritingBoard, put_alike
 
 HALF, ROW = TensorShape(torch.float16, (2, 3)), TensorShape(torch.float64, (5,))
 MESSAGES = {"halo": (HALF, ROW), "row": (ROW,), "nothing": (TensorShape(torch.float32, (0, 4)),)}
@@ -87,3 +87,23 @@ def test_another_shape_is_an_error() -> None:
     writing, _ = pair()
     with pytest.raises(RuntimeError, match="size"):
         writing.put("row", 1, 0, [torch.zeros(6, dtype=torch.float64)])
+
+
+def test_the_same_row_is_left_on_several_boards() -> None:
+    pairs, row = [pair() for _ in range(3)], drawn("row")[0]
+    memory = memoryview(row.view(torch.uint8).numpy())
+    put_alike([(writing, "row") for writing, _ in pairs], 1, 0, memory)
+    for writing, reading in pairs:
+        assert reading.has("row", 1, 0)
+        assert torch.equal(reading.read("row", 0)[0], row)
+        assert not writing.is_free("row", 0), "it may yet be read"
+        assert writing.is_free("row", 1)
+        reading.finish(1)
+        assert writing.is_free("row", 0)
+
+
+def test_a_row_of_another_length_is_an_error() -> None:
+    writing, reading = pair()
+    with pytest.raises(ValueError, match="different"):
+        put_alike([(writing, "row")], 1, 0, memoryview(bytes(48)))
+    assert not reading.has("row", 1, 0)

@@ -20,7 +20,7 @@ from manyhands.executor.boxes import dtype_of
 from manyhands.schedule.actions import Message, Receive, Reduce, Send, is_urgent
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Hop, byte_points, statistics_rounds, topic
-from manyhands.transport.board import ReadingBoard, TensorShape, WritingBoard
+from manyhands.transport.board import ReadingBoard, TensorShape, WritingBoard, put_alike
 from manyhands.transport.endpoint import Endpoint
 
 LARGEST_BYTES = 256 * 1024
@@ -139,6 +139,26 @@ class DeviceBoards:
             self.endpoint.wake(to)
         self._put_bytes[to] += self._sent[to][name].bytes
         return True
+
+    def put_row(self, targets: Sequence[tuple[str, str]], row: torch.Tensor) -> Sequence[tuple[str, str]]:
+        """Leave the same dense row for several peers; `targets`: each with its message's name. Return those to which it
+        must be sent."""
+        free, others = [], []
+        for target in targets:
+            to, name = target
+            board = self._writing.get(to)
+            if board is None or not board.is_free(name, self._turn):
+                others.append(target)
+            else:
+                free.append((to, board, name))
+        if free:
+            memory = memoryview(row.detach().reshape(-1).view(torch.uint8).numpy())
+            put_alike([(board, name) for _, board, name in free], self._stamp, self._turn, memory)
+            for to, board, _ in free:
+                self._put_bytes[to] += len(memory)
+                if board.is_reader_asleep:
+                    self.endpoint.wake(to)
+        return others
 
     def has_place(self, source: str, name: str) -> bool:
         """Return whether a message from a peer may come by the board."""

@@ -42,6 +42,8 @@ class Place(NamedTuple):
 
     word: int
     tensors: tuple[torch.Tensor, ...]
+    first: memoryview
+    """The bytes of the first tensor."""
 
 
 class Board:
@@ -64,13 +66,14 @@ class Board:
             begin += 2 * size
 
     def _place(self, memory: memoryview, start: int, parts: Sequence[TensorShape]) -> Place:
-        begin, tensors = start + _LINE_BYTES, []
+        begin, tensors, pieces = start + _LINE_BYTES, [], []
         for part in parts:
             piece = memory[begin : begin + part.bytes]
+            pieces.append(piece)
             flat = torch.frombuffer(piece, dtype=part.dtype) if part.bytes else torch.empty(0, dtype=part.dtype)
             tensors.append(flat.view(part.shape))
             begin += _lined(part.bytes)
-        return Place(start // 8, tuple(tensors))
+        return Place(start // 8, tuple(tensors), pieces[0] if pieces else memory[begin:begin])
 
     def _fence(self) -> None:
         """Complete all reads and writes of memory before those that follow: some processors would reorder them.
@@ -94,24 +97,45 @@ class WritingBoard(Board):
         self._written = {name: [0, 0] for name in self.places}
         """Message -> the stamps with which its places were written."""
 
+    def is_free(self, name: str, turn: int) -> bool:
+        """Return whether a message has a place, and nothing there may yet be read."""
+        written = self._written.get(name)
+        return written is not None and self._words[_DONE] >= written[turn]
+
     def put(self, name: str, stamp: int, turn: int, tensors: Sequence[torch.Tensor]) -> bool:
         """Copy a message to its place; `turn`: 0 in even rounds, 1 in odd ones. Return False where it has none, or what
         is there may yet be read; nothing was done then."""
-        written = self._written.get(name)
-        if written is None or self._words[_DONE] < written[turn]:
+        if not self.is_free(name, turn):
             return False
         place = self.places[name][turn]
         for target, tensor in zip(place.tensors, tensors, strict=True):
             target.copy_(tensor)
-        written[turn] = stamp
         self._fence()
-        self._words[place.word] = stamp
+        self._stamp(name, stamp, turn)
         self._fence()  # before a look at whether the reader sleeps: it looks here after it has said so
         return True
+
+    def _stamp(self, name: str, stamp: int, turn: int) -> None:
+        self._written[name][turn] = stamp
+        self._words[self.places[name][turn].word] = stamp
 
     @property
     def is_reader_asleep(self) -> bool:
         return self._words[_AWAKE] == 0
+
+
+def put_alike(targets: Sequence[tuple[WritingBoard, str]], stamp: int, turn: int, row: memoryview) -> None:
+    """Copy the same bytes, a message of one tensor, to a free place on each of some boards: as `put` on each, but
+    memory is waited for once."""
+    if not targets:
+        return
+    for board, name in targets:
+        board.places[name][turn].first[:] = row
+    fence = targets[0][0]._fence
+    fence()
+    for board, name in targets:
+        board._stamp(name, stamp, turn)
+    fence()
 
 
 class ReadingBoard(Board):
