@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from harness import plan_for, schedule_of
 from manyhands.executor.device_boards import DeviceBoards, _tensors_in
+from manyhands.executor.messages import expected_messages
+from manyhands.executor.reducer import Reducer
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.facts.plan import ByTiles, Stage
-from manyhands.schedule.actions import Receive
+from manyhands.facts.plan import BySamples, ByTiles, Stage
+from manyhands.schedule.actions import Receive, Reduce
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.board import TensorShape
 from manyhands.transport.security import DeviceSecurity
@@ -203,3 +205,51 @@ def test_tensors_of_different_types_in_one_message() -> None:
     assert torch.equal(first, flags)
     assert torch.equal(second, numbers)
     assert nothing.shape == (0, 3)
+
+
+def test_sums_of_gradients_go_by_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right in every round, and sent over the connection only until both have found the boards."""
+    graph = captured("small", dtype=torch.float32)
+    stage = Stage((0, len(graph.network.layers)), ("a", "b"), BySamples((2, 2)))
+    schedule = schedule_of(graph, plan_for(graph, [stage], batch_size=4))
+    sums = [act for act in schedule.actions["a"] if isinstance(act, Reduce) and act.what == "gradients"]
+    security = DeviceSecurity("a secret of this test", encrypted=False)
+    with ExitStack() as stack:
+        ends = {name: TcpEndpoint(name, security, limit_seconds=2.0) for name in ("a", "b")}
+        reducers, boards, sent = {}, {}, []
+        for name, end in ends.items():
+            stack.callback(end.close)
+            boards[name] = DeviceBoards(end, schedule, lambda *_: False, lambda _: False, is_used=True)
+            end.mailbox.open(1, expected_messages(sums, name, graph.network))
+            reducers[name] = Reducer(end, graph.network, lambda *_: None, boards=boards[name])
+            stack.callback(reducers[name].close)
+        addresses = {name: end.address for name, end in ends.items()}
+        other = threading.Thread(target=ends["a"].connect, args=(addresses, 5.0))
+        other.start()
+        ends["b"].connect(addresses, 5.0)
+        other.join()
+        send = TcpEndpoint.send
+        monkeypatch.setattr(
+            TcpEndpoint, "send", lambda self, *words, **options: (sent.append(words), send(self, *words, **options))
+        )
+        for step in range(100):
+            sent.clear()
+            gradients = {name: [torch.randn(act.bytes // 4) for act in sums] for name in ends}
+            for name, end in ends.items():
+                end.mailbox.begin_step(step)
+                boards[name].begin_round(step)
+            right = [own + theirs for own, theirs in zip(gradients["a"], gradients["b"])]
+            for name, reducer in reducers.items():
+                for act, gradient in zip(sums, gradients[name]):
+                    reducer.start(act, step, [gradient])
+            for name, reducer in reducers.items():
+                reducer.wait()
+                assert all(map(torch.equal, gradients[name], right))
+            for name in ends:
+                boards[name].end_round()
+            if not sent and step > STEPS:
+                break
+            time.sleep(0.01)
+        assert not sent, "sums did not go by boards in a hundred rounds"
+        total = (step + 1) * sum(act.bytes for act in sums)
+        assert ends["a"].sent_bytes["b"] == ends["b"].mailbox.received_bytes["a"] == total

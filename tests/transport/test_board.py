@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.transport.board import BOARD_BYTES, HEAD_BYTES, ReadingBoard, TensorShape, WritingBoard, put_alike
+from manyhands.transport.board import (
+    BOARD_BYTES,
+    HEAD_BYTES,
+    LARGE_BYTES,
+    ReadingBoard,
+    TensorShape,
+    WritingBoard,
+    put_alike,
+)
 
 HALF, ROW = TensorShape(torch.float16, (2, 3)), TensorShape(torch.float64, (5,))
 MESSAGES = {"halo": (HALF, ROW), "row": (ROW,), "nothing": (TensorShape(torch.float32, (0, 4)),)}
@@ -58,6 +66,27 @@ def test_a_place_is_not_written_before_its_round_is_done() -> None:
     reading.finish(1)
     assert writing.put("row", 3, 0, drawn("row"))
     assert not writing.put("row", 4, 1, drawn("row"))
+
+
+def test_a_large_message_has_one_place_for_all_rounds() -> None:
+    size = LARGE_BYTES + 8
+    messages = {"sum": (TensorShape(torch.uint8, (size,)),), "row": (ROW,)}
+    memory = memoryview(bytearray(BOARD_BYTES))
+    writing, reading = WritingBoard(memory, messages), ReadingBoard(memory, messages)
+    pieces = [memoryview(bytes([1]) * 8), memoryview(bytes([2]) * LARGE_BYTES)]
+    assert writing.put_bytes("sum", 1, 0, pieces)
+    (came,) = reading.read("sum", 0)
+    assert bytes(came.numpy()) == b"".join(pieces)
+    assert not writing.put_bytes("sum", 2, 1, pieces), "it may yet be read, in an odd round too"
+    reading.finish(1)
+    assert writing.put_bytes("sum", 2, 1, pieces)
+    assert reading.has("sum", 2, 1)
+    assert not reading.has("sum", 1, 0)
+
+
+def test_small_messages_find_room_before_large_ones() -> None:
+    messages = {"a": (TensorShape(torch.uint8, (4096,)),), "z": (ROW,)}
+    assert WritingBoard(memoryview(bytearray(HEAD_BYTES + 1024)), messages).places.keys() == {"z"}
 
 
 def test_both_sides_leave_out_what_finds_no_room() -> None:

@@ -67,7 +67,7 @@ class Reductions:
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
         self.gpu_peers, self.boards = gpu_peers, boards
         gpu_sums = GpuSums(endpoint, schedule.network, gpu_peers)
-        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums)
+        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums, boards)
         self._completed = {
             stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last, schedule.lowering.tied)
             for stage, runner in self.runners.items()

@@ -4,9 +4,11 @@
                             stamp │ its tensors                stamp │ its tensors
 
 The writer copies tensors to their place and then writes the round's stamp; the reader waits for that stamp and reads
-them where they lie. No header, no system call, nothing allocated: for small messages that travel in every round. The
-reader writes `done`, the stamp of the last round that it has ended: a place is written again when the round that it was
-written in, two before, is done there. It writes `awake`: 0 where it wants to be woken.
+them where they lie. No header, no system call, nothing allocated: for messages that travel in every round. The reader
+writes `done`, the stamp of the last round that it has ended: a place is written again when the round that it was
+written in, two before, is done there. Large messages have one place for all rounds: what is written there stays in the
+processor's cache, and the round before is mostly done when they are due. The reader writes `awake`: 0 where it wants to
+be woken.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.transport.memory import copy_pieces
+
 HEAD_BYTES = 4096
-BOARD_BYTES = 4 * 2**20
+BOARD_BYTES = 64 * 2**20
 """The size of a board; its pages are taken from the system as they are first written."""
+LARGE_BYTES = 256 * 1024
+"""The size beyond which a message has one place for all rounds."""
 _DONE, _AWAKE = 0, 8
 """The words of the head, in cache lines of their own."""
 _LINE_BYTES = 64
@@ -50,20 +56,20 @@ class Board:
     """One side's view of a board on which some messages have a place. See `WritingBoard`, `ReadingBoard`."""
 
     def __init__(self, memory: memoryview, messages: Mapping[str, Sequence[TensorShape]]) -> None:
-        """`messages`: the same on both sides; those that find no room have no place."""
+        """`messages`: the same on both sides; of the largest, those that find no room have no place."""
         self._words = memory.cast("Q")
         self._lock = threading.Lock()
         self.places: dict[str, tuple[Place, Place]] = {}
         """Message -> its places in even and odd rounds."""
         begin = HEAD_BYTES
-        for name in sorted(messages):
-            sizes = [_lined(part.bytes) for part in messages[name]]
-            size = _LINE_BYTES + sum(sizes)
-            if begin + 2 * size > len(memory):
+        for total, name in sorted((sum(part.bytes for part in parts), name) for name, parts in messages.items()):
+            size = _LINE_BYTES + sum(_lined(part.bytes) for part in messages[name])
+            count = 1 if total > LARGE_BYTES else 2
+            if begin + count * size > len(memory):
                 continue
-            even, odd = (self._place(memory, start, messages[name]) for start in (begin, begin + size))
-            self.places[name] = even, odd
-            begin += 2 * size
+            places = [self._place(memory, begin + number * size, messages[name]) for number in range(count)]
+            self.places[name] = places[0], places[-1]
+            begin += count * size
 
     def _place(self, memory: memoryview, start: int, parts: Sequence[TensorShape]) -> Place:
         begin, tensors, pieces = start + _LINE_BYTES, [], []
@@ -115,8 +121,22 @@ class WritingBoard(Board):
         self._fence()  # before a look at whether the reader sleeps: it looks here after it has said so
         return True
 
+    def put_bytes(self, name: str, stamp: int, turn: int, pieces: Sequence[memoryview]) -> bool:
+        """Do the same with a message of one tensor, whose bytes lie in some pieces; other threads run meanwhile."""
+        if not self.is_free(name, turn):
+            return False
+        copy_pieces(pieces, [self.places[name][turn].first])
+        self._fence()
+        self._stamp(name, stamp, turn)
+        self._fence()
+        return True
+
     def _stamp(self, name: str, stamp: int, turn: int) -> None:
-        self._written[name][turn] = stamp
+        even, odd = self.places[name]
+        written = self._written[name]
+        written[turn] = stamp
+        if even is odd:
+            written[1 - turn] = stamp
         self._words[self.places[name][turn].word] = stamp
 
     @property
