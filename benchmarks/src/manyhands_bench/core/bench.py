@@ -184,7 +184,7 @@ def bench_data_parallel(setting: CoreSetting, extent: DataParallelExtent, worker
 
 def bench_resnet18(workers: int, quick: bool, say: Progress) -> Figures:
     """Return the figures of data parallel training of a small network, whose steps are also predicted."""
-    extent = DataParallelExtent(1, 2, 4) if quick else DataParallelExtent(2, 12, 14)
+    extent = DataParallelExtent(1, 2, 4) if quick else DataParallelExtent(2, 8, 8)
     figures = bench_data_parallel(DATA_PARALLEL, extent, workers, say)
     ratio, predicted = figures.pop("vs_ddp"), {name: figures.pop(name) for name in _PREDICTED}
     return {
