@@ -190,26 +190,27 @@ class DeviceBoards:
     def take(self, source: str, step: int, name: str, *, outlives_round: bool = False) -> tuple[torch.Tensor, ...]:
         """Wait for a message that may come by the board, and return its tensors: they stay until the round ends, or as
         long as they are used."""
-        planned = self._received[source][name]
-        tensors = self._taken(source, step, name, planned, is_bulk=False)
+        came = self._sent_here(source, step, name, is_bulk=False)
+        if came is not None:
+            return _tensors_in(came, self._received[source][name].tensors)
+        tensors = self._reading[source].read(name, self._turn)
         return tuple(tensor.clone() for tensor in tensors) if outlives_round else tensors
 
     def take_bytes(self, source: str, step: int, name: str) -> memoryview:
         """Do the same for a part of a sum, and return its bytes."""
-        return as_bytes(self._taken(source, step, name, self._received[source][name], is_bulk=True)[0])
+        came = self._sent_here(source, step, name, is_bulk=True)
+        return self._reading[source].read_bytes(name, self._turn) if came is None else came
 
-    def _taken(
-        self, source: str, step: int, name: str, planned: _Planned, *, is_bulk: bool
-    ) -> tuple[torch.Tensor, ...]:
+    def _sent_here(self, source: str, step: int, name: str, *, is_bulk: bool) -> memoryview | None:
+        """Wait for a message, and return its bytes where it came over the connection; None: it is on the board."""
         board = self._reading.get(source)
         if board is None or not self._watch(board, name, is_bulk):
             came = self._wait(source, step, name)
             if came is not None:
-                return _tensors_in(came, planned.tensors)
-            board = self._reading[source]
+                return came
         with self._lock:
-            self._read_bytes[source] += planned.bytes
-        return board.read(name, self._turn)
+            self._read_bytes[source] += self._received[source][name].bytes
+        return None
 
     def _watch(self, board: ReadingBoard, name: str, is_bulk: bool) -> bool:
         """Look for a message for a moment; return whether it has come."""

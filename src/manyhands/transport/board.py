@@ -48,6 +48,7 @@ class Place(NamedTuple):
 
     word: int
     tensors: tuple[torch.Tensor, ...]
+    """Its tensors; none where it is large."""
     first: memoryview
     """The bytes of the first tensor."""
 
@@ -56,7 +57,8 @@ class Board:
     """One side's view of a board on which some messages have a place. See `WritingBoard`, `ReadingBoard`."""
 
     def __init__(self, memory: memoryview, messages: Mapping[str, Sequence[TensorShape]]) -> None:
-        """`messages`: the same on both sides; of the largest, those that find no room have no place."""
+        """`messages`: the same on both sides; of the largest, those that find no room have no place. A message of more
+        than `LARGE_BYTES` has one tensor."""
         self._words = memory.cast("Q")
         self._lock = threading.Lock()
         self.places: dict[str, tuple[Place, Place]] = {}
@@ -67,12 +69,15 @@ class Board:
             count = 1 if total > LARGE_BYTES else 2
             if begin + count * size > len(memory):
                 continue
-            places = [self._place(memory, begin + number * size, messages[name]) for number in range(count)]
+            starts = range(begin, begin + count * size, size)
+            places = [self._place(memory, start, messages[name], is_large=count == 1) for start in starts]
             self.places[name] = places[0], places[-1]
             begin += count * size
 
-    def _place(self, memory: memoryview, start: int, parts: Sequence[TensorShape]) -> Place:
+    def _place(self, memory: memoryview, start: int, parts: Sequence[TensorShape], *, is_large: bool) -> Place:
         begin, tensors, pieces = start + _LINE_BYTES, [], []
+        if is_large:
+            return Place(start // 8, (), memory[begin : begin + parts[0].bytes])
         for part in parts:
             piece = memory[begin : begin + part.bytes]
             pieces.append(piece)
@@ -169,6 +174,11 @@ class ReadingBoard(Board):
         """Return the tensors of a message that has come, where they lie: they stay until `finish` of this round."""
         self._fence()
         return self.places[name][turn].tensors
+
+    def read_bytes(self, name: str, turn: int) -> memoryview:
+        """Do the same for a message of one tensor, and return its bytes."""
+        self._fence()
+        return self.places[name][turn].first
 
     def finish(self, stamp: int) -> None:
         """Note that this round has ended: nothing of it will be read any more."""
