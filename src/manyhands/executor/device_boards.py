@@ -24,7 +24,7 @@ from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Hop, byte_points, rounds_of, topic
 from manyhands.transport.board import LARGE_BYTES, ReadingBoard, TensorShape, WritingBoard, put_alike
 from manyhands.transport.endpoint import Endpoint
-from manyhands.transport.memory import as_bytes
+from manyhands.transport.memory import as_bytes, copy_pieces
 
 LARGEST_BYTES = LARGE_BYTES
 """The largest message that has a place on a board, but for sums of gradients: of these, as many as find room."""
@@ -201,18 +201,35 @@ class DeviceBoards:
         came = self._sent_here(source, step, name, is_bulk=True)
         return self._reading[source].read_bytes(name, self._turn) if came is None else came
 
+    def store(self, source: str, step: int, name: str, pieces: Sequence[memoryview]) -> None:
+        """Wait for a part of a sum that may come by the board, and write it to some pieces: where it comes over the
+        connection, the mailbox writes it there as it arrives."""
+        if (board := self._reading.get(source)) is not None:
+            self._watch(board, name, is_bulk=True)
+        self._count_sleeper(source, 1)
+        try:
+            came = self.mailbox.receive_unless(source, step, name, pieces, lambda: self._is_on_board(source, name))
+        finally:
+            self._count_sleeper(source, -1)
+        if not came:
+            copy_pieces([self._reading[source].read_bytes(name, self._turn)], pieces)
+            self._is_read(source, name)
+
     def _sent_here(self, source: str, step: int, name: str, *, is_bulk: bool) -> memoryview | None:
         """Wait for a message, and return its bytes where it came over the connection; None: it is on the board."""
         board = self._reading.get(source)
-        if board is None or not self._watch(board, name, is_bulk):
+        if board is None or not self._watch(board, name, is_bulk=is_bulk):
             came = self._wait(source, step, name)
             if came is not None:
                 return came
-        with self._lock:
-            self._read_bytes[source] += self._received[source][name].bytes
+        self._is_read(source, name)
         return None
 
-    def _watch(self, board: ReadingBoard, name: str, is_bulk: bool) -> bool:
+    def _is_read(self, source: str, name: str) -> None:
+        with self._lock:
+            self._read_bytes[source] += self._received[source][name].bytes
+
+    def _watch(self, board: ReadingBoard, name: str, *, is_bulk: bool) -> bool:
         """Look for a message for a moment; return whether it has come."""
         if name not in board.places:
             return False

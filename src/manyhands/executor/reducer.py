@@ -29,7 +29,7 @@ from manyhands.graph.weights import memory_order
 from manyhands.schedule.actions import Reduce
 from manyhands.schedule.reduction import Hop, chunk_points, element_bytes, gradient_rounds, topic
 from manyhands.transport.endpoint import Endpoint
-from manyhands.transport.memory import KNOWN_TO_NUMPY, as_bytes, copy_pieces, window
+from manyhands.transport.memory import KNOWN_TO_NUMPY, as_bytes, window
 
 _Rounds = tuple[tuple[tuple[Hop, str], ...], ...]
 OnSpan = Callable[[Reduce, float, float], None]
@@ -176,7 +176,7 @@ class Reducer:
 
         for hop, name in (pair for pairs in rounds for pair in pairs):
             # no sum comes before this device's part of it has arrived there
-            if hop.target == device and not hop.adds and not self._has_place(hop, name):
+            if hop.target == device and not hop.adds:
                 self.endpoint.mailbox.post(hop.source, step, name, memory(hop))
         for pairs in rounds:
             added: dict[int, None] = {}
@@ -216,23 +216,20 @@ class Reducer:
             )
         return rounds
 
-    def _has_place(self, hop: Hop, name: str) -> bool:
-        return self._boards is not None and self._boards.has_place(hop.source, name)
-
     def _send(self, hop: Hop, step: int, name: str, pieces: list[memoryview]) -> None:
         if self._boards is None or not self._boards.put_bytes(hop.target, name, pieces):
             self.endpoint.send(hop.target, step, name, pieces)
 
     def _store(self, hop: Hop, step: int, name: str, pieces: list[memoryview]) -> None:
         """Wait for a message and write it to some pieces."""
-        if self._has_place(hop, name):
-            copy_pieces([self._take(hop, step, name)], pieces)
+        if self._boards is not None and self._boards.has_place(hop.source, name):
+            self._boards.store(hop.source, step, name, pieces)
         else:
             self.endpoint.mailbox.receive(hop.source, step, name, pieces)
 
     def _take(self, hop: Hop, step: int, name: str) -> memoryview:
         """Wait for a message and return its bytes, where they are until the round ends."""
-        if self._boards is not None and self._has_place(hop, name):
+        if self._boards is not None and self._boards.has_place(hop.source, name):
             return self._boards.take_bytes(hop.source, step, name)
         return self.endpoint.mailbox.take(hop.source, step, name)
 
