@@ -16,7 +16,7 @@ from manyhands.executor.messages import expected_messages
 from manyhands.executor.reducer import Reducer
 from manyhands.facts.errors import TimedOut, WorkerLost
 from manyhands.facts.plan import BySamples, ByTiles, Stage
-from manyhands.schedule.actions import Receive, Reduce
+from manyhands.schedule.actions import Message, Receive, Reduce
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.board import TensorShape
 from manyhands.transport.security import DeviceSecurity
@@ -27,15 +27,18 @@ from small_networks import captured
 STEPS = 6
 
 
+def form_of(peer: str, message: Message) -> tuple[TensorShape, ...]:
+    """Every message here is of float32."""
+    return tuple(TensorShape(torch.float32, part.box.shape) for part in message.parts)
+
+
 class Device:
     """One of two tiles, without its executor."""
 
     def __init__(self, schedule: Schedule, name: str, sharing: SharingSetting | None) -> None:
         security = DeviceSecurity("a secret of this test", encrypted=False)
         self.endpoint = TcpEndpoint(name, security, limit_seconds=2.0, sharing=sharing)
-        self.boards = DeviceBoards(
-            self.endpoint, schedule, lambda peer, message: False, lambda reduce: False, is_used=True
-        )
+        self.boards = DeviceBoards(self.endpoint, schedule, form_of, lambda reduce: False, is_used=True)
         received = [action for action in schedule.actions[name] if isinstance(action, Receive)]
         receives = [action for action in received if action.source in ("a", "b")]
         self.message = receives[0].message
@@ -219,7 +222,7 @@ def test_sums_of_gradients_go_by_boards(monkeypatch: pytest.MonkeyPatch) -> None
         reducers, boards, sent = {}, {}, []
         for name, end in ends.items():
             stack.callback(end.close)
-            boards[name] = DeviceBoards(end, schedule, lambda *_: False, lambda _: False, is_used=True)
+            boards[name] = DeviceBoards(end, schedule, lambda *_: None, lambda _: False, is_used=True)
             end.mailbox.open(1, expected_messages(sums, name, graph.network))
             reducers[name] = Reducer(end, graph.network, lambda *_: None, boards=boards[name])
             stack.callback(reducers[name].close)

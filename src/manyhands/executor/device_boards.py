@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.executor.boxes import dtype_of
 from manyhands.schedule.actions import Message, Receive, Reduce, Send, is_urgent
 from manyhands.schedule.policy import Schedule
 from manyhands.schedule.reduction import Hop, byte_points, rounds_of, topic
@@ -27,7 +26,8 @@ from manyhands.transport.endpoint import Endpoint
 from manyhands.transport.memory import as_bytes, copy_pieces
 
 LARGEST_BYTES = LARGE_BYTES
-"""The largest message that has a place on a board, but for sums of gradients: of these, as many as find room."""
+"""The largest message of tensors that has a place on a board. Of those that travel as bytes, as parts of sums and
+channels do, as many as find room have one."""
 _WAITS = 100e-6, 30e-6, 4e-3
 """A thread looks at a board all the time at first, giving way to others. Then it naps between looks, which costs less
 than being woken at its sockets does; there it sleeps after the last of these times."""
@@ -54,19 +54,19 @@ class DeviceBoards:
         self,
         endpoint: Endpoint,
         schedule: Schedule,
-        goes_apart: Callable[[str, Message], bool],
+        form_of: Callable[[str, Message], Sequence[TensorShape] | None],
         rows_go_apart: Callable[[Reduce], bool],
         *,
         is_used: bool,
     ) -> None:
-        """`goes_apart`: whether a message to or from a peer travels in a form of its own, and `rows_go_apart` whether
-        rows of a reduction do: these have no place. `is_used`: whether any message has one."""
+        """`form_of`: the tensors as which a message to or from a peer travels; None: in a form of its own, so that it
+        has no place. `rows_go_apart`: whether rows of a reduction do. `is_used`: whether any message has a place."""
         self.endpoint, self.mailbox, self.network = endpoint, endpoint.mailbox, schedule.network
         self._stride = schedule.plan.steps_per_round
         self._sent: _Messages = {}
         self._received: _Messages = {}
         if is_used and schedule.is_fixed:  # else messages differ from round to round, or arrivals decide what is next
-            self._find(schedule, goes_apart, rows_go_apart)
+            self._find(schedule, form_of, rows_go_apart)
         self._writing: dict[str, WritingBoard] = {}
         self._reading: dict[str, ReadingBoard] = {}
         self._stamp = self._turn = 0
@@ -78,14 +78,17 @@ class DeviceBoards:
         """Peer -> threads that want to be woken when a message of its is on the board."""
 
     def _find(
-        self, schedule: Schedule, goes_apart: Callable[[str, Message], bool], rows_go_apart: Callable[[Reduce], bool]
+        self,
+        schedule: Schedule,
+        form_of: Callable[[str, Message], Sequence[TensorShape] | None],
+        rows_go_apart: Callable[[Reduce], bool],
     ) -> None:
         device = self.endpoint.name
         for action in schedule.actions[device]:
-            if isinstance(action, Send) and not goes_apart(action.to, action.message):
-                self._add(self._sent, action.to, action.message)
-            elif isinstance(action, Receive) and not goes_apart(action.source, action.message):
-                self._add(self._received, action.source, action.message)
+            if isinstance(action, Send):
+                self._add(self._sent, action.to, action.message, form_of(action.to, action.message))
+            elif isinstance(action, Receive):
+                self._add(self._received, action.source, action.message, form_of(action.source, action.message))
             elif isinstance(action, Reduce) and not rows_go_apart(action):
                 self._find_parts(device, action)
 
@@ -101,11 +104,11 @@ class DeviceBoards:
                     if is_sum or sum(sizes) <= LARGEST_BYTES:
                         self._add_rows(hop, topic(reduce, number, hop.first), rows)
 
-    def _add(self, messages: _Messages, peer: str, message: Message) -> None:
-        if message.bytes <= LARGEST_BYTES and is_urgent(message):
-            specs = self.network.tensors
-            shapes = [TensorShape(dtype_of(specs[part.tensor].dtype), part.box.shape) for part in message.parts]
-            messages.setdefault(peer, {})[message.topic] = _Planned(tuple(shapes), message.bytes)
+    def _add(self, messages: _Messages, peer: str, message: Message, form: Sequence[TensorShape] | None) -> None:
+        if form is None or not is_urgent(message):
+            return
+        if message.bytes <= LARGEST_BYTES or [shape.dtype for shape in form] == [torch.uint8]:
+            messages.setdefault(peer, {})[message.topic] = _Planned(tuple(form), message.bytes)
 
     def _add_rows(self, hop: Hop, name: str, rows: tuple[TensorShape, ...]) -> None:
         is_sent = hop.source == self.endpoint.name
@@ -152,7 +155,7 @@ class DeviceBoards:
         return True
 
     def put_bytes(self, to: str, name: str, pieces: Sequence[memoryview]) -> bool:
-        """Do the same with a part of a sum, whose bytes lie in some pieces."""
+        """Do the same with a message that travels as bytes, which lie in some pieces."""
         board = self._writing.get(to)
         if board is None or not board.put_bytes(name, self._stamp, self._turn, pieces):
             return False
@@ -201,11 +204,11 @@ class DeviceBoards:
         came = self._sent_here(source, step, name, is_bulk=True)
         return self._reading[source].read_bytes(name, self._turn) if came is None else came
 
-    def store(self, source: str, step: int, name: str, pieces: Sequence[memoryview]) -> None:
-        """Wait for a part of a sum that may come by the board, and write it to some pieces: where it comes over the
-        connection, the mailbox writes it there as it arrives."""
+    def store(self, source: str, step: int, name: str, pieces: Sequence[memoryview], *, is_bulk: bool = False) -> None:
+        """Wait for bytes that may come by the board, and write them to some pieces: where they come over the
+        connection, the mailbox writes them there as they arrive. `is_bulk`: no computing waits for them."""
         if (board := self._reading.get(source)) is not None:
-            self._watch(board, name, is_bulk=True)
+            self._watch(board, name, is_bulk=is_bulk)
         self._count_sleeper(source, 1)
         try:
             came = self.mailbox.receive_unless(source, step, name, pieces, lambda: self._is_on_board(source, name))

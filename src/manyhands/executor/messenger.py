@@ -29,7 +29,9 @@ from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Message, Part, Receive, Send, is_urgent
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.board import TensorShape
 from manyhands.transport.endpoint import Endpoint
+from manyhands.transport.memory import as_bytes
 
 _BEGINS_A_PASS = frozenset({"value", "input", "gradient"})
 _OF_WEIGHTS = frozenset({"weights", "weight-gradient"})
@@ -63,7 +65,7 @@ class Messenger:
         self._topics: dict[int, str] = {}
         """Topics of messages, by their identity: the schedule keeps them."""
         self._is_training = schedule.plan.is_training
-        self.boards = DeviceBoards(endpoint, schedule, self._goes_apart, gpu_peers.takes, is_used=has_boards)
+        self.boards = DeviceBoards(endpoint, schedule, self._form_on_board, gpu_peers.takes, is_used=has_boards)
 
     def topic(self, message: Message) -> str:
         """Return the name that a message travels under."""
@@ -78,10 +80,14 @@ class Messenger:
         """Drop what is kept of features until their gradients come back."""
         self.coding.forget()
 
-    def _goes_apart(self, other: str, message: Message) -> bool:
-        """Return whether a message travels in another form than that of its tensors."""
-        is_packed = any(self.coding.bits(message, part) for part in message.parts)
-        return is_packed or other in self.gpu_peers or self._channel_runner(message) is not None
+    def _form_on_board(self, other: str, message: Message) -> tuple[TensorShape, ...] | None:
+        """Return the tensors as which a message may lie on a board; None: it travels in another form."""
+        if other in self.gpu_peers or any(self.coding.bits(message, part) for part in message.parts):
+            return None
+        if self._channel_runner(message) is not None:
+            return (TensorShape(torch.uint8, (message.bytes,)),)
+        specs = self._table(message)
+        return tuple(TensorShape(dtype_of(specs[part.tensor].dtype), part.box.shape) for part in message.parts)
 
     def _channel_runner(self, message: Message) -> ChannelRunner | None:
         """Return the runner that packs a message itself: one of channels, for others of its stage."""
@@ -120,9 +126,12 @@ class Messenger:
             self.recorder.sent(message)
             tensors = [box() for box in boxes] if runner is None else runner.outgoing(message)
             self.diagnosis.watch(name, tensors)
-            if runner is None:
-                if self.boards.put(to, topic, tensors):
+            if runner is not None:
+                if self.boards.put_bytes(to, topic, [as_bytes(tensor) for tensor in tensors]):
                     return
+            elif self.boards.put(to, topic, tensors):
+                return
+            else:
                 tensors = [self._packed(to, message, part, box) for part, box in zip(message.parts, tensors)]
             self.endpoint.send(to, self.in_flight.step, topic, tensors, urgent=urgent)
 
@@ -207,7 +216,10 @@ class Messenger:
 
     def _receive_channels(self, source: str, message: Message, topic: str, runner: ChannelRunner) -> None:
         memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
-        self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
+        if self.boards.has_place(source, topic):
+            self.boards.store(source, self.in_flight.step, topic, [as_bytes(room) for room in memory])
+        else:
+            self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
         started = self.slowdown.now()
         runner.incoming(message, memory)
         self.slowdown.stretch(started)

@@ -223,7 +223,7 @@ class Reducer:
     def _store(self, hop: Hop, step: int, name: str, pieces: list[memoryview]) -> None:
         """Wait for a message and write it to some pieces."""
         if self._boards is not None and self._boards.has_place(hop.source, name):
-            self._boards.store(hop.source, step, name, pieces)
+            self._boards.store(hop.source, step, name, pieces, is_bulk=True)
         else:
             self.endpoint.mailbox.receive(hop.source, step, name, pieces)
 
