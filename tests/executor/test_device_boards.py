@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from harness import plan_for, schedule_of
 from manyhands.executor.device_boards import DeviceBoards, _tensors_in
+from manyhands.executor.messages import expected_messages
+from manyhands.executor.reducer import Reducer
 from manyhands.facts.errors import TimedOut, WorkerLost
-from manyhands.facts.plan import ByTiles, Stage
-from manyhands.schedule.actions import Receive
+from manyhands.facts.plan import BySamples, ByTiles, Stage
+from manyhands.schedule.actions import Message, Receive, Reduce
 from manyhands.schedule.policy import Schedule
 from manyhands.transport.board import TensorShape
 from manyhands.transport.security import DeviceSecurity
@@ -25,15 +27,18 @@ from small_networks import captured
 STEPS = 6
 
 
+def form_of(peer: str, message: Message) -> tuple[TensorShape, ...]:
+    """Every message here is of float32."""
+    return tuple(TensorShape(torch.float32, part.box.shape) for part in message.parts)
+
+
 class Device:
     """One of two tiles, without its executor."""
 
     def __init__(self, schedule: Schedule, name: str, sharing: SharingSetting | None) -> None:
         security = DeviceSecurity("a secret of this test", encrypted=False)
         self.endpoint = TcpEndpoint(name, security, limit_seconds=2.0, sharing=sharing)
-        self.boards = DeviceBoards(
-            self.endpoint, schedule, lambda peer, message: False, lambda reduce: False, is_used=True
-        )
+        self.boards = DeviceBoards(self.endpoint, schedule, form_of, lambda reduce: False, is_used=True)
         received = [action for action in schedule.actions[name] if isinstance(action, Receive)]
         receives = [action for action in received if action.source in ("a", "b")]
         self.message = receives[0].message
@@ -112,6 +117,24 @@ def test_a_place_that_is_still_read_sends_the_next_over_the_connection() -> None
         assert pass_on(a, b, step + 5)
 
 
+def test_a_row_goes_to_several_peers_as_it_can() -> None:
+    """By the board where there is one, and back to the caller for the others."""
+    with tiles() as (a, b):
+        topic, size = b.message.topic, b.message.bytes
+        row = torch.arange(size // 4, dtype=torch.float32)
+        targets = [("b", topic), ("stranger", topic)]
+        step = found(a, b)
+        for device in (a, b):
+            device.endpoint.mailbox.begin_step(step)
+            device.boards.begin_round(step)
+        assert [*a.boards.put_row(targets, row)] == targets[1:]
+        taken = b.boards.take("a", step, topic)
+        assert torch.equal(torch.cat([part.flatten() for part in taken]), row)
+        before = a.endpoint.sent_bytes["b"]
+        a.boards.end_round()
+        assert a.endpoint.sent_bytes["b"] - before == size
+
+
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.05])
 def test_a_waiting_thread_is_woken(pause_seconds: float) -> None:
     """Whether it still looks, or sleeps at its sockets."""
@@ -185,3 +208,51 @@ def test_tensors_of_different_types_in_one_message() -> None:
     assert torch.equal(first, flags)
     assert torch.equal(second, numbers)
     assert nothing.shape == (0, 3)
+
+
+def test_sums_of_gradients_go_by_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right in every round, and sent over the connection only until both have found the boards."""
+    graph = captured("small", dtype=torch.float32)
+    stage = Stage((0, len(graph.network.layers)), ("a", "b"), BySamples((2, 2)))
+    schedule = schedule_of(graph, plan_for(graph, [stage], batch_size=4))
+    sums = [act for act in schedule.actions["a"] if isinstance(act, Reduce) and act.what == "gradients"]
+    security = DeviceSecurity("a secret of this test", encrypted=False)
+    with ExitStack() as stack:
+        ends = {name: TcpEndpoint(name, security, limit_seconds=2.0) for name in ("a", "b")}
+        reducers, boards, sent = {}, {}, []
+        for name, end in ends.items():
+            stack.callback(end.close)
+            boards[name] = DeviceBoards(end, schedule, lambda *_: None, lambda _: False, is_used=True)
+            end.mailbox.open(1, expected_messages(sums, name, graph.network))
+            reducers[name] = Reducer(end, graph.network, lambda *_: None, boards=boards[name])
+            stack.callback(reducers[name].close)
+        addresses = {name: end.address for name, end in ends.items()}
+        other = threading.Thread(target=ends["a"].connect, args=(addresses, 5.0))
+        other.start()
+        ends["b"].connect(addresses, 5.0)
+        other.join()
+        send = TcpEndpoint.send
+        monkeypatch.setattr(
+            TcpEndpoint, "send", lambda self, *words, **options: (sent.append(words), send(self, *words, **options))
+        )
+        for step in range(100):
+            sent.clear()
+            gradients = {name: [torch.randn(act.bytes // 4) for act in sums] for name in ends}
+            for name, end in ends.items():
+                end.mailbox.begin_step(step)
+                boards[name].begin_round(step)
+            right = [own + theirs for own, theirs in zip(gradients["a"], gradients["b"])]
+            for name, reducer in reducers.items():
+                for act, gradient in zip(sums, gradients[name]):
+                    reducer.start(act, step, [gradient])
+            for name, reducer in reducers.items():
+                reducer.wait()
+                assert all(map(torch.equal, gradients[name], right))
+            for name in ends:
+                boards[name].end_round()
+            if not sent and step > STEPS:
+                break
+            time.sleep(0.01)
+        assert not sent, "sums did not go by boards in a hundred rounds"
+        total = (step + 1) * sum(act.bytes for act in sums)
+        assert ends["a"].sent_bytes["b"] == ends["b"].mailbox.received_bytes["a"] == total

@@ -139,11 +139,11 @@ def test_one_lost_while_it_evaluates(cluster: Coordinator, tmp_path: Path, monke
     devices, fired = names(cluster), []
     evaluate_in = job.evaluate_in
 
-    def killing(*words: Any) -> Any:
+    def killing(*words: Any, **keywords: Any) -> Any:
         if not fired:
             kill(cluster, devices[1])
             fired.append(time.monotonic())
-        return evaluate_in(*words)
+        return evaluate_in(*words, **keywords)
 
     monkeypatch.setattr(job, "evaluate_in", killing)
     ran = train(cluster, shared(devices, 5, 4, 3), tmp_path / "run", steps=4, test=Pictures(20))

@@ -77,10 +77,10 @@ def spoilt_gradients(number: float) -> Callable[[Worker], None]:
 
 def adds_wrongly(worker: Worker) -> None:
     """From now on what others send is added up twice."""
-    take = worker.endpoint.mailbox.take
+    take = worker.endpoint.mailbox.take_unless
 
-    def twice(source: str, step: int, topic: str) -> memoryview:
-        came = take(source, step, topic)
+    def twice(source: str, step: int, topic: str, has_come: Callable[[], bool]) -> memoryview | None:
+        came = take(source, step, topic, has_come)
         if "gradients" in topic:
             assert worker.prepared is not None
             assert worker.prepared.executor is not None
@@ -88,7 +88,7 @@ def adds_wrongly(worker: Worker) -> None:
             gradient += 1e-3  # its own memory changes while it adds
         return came
 
-    worker.endpoint.mailbox.take = twice  # type: ignore[method-assign]
+    worker.endpoint.mailbox.take_unless = twice  # type: ignore[method-assign]
 
 
 def drifts(worker: Worker) -> None:

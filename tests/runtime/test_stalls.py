@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,15 @@ def test_one_that_gets_ready_has_more_time() -> None:
 def test_hung_comes_before_what_others_say_of_their_links() -> None:
     devices = {"a": device(LONG, "b", silent={"c": 9.0}), "b": device(LONG), "c": device(LONG, "b")}
     assert verdict(devices) == "b"
+
+
+def test_nobody_is_judged_while_one_sends_no_heartbeats() -> None:
+    """It was frozen: it seems to compute, or the others to wait for it; the failure detector says that it is lost."""
+    silent = replace(device(LONG), silent_seconds=stalls.HEARD_SECONDS)
+    assert verdict({"a": device(LONG, "b"), "b": silent}) is None
+    heard = replace(silent, silent_seconds=stalls.HEARD_SECONDS / 2)
+    assert verdict({"a": device(LONG, "b"), "b": heard}) == "b"
+    assert verdict({"a": device(VERY_LONG, "b"), "b": replace(silent, unmoved_seconds=VERY_LONG)}) is None
 
 
 def test_the_device_whose_messages_were_refused() -> None:

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.transport.board import BOARD_BYTES, HEAD_BYTES, ReadingBoard, TensorShape, WritingBoard
+from manyhands.transport.board import (
+    BOARD_BYTES,
+    HEAD_BYTES,
+    LARGE_BYTES,
+    ReadingBoard,
+    TensorShape,
+    WritingBoard,
+    put_alike,
+)
 
 HALF, ROW = TensorShape(torch.float16, (2, 3)), TensorShape(torch.float64, (5,))
 MESSAGES = {"halo": (HALF, ROW), "row": (ROW,), "nothing": (TensorShape(torch.float32, (0, 4)),)}
@@ -69,6 +77,26 @@ def test_nothing_is_left_for_a_device_that_does_not_read() -> None:
     assert reading.has("row", 1, 0)
 
 
+def test_a_large_message_has_one_place_for_all_rounds() -> None:
+    size = LARGE_BYTES + 8
+    messages = {"sum": (TensorShape(torch.uint8, (size,)),), "row": (ROW,)}
+    memory = memoryview(bytearray(BOARD_BYTES))
+    writing, reading = WritingBoard(memory, messages), ReadingBoard(memory, messages)
+    pieces = [memoryview(bytes([1]) * 8), memoryview(bytes([2]) * LARGE_BYTES)]
+    assert writing.put_bytes("sum", 1, 0, pieces)
+    assert bytes(reading.read_bytes("sum", 0)) == b"".join(pieces)
+    assert not writing.put_bytes("sum", 2, 1, pieces), "it may yet be read, in an odd round too"
+    reading.finish(1)
+    assert writing.put_bytes("sum", 2, 1, pieces)
+    assert reading.has("sum", 2, 1)
+    assert not reading.has("sum", 1, 0)
+
+
+def test_small_messages_find_room_before_large_ones() -> None:
+    messages = {"a": (TensorShape(torch.uint8, (4096,)),), "z": (ROW,)}
+    assert WritingBoard(memoryview(bytearray(HEAD_BYTES + 1024)), messages).places.keys() == {"z"}
+
+
 def test_both_sides_leave_out_what_finds_no_room() -> None:
     writing, reading = pair(HEAD_BYTES + 512)
     assert writing.places.keys() == reading.places.keys() < MESSAGES.keys()
@@ -97,3 +125,23 @@ def test_another_shape_is_an_error() -> None:
     writing, _ = pair()
     with pytest.raises(RuntimeError, match="size"):
         writing.put("row", 1, 0, [torch.zeros(6, dtype=torch.float64)])
+
+
+def test_the_same_row_is_left_on_several_boards() -> None:
+    pairs, row = [pair() for _ in range(3)], drawn("row")[0]
+    memory = memoryview(row.view(torch.uint8).numpy())
+    put_alike([(writing, "row") for writing, _ in pairs], 1, 0, memory)
+    for writing, reading in pairs:
+        assert reading.has("row", 1, 0)
+        assert torch.equal(reading.read("row", 0)[0], row)
+        assert not writing.is_free("row", 0), "it may yet be read"
+        assert writing.is_free("row", 1)
+        reading.finish(1)
+        assert writing.is_free("row", 0)
+
+
+def test_a_row_of_another_length_is_an_error() -> None:
+    writing, reading = pair()
+    with pytest.raises(ValueError, match="different"):
+        put_alike([(writing, "row")], 1, 0, memoryview(bytes(48)))
+    assert not reading.has("row", 1, 0)

@@ -41,9 +41,9 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="Run only this bench: capture, core, lab, tile, tile-8, tile-gpu, pipeline, "
-            "pipeline-simulated, recovery, chaos, split, auto, infer, infer-accuracy, networks, generate, larger, "
-            "trainer, gpu, collectives, scale. Repeatable.",
+            help="Run only this bench: capture, core, lab, tile, tile-4, tile-8, tile-16, tile-gpu, core-4, core-8, "
+            "pipeline, pipeline-simulated, recovery, chaos, split, auto, infer, infer-accuracy, networks, generate, "
+            "larger, trainer, gpu, collectives, scale. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -93,16 +93,22 @@ def capture(quick: Quick = False, json: Json = False) -> None:
 @app.command("core")
 def core(
     workers: Annotated[int, typer.Option("--workers", min=2, help="Workers of the data-parallel figures.")] = 2,
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="Run only this part: transport, ready, ddp, vgg16, demo, overhead. Repeatable."),
+    ] = None,
     quick: Quick = False,
     json: Json = False,
 ) -> None:
     """Compare data-parallel training with DDP and the transport with raw sockets; the executor's overhead.
 
-    Figures go to standard output, the machine and the settings to standard error. About ten minutes on two cores.
+    Figures go to standard output, the machine and the settings to standard error. About fifteen minutes on two cores.
     """
     from manyhands_bench.core.bench import bench_core
 
-    _measure("core", lambda say: bench_core(workers, quick=quick, on_progress=say), quick, json)
+    _measure(
+        "core", lambda say: bench_core(workers, quick=quick, only=only or (), on_progress=_lines(say)), quick, json
+    )
 
 
 @app.command("lab")
@@ -119,6 +125,10 @@ def lab(quick: Quick = False, json: Json = False) -> None:
 @app.command("tile")
 def tile(
     workers: Annotated[int, typer.Option("--workers", min=2, help="How many tiles, each on its own core.")] = 2,
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="Run only this part: speed, processor, groups, memory, studies. Repeatable."),
+    ] = None,
     quick: Quick = False,
     full: Full = False,
     out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("tile-studies"),
@@ -142,10 +152,10 @@ def tile(
         _measure("tile", lambda say: bench_gpu_tiles(quick, _lines(say)), quick, json)
         return
 
-    _measure(
-        "tile", lambda say: bench_tile(workers, quick=quick, full=full, out=out, on_progress=say), quick, json,
-        draws=full,
-    )  # fmt: skip
+    def measured(say: Progress) -> Figures:
+        return bench_tile(workers, quick, full, only=only or (), out=out, on_progress=_lines(say))
+
+    _measure("tile", measured, quick, json, draws=full)
 
 
 @app.command("pipeline")

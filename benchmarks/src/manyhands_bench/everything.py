@@ -30,7 +30,10 @@ from manyhands_bench.figures import Progress
 from manyhands_bench.results import Host, Result, write_result
 
 WORDS = {
-    "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
+    "capture": "capture", "core": "core", "lab": "lab", "tile": "tile",
+    "tile-4": "tile --workers 4 --only speed --only processor",
+    "tile-8": "tile --workers 8", "tile-16": "tile --workers 16 --only speed --only processor",
+    "core-4": "core --workers 4 --only ddp --only vgg16", "core-8": "core --workers 8 --only ddp --only vgg16",
     "tile-gpu": "tile --compute cuda",
     "pipeline": "pipeline --only overhead --only torch --only planning --only optimality",
     "pipeline-simulated": "pipeline --only prediction --only paper",
@@ -40,12 +43,12 @@ WORDS = {
     "scale": "scale",
 }  # fmt: skip
 """Result -> the words after `manyhands bench` that measure it."""
-CORES = {"tile-8": 8}
+CORES = {"tile-4": 4, "tile-8": 8, "tile-16": 16, "core-4": 4, "core-8": 8}
 """Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy", "gpu", "tile-gpu")
 DRAWS = (
-    "tile", "tile-8", "tile-gpu", "pipeline", "pipeline-simulated", "recovery", "split", "auto", "infer",
-    "infer-accuracy", "networks",
+    "tile", "tile-4", "tile-8", "tile-16", "tile-gpu", "pipeline", "pipeline-simulated", "recovery", "split",
+    "auto", "infer", "infer-accuracy", "networks",
 )  # fmt: skip
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""

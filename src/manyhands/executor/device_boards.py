@@ -1,4 +1,5 @@
-"""One device's messages by way of boards: those that are small and waited for, to and from workers of its machine.
+"""One device's messages by way of boards, to and from workers of its machine: those that are small and waited for, and
+the parts of sums of gradients.
 
 Both ends know from the plan which messages of a round have a place on the board between them (`transport.board`).
 Whether one is there is up to the sender: until the two have memory in common, and whenever a place may yet be read, a
@@ -8,6 +9,7 @@ message goes over the connection as all others do. So the receiver looks for bot
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,18 +18,21 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.executor.boxes import dtype_of
 from manyhands.schedule.actions import Message, Receive, Reduce, Send, is_urgent
 from manyhands.schedule.policy import Schedule
-from manyhands.schedule.reduction import Hop, byte_points, statistics_rounds, topic
-from manyhands.transport.board import ReadingBoard, TensorShape, WritingBoard
+from manyhands.schedule.reduction import Hop, byte_points, rounds_of, topic
+from manyhands.transport.board import LARGE_BYTES, ReadingBoard, TensorShape, WritingBoard, put_alike
 from manyhands.transport.endpoint import Endpoint
+from manyhands.transport.memory import as_bytes, copy_pieces
 
-LARGEST_BYTES = 256 * 1024
-"""The largest message that has a place on a board."""
-_WATCH_SECONDS, _NAP_SECONDS, _DOZE_SECONDS = 100e-6, 30e-6, 4e-3
+LARGEST_BYTES = LARGE_BYTES
+"""The largest message of tensors that has a place on a board. Of those that travel as bytes, as parts of sums and
+channels do, as many as find room have one."""
+_WAITS = 100e-6, 30e-6, 4e-3
 """A thread looks at a board all the time at first, giving way to others. Then it naps between looks, which costs less
 than being woken at its sockets does; there it sleeps after the last of these times."""
+_BULK_WAITS = 0.0, 200e-6, 10e-3
+"""The same of a thread that waits for parts of sums while another one computes on its core: it looks now and then."""
 
 
 class _Planned(NamedTuple):
@@ -42,62 +47,73 @@ _Messages = dict[str, dict[str, _Planned]]
 
 
 class DeviceBoards:
-    """The boards of one device in one generation."""
+    """The boards of one device in one generation. A round is begun and ended by one thread; in between, another one may
+    add up gradients."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         schedule: Schedule,
-        goes_apart: Callable[[str, Message], bool],
+        form_of: Callable[[str, Message], Sequence[TensorShape] | None],
         rows_go_apart: Callable[[Reduce], bool],
         *,
         is_used: bool,
     ) -> None:
-        """`goes_apart`: whether a message to or from a peer travels in a form of its own, and `rows_go_apart` whether
-        rows of a reduction do: these have no place. `is_used`: whether any message has one."""
+        """`form_of`: the tensors as which a message to or from a peer travels; None: in a form of its own, so that it
+        has no place. `rows_go_apart`: whether rows of a reduction do. `is_used`: whether any message has a place."""
         self.endpoint, self.mailbox, self.network = endpoint, endpoint.mailbox, schedule.network
         self._stride = schedule.plan.steps_per_round
         self._sent: _Messages = {}
         self._received: _Messages = {}
         if is_used and schedule.is_fixed:  # else messages differ from round to round, or arrivals decide what is next
-            self._find(schedule, goes_apart, rows_go_apart)
+            self._find(schedule, form_of, rows_go_apart)
         self._writing: dict[str, WritingBoard] = {}
         self._reading: dict[str, ReadingBoard] = {}
         self._stamp = self._turn = 0
         self._put_bytes: Counter[str] = Counter()
         self._read_bytes: Counter[str] = Counter()
         """Peer -> bytes of this round that went by its board."""
+        self._lock = threading.Lock()
+        self._sleepers: Counter[str] = Counter()
+        """Peer -> threads that want to be woken when a message of its is on the board."""
 
     def _find(
-        self, schedule: Schedule, goes_apart: Callable[[str, Message], bool], rows_go_apart: Callable[[Reduce], bool]
+        self,
+        schedule: Schedule,
+        form_of: Callable[[str, Message], Sequence[TensorShape] | None],
+        rows_go_apart: Callable[[Reduce], bool],
     ) -> None:
         device = self.endpoint.name
         for action in schedule.actions[device]:
-            if isinstance(action, Send) and not goes_apart(action.to, action.message):
-                self._add(self._sent, action.to, action.message)
-            elif isinstance(action, Receive) and not goes_apart(action.source, action.message):
-                self._add(self._received, action.source, action.message)
-            elif isinstance(action, Reduce) and action.what != "gradients" and not rows_go_apart(action):
-                points = byte_points(action, self.network)
-                for number, hops in enumerate(statistics_rounds(action.devices, action.places)):
-                    for hop in hops:
-                        if device in (hop.source, hop.target):
-                            sizes = [last - first for first, last in pairwise(points[hop.first : hop.last + 1])]
-                            rows = tuple(TensorShape(torch.uint8, (size,)) for size in sizes)
-                            self._add_rows(hop, topic(action, number, hop.first), rows)
+            if isinstance(action, Send):
+                self._add(self._sent, action.to, action.message, form_of(action.to, action.message))
+            elif isinstance(action, Receive):
+                self._add(self._received, action.source, action.message, form_of(action.source, action.message))
+            elif isinstance(action, Reduce) and not rows_go_apart(action):
+                self._find_parts(device, action)
 
-    def _add(self, messages: _Messages, peer: str, message: Message) -> None:
-        if message.bytes <= LARGEST_BYTES and is_urgent(message):
-            specs = self.network.tensors
-            shapes = [TensorShape(dtype_of(specs[part.tensor].dtype), part.box.shape) for part in message.parts]
-            messages.setdefault(peer, {})[message.topic] = _Planned(tuple(shapes), message.bytes)
+    def _find_parts(self, device: str, reduce: Reduce) -> None:
+        """Find the messages of a sum: rows that are waited for, or parts of gradients, each of which is one row."""
+        points, is_sum = byte_points(reduce, self.network), reduce.what == "gradients"
+        for number, hops in enumerate(rounds_of(reduce)):
+            for hop in hops:
+                if device in (hop.source, hop.target):
+                    ends = points[hop.first : hop.last + 1]
+                    sizes = [last - first for first, last in pairwise(ends)] if not is_sum else [ends[-1] - ends[0]]
+                    rows = tuple(TensorShape(torch.uint8, (size,)) for size in sizes)
+                    if is_sum or sum(sizes) <= LARGEST_BYTES:
+                        self._add_rows(hop, topic(reduce, number, hop.first), rows)
+
+    def _add(self, messages: _Messages, peer: str, message: Message, form: Sequence[TensorShape] | None) -> None:
+        if form is None or not is_urgent(message):
+            return
+        if message.bytes <= LARGEST_BYTES or [shape.dtype for shape in form] == [torch.uint8]:
+            messages.setdefault(peer, {})[message.topic] = _Planned(tuple(form), message.bytes)
 
     def _add_rows(self, hop: Hop, name: str, rows: tuple[TensorShape, ...]) -> None:
-        size = sum(row.bytes for row in rows)
-        if size <= LARGEST_BYTES:
-            is_sent = hop.source == self.endpoint.name
-            messages, peer = (self._sent, hop.target) if is_sent else (self._received, hop.source)
-            messages.setdefault(peer, {})[name] = _Planned(rows, size)
+        is_sent = hop.source == self.endpoint.name
+        messages, peer = (self._sent, hop.target) if is_sent else (self._received, hop.source)
+        messages.setdefault(peer, {})[name] = _Planned(rows, sum(row.bytes for row in rows))
 
     # Rounds
 
@@ -137,10 +153,40 @@ class DeviceBoards:
         board = self._writing.get(to)
         if board is None or not board.put(name, self._stamp, self._turn, tensors):
             return False
+        self._is_put(board, to, self._sent[to][name].bytes)
+        return True
+
+    def put_bytes(self, to: str, name: str, pieces: Sequence[memoryview]) -> bool:
+        """Do the same with a message that travels as bytes, which lie in some pieces."""
+        board = self._writing.get(to)
+        if board is None or not board.put_bytes(name, self._stamp, self._turn, pieces):
+            return False
+        self._is_put(board, to, self._sent[to][name].bytes)
+        return True
+
+    def _is_put(self, board: WritingBoard, to: str, size: int) -> None:
         if board.is_reader_asleep:
             self.endpoint.wake(to)
-        self._put_bytes[to] += self._sent[to][name].bytes
-        return True
+        with self._lock:
+            self._put_bytes[to] += size
+
+    def put_row(self, targets: Sequence[tuple[str, str]], row: torch.Tensor) -> Sequence[tuple[str, str]]:
+        """Leave the same dense row for several peers; `targets`: each with its message's name. Return those to which it
+        must be sent."""
+        free, others = [], []
+        for target in targets:
+            to, name = target
+            board = self._writing.get(to)
+            if board is None or not board.is_free(name, self._turn):
+                others.append(target)
+            else:
+                free.append((to, board, name))
+        if free:
+            memory = as_bytes(row)
+            put_alike([(board, name) for _, board, name in free], self._stamp, self._turn, memory)
+            for to, board, _ in free:
+                self._is_put(board, to, len(memory))
+        return others
 
     def has_place(self, source: str, name: str) -> bool:
         """Return whether a message from a peer may come by the board."""
@@ -149,30 +195,59 @@ class DeviceBoards:
     def take(self, source: str, step: int, name: str, *, outlives_round: bool = False) -> tuple[torch.Tensor, ...]:
         """Wait for a message that may come by the board, and return its tensors: they stay until the round ends, or as
         long as they are used."""
-        planned = self._received[source][name]
-        board = self._reading.get(source)
-        if board is None or not self._watch(board, name):
-            came = self._wait(source, step, name)
-            if came is not None:
-                return _tensors_in(came, planned.tensors)
-            board = self._reading[source]
-        self._read_bytes[source] += planned.bytes
-        tensors = board.read(name, self._turn)
+        came = self._sent_here(source, step, name, is_bulk=False)
+        if came is not None:
+            return _tensors_in(came, self._received[source][name].tensors)
+        tensors = self._reading[source].read(name, self._turn)
         return tuple(tensor.clone() for tensor in tensors) if outlives_round else tensors
 
-    def _watch(self, board: ReadingBoard, name: str) -> bool:
+    def take_bytes(self, source: str, step: int, name: str) -> memoryview:
+        """Do the same for a part of a sum, and return its bytes."""
+        came = self._sent_here(source, step, name, is_bulk=True)
+        return self._reading[source].read_bytes(name, self._turn) if came is None else came
+
+    def store(self, source: str, step: int, name: str, pieces: Sequence[memoryview], *, is_bulk: bool = False) -> None:
+        """Wait for bytes that may come by the board, and write them to some pieces: where they come over the
+        connection, the mailbox writes them there as they arrive. `is_bulk`: no computing waits for them."""
+        if (board := self._reading.get(source)) is not None:
+            self._watch(board, name, is_bulk=is_bulk)
+        self._count_sleeper(source, 1)
+        try:
+            came = self.mailbox.receive_unless(source, step, name, pieces, lambda: self._is_on_board(source, name))
+        finally:
+            self._count_sleeper(source, -1)
+        if not came:
+            copy_pieces([self._reading[source].read_bytes(name, self._turn)], pieces)
+            self._is_read(source, name)
+
+    def _sent_here(self, source: str, step: int, name: str, *, is_bulk: bool) -> memoryview | None:
+        """Wait for a message, and return its bytes where it came over the connection; None: it is on the board."""
+        board = self._reading.get(source)
+        if board is None or not self._watch(board, name, is_bulk=is_bulk):
+            came = self._wait(source, step, name)
+            if came is not None:
+                return came
+        self._is_read(source, name)
+        return None
+
+    def _is_read(self, source: str, name: str) -> None:
+        with self._lock:
+            self._read_bytes[source] += self._received[source][name].bytes
+
+    def _watch(self, board: ReadingBoard, name: str, *, is_bulk: bool) -> bool:
         """Look for a message for a moment; return whether it has come."""
         if name not in board.places:
             return False
         stamp, turn = self._stamp, self._turn
         if board.has(name, stamp, turn):
             return True
+        watch, nap, doze = _BULK_WAITS if is_bulk else _WAITS
         start = now = time.monotonic()
-        while now < start + _DOZE_SECONDS:
-            if now < start + _WATCH_SECONDS:
+        while now < start + doze:
+            if now < start + watch:
                 os.sched_yield()
             else:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(nap)
             if board.has(name, stamp, turn):
                 return True
             now = time.monotonic()
@@ -180,14 +255,18 @@ class DeviceBoards:
 
     def _wait(self, source: str, step: int, name: str) -> memoryview | None:
         """Wait as the mailbox does; None: the message is on the board."""
-        board = self._reading.get(source)
-        if board is not None:
-            board.say_awake(False)
+        self._count_sleeper(source, 1)
         try:
             return self.mailbox.take_unless(source, step, name, lambda: self._is_on_board(source, name))
         finally:
+            self._count_sleeper(source, -1)
+
+    def _count_sleeper(self, source: str, change: int) -> None:
+        """Say on the board whether any thread wants to be woken."""
+        with self._lock:
+            self._sleepers[source] += change
             if (board := self._reading.get(source)) is not None:
-                board.say_awake(True)
+                board.say_awake(not self._sleepers[source])
 
     def _is_on_board(self, source: str, name: str) -> bool:
         board = self._begin_reading(source)

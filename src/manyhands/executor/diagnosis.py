@@ -97,16 +97,16 @@ class NumberDiagnosis:
 
 
 def _are_finite(rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether all numbers of some rows of one length are finite; their products show it, two rows at a time,
-    unless they overflow themselves."""
-    if not rows[0].is_floating_point():
+    """Return whether all numbers of some rows of one length are finite; the product of two rows, or the sum of more,
+    shows it, unless it overflows itself."""
+    if not rows[0].dtype.is_floating_point:
         return True
-    pairs = zip(rows[::2], [*rows[1::2], rows[-1]])
-    return all(math.isfinite(float(torch.dot(row, other))) for row, other in pairs)
+    shown = torch.dot(rows[0], rows[-1]) if len(rows) <= 2 else torch.stack([*rows]).sum()
+    return math.isfinite(float(shown))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all numbers are finite; their sum shows it, unless it overflows itself."""
-    if not tensor.is_floating_point() or math.isfinite(float(tensor.sum())):
+    if not tensor.dtype.is_floating_point or math.isfinite(float(tensor.sum())):
         return True
     return bool(torch.isfinite(tensor).all())

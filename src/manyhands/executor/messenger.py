@@ -30,7 +30,9 @@ from manyhands.facts.network import DTYPE_BYTES, TensorSpec, WeightSpec
 from manyhands.graph.weights import Weights, dense_gradient
 from manyhands.schedule.actions import Message, Part, Receive, Send, is_urgent
 from manyhands.schedule.policy import Schedule
+from manyhands.transport.board import TensorShape
 from manyhands.transport.endpoint import Endpoint
+from manyhands.transport.memory import as_bytes
 
 _BEGINS_A_PASS = frozenset({"value", "input", "gradient"})
 _BETWEEN_STAGES = frozenset({"value", "gradient"})
@@ -65,7 +67,7 @@ class Messenger:
         self._topics: dict[int, str] = {}
         """Topics of messages, by their identity: the schedule keeps them."""
         self._is_training = schedule.plan.is_training
-        self.boards = DeviceBoards(endpoint, schedule, self._goes_apart, gpu_peers.takes, is_used=has_boards)
+        self.boards = DeviceBoards(endpoint, schedule, self._form_on_board, gpu_peers.takes, is_used=has_boards)
         self._transfers: HostTransfers | None = None
         if in_flight.feed.torch_device.type == "cuda":
             self._transfers = HostTransfers(
@@ -98,10 +100,14 @@ class Messenger:
         if self._transfers is not None:
             self._transfers.close()
 
-    def _goes_apart(self, other: str, message: Message) -> bool:
-        """Return whether a message travels in another form than that of its tensors."""
-        is_packed = any(self.coding.bits(message, part) for part in message.parts)
-        return is_packed or other in self.gpu_peers or self._channel_runner(message) is not None
+    def _form_on_board(self, other: str, message: Message) -> tuple[TensorShape, ...] | None:
+        """Return the tensors as which a message may lie on a board; None: it travels in another form."""
+        if other in self.gpu_peers or any(self.coding.bits(message, part) for part in message.parts):
+            return None
+        if self._channel_runner(message) is not None:
+            return (TensorShape(torch.uint8, (message.bytes,)),)
+        specs = self._table(message)
+        return tuple(TensorShape(dtype_of(specs[part.tensor].dtype), part.box.shape) for part in message.parts)
 
     def _channel_runner(self, message: Message) -> ChannelRunner | None:
         """Return the runner that packs a message itself: one of channels, for others of its stage."""
@@ -111,7 +117,7 @@ class Messenger:
     def _transfers_of(self, other: str, message: Message) -> HostTransfers | None:
         """Return what copies a message from or to a GPU while it goes on computing: what a pipeline's stages exchange
         as it is. For other messages somebody waits at once."""
-        is_plain = message.kind in _BETWEEN_STAGES and not self._goes_apart(other, message)
+        is_plain = message.kind in _BETWEEN_STAGES and self._form_on_board(other, message) is not None
         return self._transfers if is_plain else None
 
     def _stays_on_gpu(self, other: str, message: Message, part: Part) -> bool:
@@ -151,9 +157,12 @@ class Messenger:
                 transfers.send(to, self.in_flight.step, topic, tensors)
                 return
             self.diagnosis.watch(name, tensors)
-            if runner is None:
-                if self.boards.put(to, topic, tensors):
+            if runner is not None:
+                if self.boards.put_bytes(to, topic, [as_bytes(tensor) for tensor in tensors]):
                     return
+            elif self.boards.put(to, topic, tensors):
+                return
+            else:
                 tensors = [self._packed(to, message, part, box) for part, box in zip(message.parts, tensors)]
             self.endpoint.send(to, self.in_flight.step, topic, tensors, urgent=urgent)
 
@@ -242,7 +251,10 @@ class Messenger:
 
     def _receive_channels(self, source: str, message: Message, topic: str, runner: ChannelRunner) -> None:
         memory = [bundle.room() for bundle in runner.bundles(message, is_sent=False)]
-        self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
+        if self.boards.has_place(source, topic):
+            self.boards.store(source, self.in_flight.step, topic, [as_bytes(room) for room in memory])
+        else:
+            self.endpoint.mailbox.receive(source, self.in_flight.step, topic, memory)
         started = self.slowdown.begin()
         runner.incoming(message, memory)
         self.slowdown.stretch(started)

@@ -1,8 +1,8 @@
 """The sum of weight gradients, formed on a thread of its own, bucket by bucket, while backward goes on.
 
 Each chunk is sent straight from the gradients' memory and the sum comes back into it; the others' chunks are added to
-the one that this device sums itself from where the mailbox has them. `wait` releases the gradients' memory: an
-optimiser may write into it.
+the one that this device sums itself from where they came to: on a board (device_boards.py), or in the mailbox. `wait`
+releases the gradients' memory: an optimiser may write into it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from manyhands.executor.bound_calls import MOST_KEPT
 from manyhands.executor.collectives import Collectives
+from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.gpu_sums import GpuSums
 from manyhands.executor.host_staging import HostStaging, ready_event
 from manyhands.executor.projections import Numbers, SumRecord, numbers_in, projection, projection_and_norm
@@ -29,6 +31,7 @@ from manyhands.schedule.reduction import Hop, chunk_points, element_bytes, gradi
 from manyhands.transport.endpoint import Endpoint
 from manyhands.transport.memory import KNOWN_TO_NUMPY, as_bytes, window
 
+_Rounds = tuple[tuple[tuple[Hop, str], ...], ...]
 OnSpan = Callable[[Reduce, float, float], None]
 
 
@@ -59,11 +62,13 @@ class Reducer:
         on_span: OnSpan,
         collectives: Collectives | None = None,
         gpu_sums: GpuSums | None = None,
+        boards: DeviceBoards | None = None,
     ) -> None:
         """`collectives`: what forms some of the sums, or all, in place of messages; None: it forms none. `gpu_sums`:
-        what forms those among workers on one GPU."""
+        what forms those among workers on one GPU. `boards`: those that messages go by where they can."""
         self.endpoint, self.network, self.on_span, self.collectives = endpoint, network, on_span, collectives
-        self._gpu_sums = gpu_sums
+        self._gpu_sums, self._boards = gpu_sums, boards
+        self._rounds: dict[Reduce, _Rounds] = {}
         self._staging = HostStaging()
         self.host_bytes = 0
         """Bytes of a GPU's gradients that went through the machine's memory."""
@@ -145,41 +150,9 @@ class Reducer:
         rows = [row_of(tensor) for tensor in staged]
         points, size = chunk_points(reduce, self.network), element_bytes(reduce, self.network)
         chunks = [window(rows, size * first, size * (last - first)) for first, last in pairwise(points)]
-        box, device, dtype = self.endpoint.mailbox, self.endpoint.name, staged[0].dtype
-        rounds = [
-            [(hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target)]
-            for number, hops in enumerate(gradient_rounds(reduce.devices, reduce.places))
-        ]
-
-        def memory(hop: Hop) -> list[memoryview]:
-            return [part for chunk in chunks[hop.first : hop.last] for part in chunk]
-
+        dtype = staged[0].dtype
         before = [projection_and_norm(_as_numbers(chunk, dtype)) for chunk in chunks]
-        received, sums, after = [], [], dict[int, float | None]()
-        for hop, name in (pair for pairs in rounds for pair in pairs):
-            if hop.target == device and not hop.adds:  # no sum comes before this device's part of it has arrived there
-                box.post(hop.source, step, name, memory(hop))
-        for pairs in rounds:
-            added: dict[int, None] = {}
-            for hop, name in pairs:
-                if hop.source == device:
-                    self.endpoint.send(hop.target, step, name, memory(hop))
-            for hop, name in pairs:  # added in the order of the hops, not of arrival: the same bits in every run
-                if hop.target == device and hop.adds:
-                    came = box.take(hop.source, step, name)
-                    for chunk in range(hop.first, hop.last):
-                        part = _split(came, chunks[chunk])
-                        came = came[sum(map(len, part)) :]
-                        received.append(projection(_as_numbers(part, dtype)))
-                        _add(chunks[chunk], part, dtype)
-                        added[chunk] = None
-                elif hop.target == device:
-                    box.receive(hop.source, step, name, memory(hop))
-                    for chunk in range(hop.first, hop.last):
-                        after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
-            for chunk in added:
-                after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
-                sums.append(after[chunk])
+        received, sums, after = self._exchange(reduce, step, chunks, dtype)
         for gradient, copy in zip(on_host, staged):
             if gradient is not copy:
                 gradient.copy_(copy)
@@ -189,6 +162,76 @@ class Reducer:
             tuple(norm for _, norm in before), tuple(received), tuple(sums),
             tuple(after[chunk] for chunk in range(len(chunks))), tied=reduce.weights[0] if reduce.weights else "",
         )  # fmt: skip
+
+    def _exchange(
+        self, reduce: Reduce, step: int, chunks: list[list[memoryview]], dtype: torch.dtype
+    ) -> tuple[list[float | None], list[float | None], dict[int, float | None]]:
+        """Add up some chunks among the devices; return the projections of what was received, of the sums that were
+        formed here, and of each chunk afterwards."""
+        device, rounds = self.endpoint.name, self._rounds_of(reduce)
+        received, sums, after = list[float | None](), list[float | None](), dict[int, float | None]()
+
+        def memory(hop: Hop) -> list[memoryview]:
+            return [part for chunk in chunks[hop.first : hop.last] for part in chunk]
+
+        for hop, name in (pair for pairs in rounds for pair in pairs):
+            # no sum comes before this device's part of it has arrived there
+            if hop.target == device and not hop.adds:
+                self.endpoint.mailbox.post(hop.source, step, name, memory(hop))
+        for pairs in rounds:
+            added: dict[int, None] = {}
+            for hop, name in pairs:
+                if hop.source == device:
+                    self._send(hop, step, name, memory(hop))
+            for hop, name in pairs:  # added in the order of the hops, not of arrival: the same bits in every run
+                if hop.source == device:
+                    continue
+                if not hop.adds:
+                    self._store(hop, step, name, memory(hop))
+                    for chunk in range(hop.first, hop.last):
+                        after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
+                    continue
+                came = self._take(hop, step, name)
+                for chunk in range(hop.first, hop.last):
+                    part = _split(came, chunks[chunk])
+                    came = came[sum(map(len, part)) :]
+                    received.append(projection(_as_numbers(part, dtype)))
+                    _add(chunks[chunk], part, dtype)
+                    added[chunk] = None
+            for chunk in added:
+                after[chunk] = projection(_as_numbers(chunks[chunk], dtype))
+                sums.append(after[chunk])
+        return received, sums, after
+
+    def _rounds_of(self, reduce: Reduce) -> _Rounds:
+        """Return this device's hops, with the topic of each, round by round."""
+        rounds = self._rounds.get(reduce)
+        if rounds is None:
+            if len(self._rounds) >= MOST_KEPT:
+                self._rounds.clear()
+            device = self.endpoint.name
+            rounds = self._rounds[reduce] = tuple(
+                tuple((hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target))
+                for number, hops in enumerate(gradient_rounds(reduce.devices, reduce.places))
+            )
+        return rounds
+
+    def _send(self, hop: Hop, step: int, name: str, pieces: list[memoryview]) -> None:
+        if self._boards is None or not self._boards.put_bytes(hop.target, name, pieces):
+            self.endpoint.send(hop.target, step, name, pieces)
+
+    def _store(self, hop: Hop, step: int, name: str, pieces: list[memoryview]) -> None:
+        """Wait for a message and write it to some pieces."""
+        if self._boards is not None and self._boards.has_place(hop.source, name):
+            self._boards.store(hop.source, step, name, pieces, is_bulk=True)
+        else:
+            self.endpoint.mailbox.receive(hop.source, step, name, pieces)
+
+    def _take(self, hop: Hop, step: int, name: str) -> memoryview:
+        """Wait for a message and return its bytes, where they are until the round ends."""
+        if self._boards is not None and self._boards.has_place(hop.source, name):
+            return self._boards.take_bytes(hop.source, step, name)
+        return self.endpoint.mailbox.take(hop.source, step, name)
 
 
 def _numbers(memory: memoryview, dtype: torch.dtype) -> Any:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from manyhands.executor.bound_calls import Call
+from manyhands.executor.bound_calls import MOST_KEPT, Call
 from manyhands.executor.collectives import Collectives
 from manyhands.executor.device_boards import DeviceBoards
 from manyhands.executor.diagnosis import NumberDiagnosis
@@ -35,7 +36,15 @@ from manyhands.transport.endpoint import Endpoint
 WEIGHT_NORM_ROUNDS = 64
 """Rounds after which the norm of weights is formed anew."""
 _SumKey = tuple[int, int, int, int, str]
-_Rounds = tuple[tuple[tuple[Hop, str], ...], ...]
+
+
+class _Rounds(NamedTuple):
+    """A device's part of an all-gather."""
+
+    hops: tuple[tuple[tuple[Hop, str], ...], ...]
+    """Its hops round by round, with the topic of each."""
+    targets: tuple[tuple[str, str], ...]
+    """Those to which its own row goes first, with the topic of each."""
 
 
 class Reductions:
@@ -58,7 +67,7 @@ class Reductions:
         self.in_flight, self.runners, self.diagnosis = in_flight, in_flight.runners, diagnosis
         self.gpu_peers, self.boards = gpu_peers, boards
         gpu_sums = GpuSums(endpoint, schedule.network, gpu_peers)
-        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums)
+        self.reducer = Reducer(endpoint, schedule.network, self._reduced, collectives, gpu_sums, boards)
         self._completed = {
             stage: completed_at(schedule.network, runner.geometry.first, runner.geometry.last, schedule.lowering.tied)
             for stage, runner in self.runners.items()
@@ -66,6 +75,8 @@ class Reductions:
         self._keeps_messages = schedule.keeps_messages
         self._rounds: dict[int, _Rounds] = {}
         """This device's hops of all-gathers with their topics, by the action's identity: the schedule keeps it."""
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Bytes of boards -> the row in them, by the identity of the bytes."""
         self._summed: dict[_SumKey, list[str]] = {}
         """The weights of each sum of gradients, by its record's key."""
         self._weight_norms: dict[_SumKey, tuple[float | None, float, int]] = {}
@@ -110,9 +121,12 @@ class Reductions:
 
     def _give(self, reduce: Reduce, row: torch.Tensor) -> None:
         """Send this device's row, as far as it does not travel with those of others."""
-        for hop, name in self._rounds_of(reduce)[0]:
-            if hop.source == self.endpoint.name:
-                self._send_rows(hop.target, name, [self._as_sent(reduce, row)])
+        targets = self._rounds_of(reduce).targets
+        if not self.gpu_peers.takes(reduce):
+            row = self._as_sent(reduce, row)
+            targets = self.boards.put_row(targets, row)
+        for to, name in targets:
+            self.endpoint.send(to, self.in_flight.step, name, [self._as_sent(reduce, row)], urgent=True)
 
     def _send_rows(self, to: str, name: str, rows: Sequence[torch.Tensor]) -> None:
         if not self.boards.put(to, name, [row.reshape(-1).view(torch.uint8) for row in rows]):
@@ -158,7 +172,7 @@ class Reductions:
         """Return all devices' rows, in the order of the devices, and hand on those that others get from here."""
         device, order = self.endpoint.name, row_order(reduce.devices, reduce.places)
         rows = {device: row}
-        for number, hops in enumerate(self._rounds_of(reduce)):
+        for number, hops in enumerate(self._rounds_of(reduce).hops):
             for hop, name in hops if number else ():
                 if hop.source == device:
                     handed_on = [self._as_sent(reduce, rows[each]) for each in order[hop.first : hop.last]]
@@ -174,7 +188,7 @@ class Reductions:
         """Wait for the rows of these devices, which one message brings."""
         if self.boards.has_place(source, topic_name):
             bytes_of_rows = self.boards.take(source, self.in_flight.step, topic_name)
-            return {name: row.view(like.dtype).view_as(like) for name, row in zip(names, bytes_of_rows)}
+            return {name: self._row_in(memory, like) for name, memory in zip(names, bytes_of_rows)}
         came = self.endpoint.mailbox.take(source, self.in_flight.step, topic_name)
         if self.gpu_peers.takes(reduce):
             starts = range(0, len(came), DESCRIPTOR_BYTES)
@@ -186,15 +200,25 @@ class Reductions:
         rows = [other.view_as(like) for other in others]
         return dict(zip(names, rows if like.is_cpu else [row.to(like.device) for row in rows]))
 
+    def _row_in(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return a row that lies in some bytes. Places on boards are the same in every other round."""
+        known = self._rows.get(id(memory))
+        if known is None or known[0] is not memory or known[1].dtype != like.dtype or known[1].shape != like.shape:
+            if len(self._rows) >= MOST_KEPT:
+                self._rows.clear()
+            known = self._rows[id(memory)] = memory, memory.view(like.dtype).view_as(like)
+        return known[1]
+
     def _rounds_of(self, reduce: Reduce) -> _Rounds:
         """Return this device's hops, with the topic of each, round by round."""
         rounds = self._rounds.get(id(reduce))
         if rounds is None:
             device = self.endpoint.name
-            rounds = tuple(
+            hops = tuple(
                 tuple((hop, topic(reduce, number, hop.first)) for hop in hops if device in (hop.source, hop.target))
                 for number, hops in enumerate(statistics_rounds(reduce.devices, reduce.places))
             )
+            rounds = _Rounds(hops, tuple((hop.target, name) for hop, name in hops[0] if hop.source == device))
             if self._keeps_messages:
                 self._rounds[id(reduce)] = rounds
         return rounds

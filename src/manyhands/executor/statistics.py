@@ -61,11 +61,9 @@ def merged(rows: list[torch.Tensor]) -> Moments:
     channels = (rows[0].numel() - 1) // 2
     if len(rows) == 2:
         return _merged_two(rows[0], rows[1], channels)
-    counts = torch.stack([row[0] for row in rows])
-    means = torch.stack([row[1 : 1 + channels] for row in rows])
-    variances = torch.stack([row[1 + channels :] for row in rows])
+    counts, means, variances = torch.stack(rows).split_with_sizes([1, channels, channels], 1)
     total = counts.sum()
-    weights = (counts / total).unsqueeze(1)
+    weights = counts / total
     mean = (weights * means).sum(0)
     variance = (weights * (variances + (means - mean) ** 2)).sum(0)
     return Moments(float(total), mean, variance)

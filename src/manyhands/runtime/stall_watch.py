@@ -97,8 +97,9 @@ class StallWatch:
         if moved != self._moved:
             self._moved, self._moved_at = moved, now
         return stalls.judge_copies(
-            observed, run.owing(), limit, coordinator_unmoved_seconds=now - max(self._moved_at, self._back_at)
-        )
+            observed, run.owing(), limit, coordinator_unmoved_seconds=now - max(self._moved_at, self._back_at),
+            timeout_factor=self._timeout_factor,
+        )  # fmt: skip
 
     def _observed(self, now: float) -> dict[str, Observed]:
         observed = {}
@@ -107,7 +108,8 @@ class StallWatch:
             if standing is not None and standing.generation != self._run.generation:
                 standing = None
             unmoved_seconds = now - max(member.moved_at, self._back_at)
-            observed[name] = Observed(standing, unmoved_seconds, self._work.get(name, 0.0))
+            silent_seconds = self._run.coordinator.membership.silent_seconds(name)
+            observed[name] = Observed(standing, unmoved_seconds, self._work.get(name, 0.0), silent_seconds)
         return observed
 
     def suspect(self) -> Verdict | None:

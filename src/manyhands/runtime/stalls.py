@@ -11,7 +11,9 @@ done, and the devices it waits for. From all of them together, the root cause is
     5. a circle      all wait for each other, and nothing above explains it: the one that most of them wait for goes
 
 The first three are clear after the limit, the last two are judged after twice the limit. If a device waits for a batch
-which the coordinator has not sent yet, no device is at fault. No threads, and no clock of its own.
+which the coordinator has not sent yet, no device is at fault. While the coordinator gets no heartbeats of a device,
+nobody is judged: it may be what all others wait for, and the failure detector soon says whether it is lost. No threads,
+and no clock of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ PREDICTED_ROUNDS = 100.0
 PREDICTED_LEAST_SECONDS = 30.0
 SILENT_SECONDS = 3.0
 """Peers send each other a heartbeat every second: without a byte for this long, they do not reach each other."""
+HEARD_SECONDS = 2.0
+"""Workers send the coordinator a heartbeat every half second: from one that has sent nothing for this long, what its
+last heartbeat said may be no longer true."""
 CONNECT_SECONDS = 8.0
 """Two devices that wait for each other's connection for this long cannot reach each other."""
 _UNCLEAR = 2.0
@@ -53,6 +58,8 @@ class Observed:
     unmoved_seconds: float
     work: float = 1.0
     """The device's part of the run's computation: this is lost with it."""
+    silent_seconds: float = 0.0
+    """Seconds for which it has sent the coordinator nothing."""
 
     def waits_for(self, devices: Mapping[str, Observed]) -> list[str]:
         return [] if self.standing is None else [name for name in self.standing.waits_for if name in devices]
@@ -93,11 +100,14 @@ def limit_seconds(
 def judge(
     devices: Mapping[str, Observed], limit: float, *, steps_fed: int, stride: int = 1, timeout_factor: float = 1.0
 ) -> Verdict | None:
-    """Return the device that keeps the run from going on; None while all make progress, or wait for the coordinator.
+    """Return the device that keeps the run from going on; None while all make progress, wait for the coordinator, or
+    one sends no heartbeats.
 
     `limit`: seconds without progress, see `limit_seconds`. `steps_fed`: the first step whose batch was not sent yet;
     `stride`: steps of a round.
     """
+    if _any_silent(devices, timeout_factor):
+        return None
     stuck = {
         name: device
         for name, device in devices.items()
@@ -117,13 +127,14 @@ def judge_copies(
     limit: float,
     *,
     coordinator_unmoved_seconds: float,
+    timeout_factor: float = 1.0,
 ) -> Verdict | None:
     """Return the device whose copy never comes, so that the coordinator sends no further batch.
 
     `owing`: devices whose copies are missing, each with the receiver: another device, or the coordinator.
     """
     still = min([coordinator_unmoved_seconds, *(device.unmoved_seconds for device in devices.values())])
-    if not owing or still < _UNCLEAR * limit:
+    if not owing or still < _UNCLEAR * limit or _any_silent(devices, timeout_factor):
         return None
     for source, holder in owing:
         standing = devices[holder].standing if holder in devices else None
@@ -164,6 +175,10 @@ def _parts(stage: Stage) -> dict[str, float]:
     else:
         sizes = [1.0] * len(stage.devices)
     return {name: size / sum(sizes) for name, size in zip(stage.devices, sizes)}
+
+
+def _any_silent(devices: Mapping[str, Observed], timeout_factor: float) -> bool:
+    return any(device.silent_seconds >= HEARD_SECONDS * timeout_factor for device in devices.values())
 
 
 def _hung(stuck: Mapping[str, Observed]) -> Verdict | None:

@@ -258,12 +258,22 @@ class Mailbox:
 
     def receive(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
         """Wait for a message and write it to `into`, whose parts are filled one after another."""
+        self.receive_unless(source, step, topic, into, _never)
+
+    def receive_unless(
+        self, source: str, step: int, topic: str, into: Sequence[Memory], has_come: Callable[[], bool]
+    ) -> bool:
+        """Do the same for a message that may come another way; return False where `has_come` says that it did. Whoever
+        makes it so calls `look_again`."""
         views = [as_bytes(tensor) for tensor in into]
         key = (source, step, topic)
         message = self._post(key, views)
-        self._finish(key, message)
+        self._finish(key, message, has_come)
+        if not message.complete:
+            return False
         if message.early is not None:
             copy_into(message.early, views)
+        return True
 
     def take(self, source: str, step: int, topic: str) -> memoryview:
         """Wait for a message without a posted destination, and return the memory that it came into."""

@@ -12,6 +12,8 @@ KNOWN_TO_NUMPY = frozenset(
     {torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8}
     | {torch.int8, torch.int16, torch.int32, torch.int64}
 )
+_WITHOUT_LOCK_BYTES = 32 * 1024
+"""The size from which a copy lets other threads of the interpreter run; below, that takes longer than the copy."""
 Memory = torch.Tensor | memoryview
 """Memory to send or to fill: a contiguous tensor on the CPU, or the bytes of one."""
 
@@ -57,3 +59,21 @@ def copy_into(source: memoryview, views: list[memoryview]) -> None:
     for view in views:
         view[:] = source[place : place + len(view)]
         place += len(view)
+
+
+def copy_pieces(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    """Copy pieces laid end to end into others of the same total length; other threads run while large ones are."""
+    remaining = iter(targets)
+    target = next(remaining, memoryview(b""))
+    for source in sources:
+        while len(source):
+            if not len(target):
+                target = next(remaining)
+            count = min(len(source), len(target))
+            if count < _WITHOUT_LOCK_BYTES:
+                target[:count] = source[:count]
+            else:
+                numpy.copyto(
+                    numpy.frombuffer(target[:count], numpy.uint8), numpy.frombuffer(source[:count], numpy.uint8)
+                )
+            source, target = source[count:], target[count:]

@@ -24,18 +24,15 @@ import stat
 import sys
 from collections.abc import Sequence
 
-import numpy
-
 from manyhands.transport.board import BOARD_BYTES
 from manyhands.transport.handover import Handover, fetch
+from manyhands.transport.memory import copy_pieces
 
 KEY_BYTES = 32
 NONCE_BYTES = 32
 HEAD_BYTES = 4096
 _TITLE = "manyhands"
 _TAKEN = slice(128, 136)
-_WITHOUT_LOCK_BYTES = 32 * 1024
-"""The size from which a copy lets other threads of the interpreter run; below, that takes longer than the copy."""
 _IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -113,7 +110,7 @@ class FillingRing(Ring):
         if under_way + length > self.size:
             return -1
         place = self._next if under_way else 0
-        _copy(views, self._parts(place, length))
+        copy_pieces(views, self._parts(place, length))
         self._passed += length
         self._next = (place + length) % self.size
         return place
@@ -136,7 +133,7 @@ class EmptyingRing(Ring):
     """The ring at the receiver's side, which fetches it."""
 
     def read(self, place: int, length: int, into: Sequence[memoryview]) -> None:
-        _copy(self._parts(place, length), into)
+        copy_pieces(self._parts(place, length), into)
 
     def free(self, length: int) -> None:
         """Free the room of the next payload, which was read or is not wanted.
@@ -192,21 +189,3 @@ def find(place: bytes, size: int, key: bytes) -> EmptyingRing:
     finally:
         if opened >= 0:
             os.close(opened)
-
-
-def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy pieces laid end to end into others of the same total length."""
-    remaining = iter(targets)
-    target = next(remaining, memoryview(b""))
-    for source in sources:
-        while len(source):
-            if not len(target):
-                target = next(remaining)
-            count = min(len(source), len(target))
-            if count < _WITHOUT_LOCK_BYTES:
-                target[:count] = source[:count]
-            else:
-                numpy.copyto(
-                    numpy.frombuffer(target[:count], numpy.uint8), numpy.frombuffer(source[:count], numpy.uint8)
-                )
-            source, target = source[count:], target[count:]

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,6 @@ from manyhands.facts.plan_check import resolve
 from manyhands.graph.graph import Graph
 from manyhands.job.evaluation import captured
 from manyhands.models.registry import ZOO, build, loss_function
-from manyhands.profiler.this_machine import identify
 from manyhands.runtime.fork_server import close_fork_servers
 from manyhands.runtime.order import Order, RunState
 from manyhands.runtime.run import Run
@@ -37,6 +36,7 @@ from manyhands_bench.core.ddp import Baseline
 from manyhands_bench.core.demo import bench_demo
 from manyhands_bench.core.transports import bench_engine
 from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.parts import check_asked, measure_parts
 from manyhands_bench.same_batch import SameBatch
 
 WARM_UP_STEPS = 2
@@ -59,7 +59,22 @@ class CoreSetting:
         return f"{self.model} {'x'.join(map(str, self.shape))} batch {self.samples}"
 
 
+@dataclass(frozen=True)
+class DataParallelExtent:
+    """The amount of measuring of data parallel training."""
+
+    tuning: int
+    """Trials of each bucket size."""
+    blocks: int
+    steps: int
+    """Steps of a block that count."""
+    warm_up_steps: int = WARM_UP_STEPS
+    is_predicted: bool = True
+
+
 DATA_PARALLEL = CoreSetting("resnet18", (3, 64, 64), 32)
+LARGE, QUICK_LARGE = CoreSetting("vgg16", (3, 224, 224), 16), CoreSetting("resnet18", (3, 32, 32), 16)
+_PREDICTED = ("predicted_step_seconds", "sim_error")
 OVERHEAD = (CoreSetting("yolov2-16", (3, 608, 608), 1), CoreSetting("resnet50", (3, 224, 224), 4),
             CoreSetting("mobilenetv2", (3, 224, 224), 8))  # fmt: skip
 QUICK_OVERHEAD = (CoreSetting("resnet18", (3, 64, 64), 8),)
@@ -113,54 +128,82 @@ def _ddp_calls(setting: CoreSetting, workers: int, bucket: int) -> list[str]:
     ]
 
 
-def bench_data_parallel(workers: int, quick: bool, say: Progress) -> Figures:
+def bench_data_parallel(setting: CoreSetting, extent: DataParallelExtent, workers: int, say: Progress) -> Figures:
     """Compare the throughput over local workers with DistributedDataParallel, and the simulator's prediction with the
     measurement."""
-    setting, tuning, blocks, steps = DATA_PARALLEL, *((1, 2, 6) if quick else (2, 12, 16))
     if setting.samples % workers:
         raise BadValue(f"--workers {workers} must divide the batch of {setting.samples}.")
     data = SameBatch(setting.model, setting.shape, setting.samples)
-    graph = _captured(setting, data)
+    graph, steps = _captured(setting, data), extent.steps + extent.warm_up_steps
     with contextlib.ExitStack() as stack:
-        baselines = {mb: stack.enter_context(_baseline(_ddp_calls(setting, workers, mb))) for mb in BUCKETS_MB}
         session = stack.enter_context(open_session(Cluster.local(workers), threads=1))
         even = _even(setting, graph, session.cluster.names)
         plans = {mb: msgspec.structs.replace(even, bucket_bytes=mb * 10**6) for mb in BUCKETS_MB}
 
         def ours(mb: int) -> float:
-            return _steady(_ours(session, graph, plans[mb], data, steps))
+            return statistics.median(_ours(session, graph, plans[mb], data, steps)[extent.warm_up_steps :])
 
-        def theirs(mb: int) -> float:
-            return _steady(baselines[mb].run(steps))
+        def theirs(baseline: Baseline) -> float:
+            return statistics.median(baseline.run(steps)[extent.warm_up_steps :])
 
-        say("data parallel, both sides with each bucket size")
-        tried = [(ours(mb), theirs(mb), mb) for _ in range(tuning) for mb in BUCKETS_MB]
+        say(f"data parallel, {setting}, both sides with each bucket size")
+        tried: list[tuple[float, float, int]] = []
+        for mb in BUCKETS_MB:  # one after another: several copies of large weights would not fit
+            with _baseline(_ddp_calls(setting, workers, mb)) as baseline:
+                tried += [(ours(mb), theirs(baseline), mb) for _ in range(extent.tuning)]
         best, their_best = (min(BUCKETS_MB, key=partial(_median_of, tried, side)) for side in (0, 1))
+        baseline = stack.enter_context(_baseline(_ddp_calls(setting, workers, their_best)))
+        theirs(baseline)
         predictions: list[float] = []
         pairs: list[tuple[float, float]] = []
-        for block in range(blocks):
-            say(f"data parallel, block {block + 1} of {blocks}")
-            if block % MEASURED_EVERY == 0:
+        for block in range(extent.blocks):
+            say(f"data parallel, {setting}, block {block + 1} of {extent.blocks}")
+            if extent.is_predicted and block % MEASURED_EVERY == 0:
                 cluster, profile = measure(session, graph, setting.samples, optimizer=OPTIMIZER, refresh=True)
                 simulated = simulate(plans[best], graph.network, cluster, profile, keep_spans=False)
                 predictions.append(simulated.seconds)
-            pairs.append((ours(best), theirs(their_best)))
-    measured, predicted = statistics.median(our for our, _ in pairs), statistics.median(predictions)
-    return {
-        "dp_vs_ddp": statistics.median(their / our for our, their in pairs),
-        "dp_step_seconds": measured,
+            pairs.append((ours(best), theirs(baseline)))
+    measured = statistics.median(our for our, _ in pairs)
+    figures: Figures = {
+        "vs_ddp": statistics.median(their / our for our, their in pairs),
+        "step_seconds": measured,
         "ddp_step_seconds": statistics.median(their for _, their in pairs),
-        "dp_workers": workers,
-        "predicted_step_seconds": predicted,
-        "sim_error": abs(predicted - measured) / measured,
-        "dp_setting": f"{setting}, {workers} workers of 1 thread, local batch norm, SGD momentum, default kernels, "
+        "setting": f"{setting}, {workers} workers of 1 thread, local batch norm, SGD momentum, default kernels, "
         f"buckets of {best} MB (faster of {BUCKETS_MB})",
         "ddp_setting": f"the same by DistributedDataParallel over gloo, buckets of {their_best} MB (faster of "
         f"{BUCKETS_MB}), gradient_as_bucket_view, broadcast_buffers off",
-        "dp_blocks": f"{blocks} blocks of {steps} steps, the first {WARM_UP_STEPS} of each left out; ours "
+        "blocks": f"{extent.blocks} blocks of {steps} steps, the first {extent.warm_up_steps} of each left out; ours "
         f"{_listed([our for our, _ in pairs])} s, DDP {_listed([their for _, their in pairs])} s; "
-        f"predicted {_listed(predictions)} s",
-    }
+        f"predicted {_listed(predictions) or 'not'} s",
+    }  # fmt: skip
+    if predictions:
+        predicted = statistics.median(predictions)
+        figures |= {"predicted_step_seconds": predicted, "sim_error": abs(predicted - measured) / measured}
+    return figures
+
+
+def bench_resnet18(workers: int, quick: bool, say: Progress) -> Figures:
+    """Return the figures of data parallel training of a small network, whose steps are also predicted."""
+    extent = DataParallelExtent(1, 2, 4) if quick else DataParallelExtent(2, 8, 8)
+    figures = bench_data_parallel(DATA_PARALLEL, extent, workers, say)
+    ratio, predicted = figures.pop("vs_ddp"), {name: figures.pop(name) for name in _PREDICTED}
+    return {
+        **({"dp_vs_ddp": ratio} if workers == 2 else {}), f"dp_vs_ddp_{workers}": ratio, "dp_workers": workers,
+        **{_key(name): value for name, value in figures.items()}, **predicted,
+    }  # fmt: skip
+
+
+def bench_vgg16(workers: int, quick: bool, say: Progress) -> Figures:
+    """Return the figures of data parallel training of a network with 500 MB of weights."""
+    setting = QUICK_LARGE if quick else LARGE
+    extent = DataParallelExtent(1, 1, 1, 1, False) if quick else DataParallelExtent(1, 3, 1, 1, False)
+    figures = bench_data_parallel(setting, extent, workers, say)
+    ratio = figures.pop("vs_ddp")
+    return {f"dp_vs_ddp_vgg16_{workers}": ratio, **{f"{_key(name)}_vgg16": value for name, value in figures.items()}}
+
+
+def _key(name: str) -> str:
+    return name if name.startswith("ddp_") else f"dp_{name}"
 
 
 def _median_of(tried: list[tuple[float, float, int]], side: int, mb: int) -> float:
@@ -214,8 +257,44 @@ def _listed(numbers: list[float]) -> str:
     return ", ".join(f"{number:.4g}" for number in numbers)
 
 
-def bench_core(workers: int = 2, quick: bool = False, on_progress: Progress | None = None) -> Figures:
-    """Return every figure of `manyhands bench core`, flat."""
+@dataclass(frozen=True)
+class CoreBench:
+    """The parts of the benchmark, by name."""
+
+    workers: int
+    quick: bool
+    say: Progress
+
+    def transport(self) -> Figures:
+        return bench_engine(self.quick, self.say)
+
+    def ready(self) -> Figures:
+        return bench_ready(max(4, self.workers), self.quick, self.say)
+
+    def ddp(self) -> Figures:
+        return bench_resnet18(self.workers, self.quick, self.say)
+
+    def vgg16(self) -> Figures:
+        return bench_vgg16(self.workers, self.quick, self.say)
+
+    def demo(self) -> Figures:
+        return bench_demo(self.quick, self.say)
+
+    def overhead(self) -> Figures:
+        return bench_overhead(self.quick, self.say)
+
+
+PARTS: Mapping[str, Callable[[CoreBench], Figures]] = {
+    "transport": CoreBench.transport, "ready": CoreBench.ready, "ddp": CoreBench.ddp, "vgg16": CoreBench.vgg16,
+    "demo": CoreBench.demo, "overhead": CoreBench.overhead,
+}  # fmt: skip
+
+
+def bench_core(
+    workers: int = 2, quick: bool = False, *, only: Sequence[str] = (), on_progress: Progress | None = None
+) -> Figures:
+    """Return every figure of `manyhands bench core`, flat. `only`: the parts to run; by default all."""
+    check_asked(PARTS, only, quick, False)
     say = on_progress or (lambda text: None)
     cores = usable_cores()
     if workers > cores:
@@ -223,10 +302,4 @@ def bench_core(workers: int = 2, quick: bool = False, on_progress: Progress | No
             f"--workers {workers}: this machine has {cores} core(s), and two workers on one core measure nothing.",
             hint=f"Use --workers {cores} or fewer.",
         )
-    figures: Figures = {"machine": identify(1).text}
-    figures |= bench_engine(quick, say)
-    figures |= bench_ready(max(4, workers), quick, say)
-    figures |= bench_data_parallel(workers, quick, say)
-    figures |= bench_demo(quick, say)
-    figures |= bench_overhead(quick, say)
-    return figures
+    return measure_parts(PARTS, CoreBench(workers, quick, say), only=only, quick=quick, out=None, say=say)

@@ -16,7 +16,7 @@ from manyhands.training.named import train_by_name
 from manyhands_bench.figures import Figures, Progress
 
 WORKERS = (2, 4)
-REPEATS = 5
+REPEATS = 3
 BATCH_SIZE = 64
 EPOCHS = 10
 
