@@ -211,7 +211,7 @@ class DeviceBoards:
             self._watch(board, name, is_bulk=is_bulk)
         self._count_sleeper(source, 1)
         try:
-            came = self.mailbox.receive_unless(source, step, name, pieces, lambda: self._is_on_board(source, name))
+            came = self.mailbox.receive(source, step, name, pieces, lambda: self._is_on_board(source, name))
         finally:
             self._count_sleeper(source, -1)
         if not came:
