@@ -14,7 +14,7 @@ from harness import plan_for, schedule_of
 from manyhands.executor.device_boards import DeviceBoards, _tensors_in
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.reducer import Reducer
-from manyhands.facts.errors import TimedOut, WorkerLost
+from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import BySamples, ByTiles, Stage
 from manyhands.schedule.actions import Message, Receive, Reduce
 from manyhands.schedule.policy import Schedule
@@ -167,6 +167,31 @@ def test_a_wait_has_a_limit_and_names_its_owner() -> None:
         b.boards.begin_round(step)
         with pytest.raises(TimedOut, match=r"b has waited 0\.2 s for .* from a"):
             b.boards.take("a", step, b.message.topic)
+
+
+def test_a_thread_that_still_waits_when_boards_are_closed_leaves_them_asleep() -> None:
+    """Else the next generation's messages would wake nobody."""
+    with tiles() as (a, b):
+        step = found(a, b)
+        for device in (a, b):
+            device.endpoint.mailbox.begin_step(step)
+            device.boards.begin_round(step)
+        errors: list[ManyhandsError] = []
+
+        def wait() -> None:
+            try:
+                b.boards.take("a", step, b.message.topic)
+            except ManyhandsError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        b.boards.close()
+        b.endpoint.mailbox.interrupt(WorkerLost("the generation ends"))
+        thread.join(5)
+        assert len(errors) == 1, "it did not wait"
+        assert a.boards._writing["b"].is_reader_asleep
 
 
 def test_a_lost_peer_ends_the_wait() -> None:
