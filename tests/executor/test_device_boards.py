@@ -14,7 +14,7 @@ from harness import plan_for, schedule_of
 from manyhands.executor.device_boards import DeviceBoards, _tensors_in
 from manyhands.executor.messages import expected_messages
 from manyhands.executor.reducer import Reducer
-from manyhands.facts.errors import TimedOut, WorkerLost
+from manyhands.facts.errors import ManyhandsError, TimedOut, WorkerLost
 from manyhands.facts.plan import BySamples, ByTiles, Stage
 from manyhands.schedule.actions import Message, Receive, Reduce
 from manyhands.schedule.policy import Schedule
@@ -25,6 +25,8 @@ from manyhands.transport.tcp import TcpEndpoint
 from small_networks import captured
 
 STEPS = 6
+MOST_ROUNDS = 500
+"""After so many, with a pause after each, two devices have found the memory they have in common."""
 
 
 def form_of(peer: str, message: Message) -> tuple[TensorShape, ...]:
@@ -88,11 +90,11 @@ def pass_on(a: Device, b: Device, step: int) -> bool:
 
 def found(a: Device, b: Device) -> int:
     """Pass messages on until one goes by the board; return the next step."""
-    for step in range(100):
+    for step in range(MOST_ROUNDS):
         if pass_on(a, b, step):
             return step + 1
         time.sleep(0.01)
-    raise AssertionError("no board in a hundred rounds")
+    raise AssertionError(f"no board in {MOST_ROUNDS} rounds")
 
 
 def test_messages_go_by_the_board_once_there_is_one() -> None:
@@ -169,6 +171,31 @@ def test_a_wait_has_a_limit_and_names_its_owner() -> None:
             b.boards.take("a", step, b.message.topic)
 
 
+def test_a_thread_that_still_waits_when_boards_are_closed_leaves_them_asleep() -> None:
+    """Else the next generation's messages would wake nobody."""
+    with tiles() as (a, b):
+        step = found(a, b)
+        for device in (a, b):
+            device.endpoint.mailbox.begin_step(step)
+            device.boards.begin_round(step)
+        errors: list[ManyhandsError] = []
+
+        def wait() -> None:
+            try:
+                b.boards.take("a", step, b.message.topic)
+            except ManyhandsError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        b.boards.close()
+        b.endpoint.mailbox.interrupt(WorkerLost("the generation ends"))
+        thread.join(5)
+        assert len(errors) == 1, "it did not wait"
+        assert a.boards._writing["b"].is_reader_asleep
+
+
 def test_a_lost_peer_ends_the_wait() -> None:
     with tiles() as (a, b):
         step = found(a, b)
@@ -235,7 +262,7 @@ def test_sums_of_gradients_go_by_boards(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(
             TcpEndpoint, "send", lambda self, *words, **options: (sent.append(words), send(self, *words, **options))
         )
-        for step in range(100):
+        for step in range(MOST_ROUNDS):
             sent.clear()
             gradients = {name: [torch.randn(act.bytes // 4) for act in sums] for name in ends}
             for name, end in ends.items():
@@ -253,6 +280,6 @@ def test_sums_of_gradients_go_by_boards(monkeypatch: pytest.MonkeyPatch) -> None
             if not sent and step > STEPS:
                 break
             time.sleep(0.01)
-        assert not sent, "sums did not go by boards in a hundred rounds"
+        assert not sent, f"sums did not go by boards in {MOST_ROUNDS} rounds"
         total = (step + 1) * sum(act.bytes for act in sums)
         assert ends["a"].sent_bytes["b"] == ends["b"].mailbox.received_bytes["a"] == total

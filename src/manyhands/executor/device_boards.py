@@ -76,6 +76,7 @@ class DeviceBoards:
         self._lock = threading.Lock()
         self._sleepers: Counter[str] = Counter()
         """Peer -> threads that want to be woken when a message of its is on the board."""
+        self._is_closed = False
 
     def _find(
         self,
@@ -143,8 +144,10 @@ class DeviceBoards:
 
     def close(self) -> None:
         """Want to be woken from now on: nobody looks at the boards any more."""
-        for board in self._reading.values():
-            board.say_awake(False)
+        with self._lock:
+            self._is_closed = True
+            for board in self._reading.values():
+                board.say_awake(False)
 
     # Messages
 
@@ -213,7 +216,7 @@ class DeviceBoards:
             self._watch(board, name, is_bulk=is_bulk)
         self._count_sleeper(source, 1)
         try:
-            came = self.mailbox.receive_unless(source, step, name, pieces, lambda: self._is_on_board(source, name))
+            came = self.mailbox.receive(source, step, name, pieces, lambda: self._is_on_board(source, name))
         finally:
             self._count_sleeper(source, -1)
         if not came:
@@ -266,7 +269,7 @@ class DeviceBoards:
         with self._lock:
             self._sleepers[source] += change
             if (board := self._reading.get(source)) is not None:
-                board.say_awake(not self._sleepers[source])
+                board.say_awake(not self._sleepers[source] and not self._is_closed)
 
     def _is_on_board(self, source: str, name: str) -> bool:
         board = self._begin_reading(source)

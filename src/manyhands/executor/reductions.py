@@ -121,7 +121,7 @@ class Reductions:
 
     def _give(self, reduce: Reduce, row: torch.Tensor) -> None:
         """Send this device's row, as far as it does not travel with those of others."""
-        targets = self._rounds_of(reduce).targets
+        targets: Sequence[tuple[str, str]] = self._rounds_of(reduce).targets
         if not self.gpu_peers.takes(reduce):
             row = self._as_sent(reduce, row)
             targets = self.boards.put_row(targets, row)

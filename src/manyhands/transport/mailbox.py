@@ -256,32 +256,24 @@ class Mailbox:
                 message.views = [view for view in views if len(view)]
             return message
 
-    def receive(self, source: str, step: int, topic: str, into: Sequence[Memory]) -> None:
-        """Wait for a message and write it to `into`, whose parts are filled one after another."""
-        self.receive_unless(source, step, topic, into, _never)
-
-    def receive_unless(
-        self, source: str, step: int, topic: str, into: Sequence[Memory], has_come: Callable[[], bool]
+    def receive(
+        self, source: str, step: int, topic: str, into: Sequence[Memory], has_come: Callable[[], bool] = _never
     ) -> bool:
-        """Do the same for a message that may come another way; return False where `has_come` says that it did. Whoever
-        makes it so calls `look_again`."""
-        views = [as_bytes(tensor) for tensor in into]
-        key = (source, step, topic)
+        """Wait for a message and write it to `into`, whose parts are filled one after another. Return False where it
+        may come another way too, and `has_come` says that it did. Whoever makes it so calls `look_again`."""
+        views, key = [as_bytes(tensor) for tensor in into], (source, step, topic)
         message = self._post(key, views)
         self._finish(key, message, has_come)
-        if not message.complete:
-            return False
-        if message.early is not None:
+        if message.early is not None and message.complete:
             copy_into(message.early, views)
-        return True
+        return message.complete
 
     def take(self, source: str, step: int, topic: str) -> memoryview:
         """Wait for a message without a posted destination, and return the memory that it came into."""
         return self.take_unless(source, step, topic, _never) or memoryview(b"")
 
     def take_unless(self, source: str, step: int, topic: str, has_come: Callable[[], bool]) -> memoryview | None:
-        """Do the same for a message that may come another way; None where `has_come` says that it did. Whoever makes it
-        so calls `look_again`."""
+        """Do the same for a message that may come another way; None where `has_come` says that it did."""
         with self._lock:
             size = self._planned(source, step, topic)
             if size is None:
@@ -305,10 +297,7 @@ class Mailbox:
 
     def _finish(self, key: Key, message: PendingMessage, has_come: Callable[[], bool] = _never) -> None:
         with self._lock:
-            if message.complete:
-                self.check()
-            else:
-                self._wait(lambda: message.complete or has_come(), key, lambda: message.at_hand)
+            self._wait(lambda: message.complete or has_come(), key, lambda: message.at_hand)
             self._messages.pop(key, None)
             self._received.add(key)
 
