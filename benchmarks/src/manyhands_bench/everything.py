@@ -31,10 +31,12 @@ from manyhands_bench.results import Host, Result, write_result
 
 WORDS = {
     "capture": "capture", "core": "core", "lab": "lab", "tile": "tile", "tile-8": "tile --workers 8",
-    "tile-gpu": "tile --compute cuda",
+    "tile-gpu": "tile --compute cuda", "tile-lab": "tile --lab",
     "pipeline": "pipeline --only overhead --only torch --only planning --only optimality",
-    "pipeline-simulated": "pipeline --only prediction --only paper",
-    "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
+    "pipeline-simulated": "pipeline --only prediction --only paper", "pipeline-hybrid": "pipeline --only hybrid",
+    "pipeline-studies": "pipeline --only studies",
+    "recovery": "recovery", "recovery-lab": "recovery --lab", "chaos": "chaos", "split": "split",
+    "split-decisions": "split --only decisions", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer", "gpu": "gpu", "collectives": "collectives",
     "scale": "scale",
@@ -43,9 +45,10 @@ WORDS = {
 CORES = {"tile-8": 8}
 """Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy", "gpu", "tile-gpu")
+IN_LAB = ("lab", "larger", "tile-lab", "pipeline-hybrid", "recovery-lab")
 DRAWS = (
-    "tile", "tile-8", "tile-gpu", "pipeline", "pipeline-simulated", "recovery", "split", "auto", "infer",
-    "infer-accuracy", "networks",
+    "tile", "tile-8", "tile-gpu", "tile-lab", "pipeline", "pipeline-simulated", "pipeline-hybrid", "pipeline-studies",
+    "recovery", "recovery-lab", "split", "split-decisions", "auto", "infer", "infer-accuracy", "networks",
 )  # fmt: skip
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""
@@ -96,7 +99,7 @@ def _impossible(name: str, host: Host, quick: bool) -> str:
 
         if absent := missing_packages():
             return f"it needs {', '.join(dict.fromkeys(absent.values()))}."
-    return missing() if name in ("lab", "larger") else ""
+    return missing() if name in IN_LAB else ""
 
 
 def _words(name: str, quick: bool) -> str:

@@ -245,6 +245,11 @@ class ElasticJob:
         """Return whether a checkpoint or a validation is due now."""
         return self.hooks.requests.is_pending or self.hooks.validation.is_due(steps_done)
 
+    @property
+    def safe_step(self) -> int:
+        """The last step of which copies are where they belong: what was done until then outlives any one device."""
+        return self._safe
+
     def has_news(self) -> bool:
         """Return whether a worker was lost, has joined or wants to leave since the plan was made; handled next."""
         run = self._run

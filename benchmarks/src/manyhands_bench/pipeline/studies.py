@@ -29,6 +29,8 @@ from manyhands.plans.pipelines import pipeline_plan
 from manyhands.plans.simulating import simulate
 from manyhands.simulator.result import Simulation
 from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.pipeline.motivation import motivation
+from manyhands_bench.pipeline.paper_tables import SUBJECTS
 from manyhands_bench.pipeline.plots import draw_accuracies, draw_bars, draw_policies
 
 SMALL_INPUT = (3, 32, 32)
@@ -48,6 +50,7 @@ def draw_pipeline_studies(out: Path, quick: bool, say: Progress) -> Figures:
     figures |= _policies(out, MODELS[1] if quick else MODELS[0], say)
     figures |= _scaling(out, MODELS[1:] if quick else MODELS, 3 if quick else 8, say)
     figures |= _energy(MODELS[1] if quick else MODELS[0], say)
+    figures |= motivation(SUBJECTS[1:2] if quick else SUBJECTS, say)
     figures |= _time_to_accuracy(out, 2 if quick else MOST_EPOCHS, say)
     return figures | {
         "studies": str(out),
