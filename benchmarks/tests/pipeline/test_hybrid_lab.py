@@ -48,6 +48,13 @@ def test_sides_take_turns_in_being_first_and_runs_that_are_there_are_not_repeate
     assert stored().missing(2) == []
 
 
+def test_a_side_that_is_far_behind_is_run_once() -> None:
+    slow = stored()
+    slow.runs, slow.predicted["pipeline parallel"] = [], 4.0
+    assert slow.missing(3).count((0, "pipeline parallel")) == 1
+    assert all(side != "pipeline parallel" for block, side in slow.missing(3) if block)
+
+
 def test_the_gain_is_over_the_closest_baseline_block_by_block() -> None:
     figures = figures_of(stored(DAPPLE=[1.5, 4.0]), HybridExtent())
     assert figures["hybrid_lab_gain"] == pytest.approx(1.75), "the median of 1.5 and 2"

@@ -34,6 +34,8 @@ from manyhands_bench.pipeline.torch_setting import TorchSetting
 BASELINES = ("data parallel", "pipeline parallel", "DAPPLE")
 """What a hybrid plan is to beat, by the names of a comparison's rows."""
 STORED = "hybrid-lab.json"
+FAR = 2.5
+"""A side that is predicted to take so many times as long as ours is not the closest: it is run in one block."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class HybridExtent:
     """The amount of measuring."""
 
     task: HybridTask = TASK
-    blocks: int = 3
+    blocks: int = 2
     steps: int = 2
     warm_up_steps: int = 1
     measure_seconds: float = 15.0
@@ -103,9 +105,13 @@ class StoredHybrid(msgspec.Struct):
         return Plan.from_dict(self.plans[side])
 
     def missing(self, blocks: int) -> list[tuple[int, str]]:
-        """Return the runs that are still to be made; each block begins with another side."""
+        """Return the runs that are still to be made; each block begins with another side, and one that is far behind
+        runs in the first block only."""
         done, sides = {(run.block, run.side) for run in self.runs}, list(self.plans)
-        turns = [(block, sides[(block + place) % len(sides)]) for block in range(blocks) for place in range(len(sides))]
+        near = [side for side in sides if self.predicted[side] <= FAR * self.predicted[OURS]]
+        turns = [(0, side) for side in sides]
+        for block in range(1, blocks):
+            turns += [(block, near[(block + place) % len(near)]) for place in range(len(near))]
         return [turn for turn in turns if turn not in done]
 
     def medians(self, side: str) -> dict[int, float]:
@@ -196,6 +202,7 @@ def figures_of(stored: StoredHybrid, extent: HybridExtent) -> Figures:
         "hybrid_lab_shared_stages": shared,
         "hybrid_lab_scale": stored.scale,
         "hybrid_lab_blocks": len(ratios[closest]),
+        "hybrid_lab_step_spread": max(max(run.seconds) / min(run.seconds) for run in stored.runs),
     }
     for side in stored.plans:
         key = _key(side)

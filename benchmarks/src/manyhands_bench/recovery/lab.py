@@ -59,7 +59,7 @@ class LabExtent:
     """The number of devices that are struck, from the first on; None: all."""
     scale: float | None = None
     """How many times slower than in real time; None: what the machine's cores allow at least."""
-    steps: int = 16
+    steps: int = 13
     backup_every: int = 4
     """Rounds between two copies. A device is killed when the first copies after the beginning are where they belong:
     at the beginning the coordinator has everything, too."""

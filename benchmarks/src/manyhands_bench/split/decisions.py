@@ -52,7 +52,7 @@ from manyhands_bench.split.traces import MBIT, MORE_TRACES, TRACES, part, read_t
 
 SECTION_SECONDS = 180.0
 """Every recording is played for so long, from its beginning; a shorter one begins again."""
-SLICE_SECONDS = 0.25
+SLICE_SECONDS = 0.5
 """Within a slice the link's rates and the deployment stay as they are."""
 FIRST_SECONDS = 1.0
 """What is seen of the link before the first deployment is chosen."""

@@ -35,7 +35,14 @@ from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.tile.memory import bench_resident_tiles
-from manyhands_bench.tile.setup import QUICK_SHAPE, SHAPE, WARM_UP_STEPS, TiledNetwork
+from manyhands_bench.tile.setup import (
+    QUICK_SHAPE,
+    SHAPE,
+    WARM_UP_STEPS,
+    TiledNetwork,
+    TileVariant,
+    square_grid,
+)
 from manyhands_bench.tile.studies import CLUSTER, CLUSTER_OF_BASELINES, GRID_OF_CHAPTER_5, GROUPINGS, SLOTS, Pis
 from manyhands_bench.tile.tile_costs import tile_costs
 
@@ -130,7 +137,7 @@ def bench_tile_lab(extent: TileLabExtent, out: Path | None, say: Progress) -> Fi
             continue
         name = f"tile{os.getpid()}"
         with open_session(played(kind, name, devices, extent), say=say, limit_seconds=START_SECONDS) as session:
-            _one_core_each(Lab.find(name), session, extent)
+            _one_core_each(subject, Lab.find(name), session, extent)
             for run, number in left:
                 say(f"tiles in the lab: {run.part}, {run.way}, {number + 1} of {extent.rounds}")
                 stored.steps.append(_step(subject, session, extent, run, number))
@@ -150,8 +157,16 @@ def played(kind: str, name: str, devices: int, extent: TileLabExtent) -> LabClus
     return LabCluster(Cluster(name, tuple(roomy), whole.link), scale=extent.scale, slots=extent.tiles)
 
 
-def _one_core_each(lab: Lab, session: Session, extent: TileLabExtent) -> None:
-    """Limit every worker to one core of its device: it is not to use what the others leave."""
+def _one_core_each(subject: TiledNetwork, lab: Lab, session: Session, extent: TileLabExtent) -> None:
+    """Limit every worker to one core of its device: it is not to use what the others leave.
+
+    They run a step at full speed first: the kernels and modules that it loads would take a small core minutes.
+    """
+    for seat in lab.played.seats:
+        lab.groups.set_cpu(lab.name, seat.device, None)
+    names = session.cluster.names
+    subject.run(session, subject.tiles(names, TileVariant(square_grid(len(names)))), 1)
+    lab.settle()
     for seat in lab.played.seats:
         names = lab.played.workers_of(seat.device)
         processes = [session.coordinator.members[name].facts.pid for name in names]
