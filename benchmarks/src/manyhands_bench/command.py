@@ -169,7 +169,8 @@ def pipeline(
         Only,
         typer.Option(
             "--only",
-            help="Run only this part: overhead, torch, planning, optimality, prediction, paper, hybrid. Repeatable.",
+            help="Run only this part: overhead, torch, planning, optimality, prediction, paper, hybrid, studies, "
+            "scaling, accuracy. Repeatable.",
         ),
     ] = None,
     out: Annotated[

@@ -34,7 +34,7 @@ WORDS = {
     "tile-gpu": "tile --compute cuda", "tile-lab": "tile --lab",
     "pipeline": "pipeline --only overhead --only torch --only planning --only optimality",
     "pipeline-simulated": "pipeline --only prediction --only paper", "pipeline-hybrid": "pipeline --only hybrid",
-    "pipeline-studies": "pipeline --only studies",
+    "pipeline-studies": "pipeline --only studies --only scaling --only accuracy",
     "recovery": "recovery", "recovery-lab": "recovery --lab", "chaos": "chaos", "split": "split",
     "split-decisions": "split --only decisions", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",

@@ -31,7 +31,7 @@ from manyhands_bench.pipeline.hybrid_lab import QUICK_EXTENT, HybridExtent, benc
 from manyhands_bench.pipeline.offloading import offloaded
 from manyhands_bench.pipeline.overhead import executor_overhead
 from manyhands_bench.pipeline.paper_tables import SUBJECTS, bench_paper_tables, network_of
-from manyhands_bench.pipeline.studies import draw_pipeline_studies
+from manyhands_bench.pipeline.studies import draw_accuracy, draw_pipeline_studies, draw_scaling
 
 REPEATS = 5
 DRAWN = 400
@@ -218,6 +218,7 @@ def _beside_torch(bench: PipelineBench) -> Figures:
     return figures | measured.summary(figures)
 
 
+STUDIES = Path("pipeline-studies")
 PARTS: dict[str, Callable[[PipelineBench], Figures]] = {
     "overhead": lambda bench: executor_overhead(bench.say, bench.quick),
     "torch": _beside_torch,
@@ -225,14 +226,16 @@ PARTS: dict[str, Callable[[PipelineBench], Figures]] = {
     "optimality": lambda bench: bench_optimality(bench.quick, bench.say),
     "prediction": lambda bench: bench_prediction(bench.quick, bench.say),
     "paper": lambda bench: bench_paper_tables(bench.quick, bench.say),
-    "studies": lambda bench: draw_pipeline_studies(bench.out or Path("pipeline-studies"), bench.quick, bench.say),
+    "studies": lambda bench: draw_pipeline_studies(bench.out or STUDIES, bench.quick, bench.say),
+    "scaling": lambda bench: draw_scaling(bench.out or STUDIES, bench.quick, bench.say),
+    "accuracy": lambda bench: draw_accuracy(bench.out or STUDIES, bench.quick, bench.say),
     "hybrid": lambda bench: bench_hybrid(QUICK_EXTENT if bench.quick else HybridExtent(), bench.out, bench.say),
 }
-"""The first two and the last are measured and need a quiet machine; "prediction", "paper" and "studies" are simulated
+"""The first two and the last are measured and need a quiet machine; those from "prediction" to "accuracy" are simulated
 with the catalogue, the same on any machine."""
 
 
-LONG = ("studies", "hybrid")
+LONG = ("studies", "scaling", "accuracy", "hybrid")
 """Parts that run only with `--full`, or if they are asked for."""
 
 
