@@ -50,12 +50,13 @@ class DecisionBench:
     traces: Path
     quick: bool
     say: Progress
+    out: Path | None
 
 
 def _decisions(bench: DecisionBench) -> Figures:
     if why := skipped(bench.traces):
         return {"decisions_skipped": why}
-    return bench_decisions(bench.traces, bench.quick, bench.say)
+    return bench_decisions(bench.traces, bench.quick, bench.out, bench.say)
 
 
 PARTS: dict[str, Callable[[DecisionBench], Figures]] = {"decisions": _decisions}
@@ -76,7 +77,7 @@ def bench_split(
     say = on_progress or (lambda text: None)
     check_asked(PARTS, only, quick, full)
     if only:
-        bench = DecisionBench(traces, quick, say)
+        bench = DecisionBench(traces, quick, say, out)
         return measure_parts(PARTS, bench, only=only, quick=quick, out=None, say=say) | {PROFILE_MACHINE: ESTIMATED}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

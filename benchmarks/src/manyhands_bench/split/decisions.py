@@ -24,9 +24,11 @@ import msgspec
 import numpy
 
 from manyhands.facts.cluster import preset
+from manyhands.facts.decode import decode
 from manyhands.facts.network import Network
 from manyhands.facts.profile import estimate_cluster
 from manyhands.facts.trace import LinkTrace, Trace
+from manyhands.files.documents import read_document, write_document
 from manyhands.graph.capture import capture
 from manyhands.models.registry import ZOO, build, example_batch, example_target, loss_function
 from manyhands.planner.rates import LONGEST_PROBE_SECONDS, Engine, EngineSettings, Rates
@@ -44,12 +46,13 @@ from manyhands.planner.split import (
 )
 from manyhands.planner.split_choice import choose
 from manyhands.planner.split_profile import split_profile
-from manyhands.plans.networks import EXAMPLE_SAMPLES
+from manyhands.plans.networks import EXAMPLE_SAMPLES, load_network
 from manyhands.split.controller import FIRST_TAU, REDEPLOY_SECONDS
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.split.site import K, mean_rates
 from manyhands_bench.split.traces import MBIT, MORE_TRACES, TRACES, part, read_traces
 
+STORED = "decisions.json"
 SECTION_SECONDS = 180.0
 """Every recording is played for so long, from its beginning; a shorter one begins again."""
 SLICE_SECONDS = 0.5
@@ -184,10 +187,11 @@ def batch_seconds(profile: SplitProfile, rates: LinkRates, deployment: Deploymen
 def network_of(model: str) -> Network:
     """Return one of the paper's networks, captured as it is trained there."""
     shape, options = NETWORKS[model]
+    if not options:
+        return load_network(model, shape)
     batch = example_batch(model, EXAMPLE_SAMPLES, input_shape=shape)
     target = example_target(model, EXAMPLE_SAMPLES, input_shape=shape)
-    if "num_classes" in options:
-        target = target % options["num_classes"]
+    target = target % options["num_classes"]
     loss = loss_function(ZOO[model].loss)
     return capture(build(model, **options), batch, granularity="blocks", name=model, loss=loss, target=target).network
 
@@ -203,8 +207,7 @@ def profile_of(model: str, edge: str) -> SplitProfile:
     )
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(msgspec.Struct, frozen=True):
     """One job over one recording, by three ways of deciding: batches completed."""
 
     trace: str
@@ -273,17 +276,23 @@ def recorded_links(folder: Path, seconds: float) -> dict[str, LinkTrace]:
 # ---- Figures
 
 
-def bench_decisions(folder: Path, quick: bool, say: Progress) -> Figures:
-    """Play every network on every edge over every link, and return what deciding again has gained."""
+def bench_decisions(folder: Path, quick: bool, out: Path | None, say: Progress) -> Figures:
+    """Play every network on every edge over every link, and return what deciding again has gained. Every job is stored
+    as it ends, and the same folder goes on where it was interrupted."""
     seconds = 30.0 if quick else SECTION_SECONDS
     links = recorded_links(folder, seconds) | drawn_links(seconds)
     models = list(NETWORKS)[:1] if quick else list(NETWORKS)
-    rows = []
+    path = None if out is None else out / STORED
+    rows = decode(read_document(path), list[Decided], str(path)) if path is not None and path.exists() else []
+    done = {(row.model, row.edge, row.trace) for row in rows}
     for model in models:
         for edge in EDGES:
-            for name, trace in links.items():
+            for name in (link for link in links if (model, edge, link) not in done):
                 say(f"deciding: {model} on {edge}, {name}")
-                rows.append(decided(name, trace, model, edge, EngineSettings(tau=FIRST_TAU), seconds))
+                rows.append(decided(name, links[name], model, edge, EngineSettings(tau=FIRST_TAU), seconds))
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_document(path, msgspec.to_builtins(rows))
     return decision_figures(rows, seconds)
 
 
