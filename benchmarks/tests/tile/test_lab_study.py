@@ -35,8 +35,8 @@ def step(part: str, way: str, seconds: float, bare: float = 0.0, computing: floa
 def test_every_number_of_devices_and_tiles_is_run_and_every_way_to_share_a_batch(subject: TiledNetwork) -> None:
     runs = speedup_runs(subject, EXTENT)
     assert [run.way for run in runs] == ["1x1", "1x2", "2x1", "2x2"]
-    assert [len(run.plan.devices) for run in runs] == [1, 2, 2, 4]
-    ways = {run.way: run.plan.batch_size for run in baseline_runs(subject, EXTENT)}
+    assert [len(run.plan().devices) for run in runs] == [1, 2, 2, 4]
+    ways = {run.way: run.plan().batch_size for run in baseline_runs(subject, EXTENT)}
     assert ways["data parallel, 4"] == ways["tiles, 4"] == ways["layer partition, 4"] == 4
     assert len(ways) == 6
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from manyhands.planner.grouping import Costs
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.tile.groups import Priced
 from manyhands_bench.tile.memory import bench_resident_tiles
 from manyhands_bench.tile.setup import (
     QUICK_SHAPE,
@@ -52,8 +53,11 @@ SPARE_BYTES = 4 * 10**9
 measured by itself (Fig. 6.2)."""
 START_SECONDS = 180.0
 """The limit for all workers to start: there may be 24, which all import PyTorch."""
+SHARES = ("tiles", "data parallel", "layer partition")
 PLANNED = "planned"
 """The grouping that our planner takes."""
+LAB_SHAPE = (3, 304, 304)
+"""A quarter of the paper's 608x608, of which one step on one core takes minutes: hours for all ways."""
 RESIDENT_STEPS = 2
 COMPUTING = ("forward", "backward", "loss", "step")
 
@@ -62,7 +66,7 @@ COMPUTING = ("forward", "backward", "loss", "step")
 class TileLabExtent:
     """The amount of measuring."""
 
-    shape: tuple[int, ...] = SHAPE
+    shape: tuple[int, ...] = LAB_SHAPE
     devices: int = 6
     tiles: int = SLOTS
     steps: int = 1
@@ -73,10 +77,20 @@ class TileLabExtent:
     batches: tuple[int, ...] = (1, 2, 4, 8)
     batches_of_baselines: tuple[int, ...] = (1, 2, 4, 8, 16)
     resident: tuple[int, ...] = (1, 2, 4, 8, 24)
-    """The numbers of tiles whose resident memory is measured."""
+    """The numbers of tiles whose resident memory is measured, at the paper's size of pictures."""
+    resident_shape: tuple[int, ...] = SHAPE
 
 
-QUICK_EXTENT = TileLabExtent(QUICK_SHAPE, 2, 2, rounds=1, batches=(1, 2), batches_of_baselines=(1, 2), resident=(1, 2))
+QUICK_EXTENT = TileLabExtent(
+    QUICK_SHAPE,
+    2,
+    2,
+    rounds=1,
+    batches=(1, 2),
+    batches_of_baselines=(1, 2),
+    resident=(1, 2),
+    resident_shape=QUICK_SHAPE,
+)
 
 
 class TileStep(msgspec.Struct, frozen=True):
@@ -111,11 +125,11 @@ class StoredSteps(msgspec.Struct):
 
 
 class TileRun(NamedTuple):
-    """A run to be made: a part of the study, one of its ways, and the plan."""
+    """A run to be made: a part of the study, one of its ways, and what makes the plan: some take seconds to price."""
 
     part: str
     way: str
-    plan: Plan
+    plan: Callable[[], Plan]
 
 
 def bench_tile_lab(extent: TileLabExtent, out: Path | None, say: Progress) -> Figures:
@@ -144,7 +158,9 @@ def bench_tile_lab(extent: TileLabExtent, out: Path | None, say: Progress) -> Fi
                 _store(out, stored)
     if extent.resident and len(stored.memory) < extent.rounds:
         for _ in range(len(stored.memory), extent.rounds):
-            measured = bench_resident_tiles(subject, extent.resident, RESIDENT_STEPS, say)
+            measured = bench_resident_tiles(
+                TiledNetwork.of(extent.resident_shape), extent.resident, RESIDENT_STEPS, say
+            )
             stored.memory.append({key: float(value) for key, value in measured.items()})
             _store(out, stored)
     return figures_of(stored, extent) | _costs(subject)
@@ -179,8 +195,9 @@ def _in_turn(runs: Sequence[TileRun], number: int) -> Sequence[TileRun]:
 
 
 def _step(subject: TiledNetwork, session: Session, extent: TileLabExtent, run: TileRun, number: int) -> TileStep:
-    outcome = with_batch(subject, run.plan.batch_size).run(
-        session, run.plan, WARM_UP_STEPS + extent.steps, trace=True, laid=True
+    plan = run.plan()
+    outcome = with_batch(subject, plan.batch_size).run(
+        session, plan, WARM_UP_STEPS + extent.steps, trace=True, laid=True
     )
     spans = [span for log in outcome.logs.values() for span in log.spans]
     parts = [_split([span for span in spans if span.step == step]) for step in sorted({span.step for span in spans})]
@@ -218,7 +235,7 @@ def split_name(devices: int, tiles: int) -> str:
 def speedup_runs(subject: TiledNetwork, extent: TileLabExtent) -> list[TileRun]:
     """Return Fig. 6.1: one sample on every number of devices and of tiles on each."""
     return [
-        TileRun("speedups", split_name(devices, tiles), Pis(subject, devices, tiles).plan)
+        TileRun("speedups", split_name(devices, tiles), partial(_tiled, Pis(subject, devices, tiles)))
         for devices in range(1, extent.devices + 1)
         for tiles in range(1, extent.tiles + 1)
     ]
@@ -230,28 +247,41 @@ def _is_sparse(run: TileRun) -> bool:
     return devices in "1246" and tiles in "124"
 
 
+def _tiled(pis: Pis) -> Plan:
+    return pis.plan
+
+
 def batch_runs(subject: TiledNetwork, extent: TileLabExtent) -> list[TileRun]:
     """Return Fig. 6.3: batches by one group, an exchange at every layer, the optimum by the paper's algorithm, and what
     our planner takes from the catalogue's numbers."""
     pis = Pis(subject, extent.devices, extent.tiles)
-    runs = []
-    for size in extent.batches:
-        priced = pis.priced(size)
-        groupings = {groups.name: groups for groups in priced.groupings}
-        chosen = min(priced.seconds, key=priced.seconds.__getitem__)
-        for name, planned in (*GROUPINGS.items(), (PLANNED, chosen)):
-            runs.append(TileRun("batches", f"{name}, {size}", priced.planned(groupings[planned])))
-    return runs
+    priced = {size: cache(partial(pis.priced, size)) for size in extent.batches}
+    return [
+        TileRun("batches", f"{name}, {size}", partial(_grouped, priced[size], name))
+        for size in extent.batches
+        for name in (*GROUPINGS, PLANNED)
+    ]
+
+
+def _grouped(priced: Callable[[], Priced], name: str) -> Plan:
+    """Return the plan by one of the paper's groupings, or by the one that our planner finds cheapest."""
+    found = priced()
+    wanted = GROUPINGS[name] if name in GROUPINGS else min(found.seconds, key=found.seconds.__getitem__)
+    return found.planned(next(groups for groups in found.groupings if groups.name == wanted))
 
 
 def baseline_runs(subject: TiledNetwork, extent: TileLabExtent) -> list[TileRun]:
     """Return Fig. 6.6: batches by tiles, by samples and by layers."""
     pis = Pis(subject, 2, extent.tiles, CLUSTER_OF_BASELINES)
     return [
-        TileRun("baselines", f"{name}, {size}", plan)
+        TileRun("baselines", f"{name}, {size}", partial(_shared, pis, name, size))
         for size in extent.batches_of_baselines
-        for name, plan in pis.ways(size).items()
+        for name in SHARES
     ]
+
+
+def _shared(pis: Pis, name: str, size: int) -> Plan:
+    return pis.ways(size)[name]
 
 
 # What is stored, and the figures
@@ -343,10 +373,7 @@ def _batches(stored: StoredSteps, extent: TileLabExtent) -> Figures:
 def _baselines(stored: StoredSteps, extent: TileLabExtent) -> Figures:
     figures: Figures = {}
     for size in extent.batches_of_baselines:
-        seconds = {
-            name: _seconds(stored, "baselines", f"{name}, {size}")
-            for name in ("tiles", "data parallel", "layer partition")
-        }
+        seconds = {name: _seconds(stored, "baselines", f"{name}, {size}") for name in SHARES}
         for name, value in seconds.items():
             key = name.replace(" ", "_")
             if value == value:
