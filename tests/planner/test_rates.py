@@ -483,5 +483,5 @@ def test_a_link_that_would_change_nothing_if_it_were_twice_as_fast_is_looked_at_
         engine.current = Deployment(profile.edge_only)
         engine.rates.up.transfer(rate, 99.0, 100.0)
         engine.rates.down.transfer(rate, 99.0, 100.0)
-        found.append([any(engine.probe(now)) for now in (114.0, 116.0, 131.0)])
+        found.append([any(engine.probe(now)) for now in (114.0, 116.0, 146.0)])
     assert found == [[False, False, True], [False, True, True]]

@@ -40,7 +40,7 @@ LEAST_PROBE_BYTES = 64_000
 MOST_PROBE_BYTES = 4_000_000
 MOST_PAUSE = 16
 """The most times by which the pause between two probes of a silent link is extended."""
-FAR_PAUSE = 2
+FAR_PAUSE = 3
 """The times by which it is extended while a link twice as fast as it was found would change nothing either."""
 
 
