@@ -35,8 +35,8 @@ def _panel(title: str, places: Sequence[str], lines: Mapping[str, Column], up: s
 
 
 def _drawn(panels: Sequence[LinePlot | None], path: Path) -> Path | None:
-    found = [panel for panel in panels if panel is not None]
-    return draw_groups(found, path) if found else None
+    drawn = [panel for panel in panels if panel is not None]
+    return draw_groups(drawn, path) if drawn else None
 
 
 def _tiles(stored: StoredResults, path: Path) -> Path | None:
@@ -94,7 +94,7 @@ def _hybrid(stored: StoredResults, path: Path) -> Path | None:
         "dapple": "DAPPLE",
     }  # fmt: skip
     lines: dict[str, Column] = {
-        "ours, measured": [result.figures.get(f"hybrid_lab_seconds_{side}") for side in sides],
+        "measured": [result.figures.get(f"hybrid_lab_seconds_{side}") for side in sides],
         "predicted": [result.figures.get(f"hybrid_lab_predicted_seconds_{side}") for side in sides],
     }
     title = f"Seconds of a step, MobileNetV2 on environment C in the lab ({_where(result)})"

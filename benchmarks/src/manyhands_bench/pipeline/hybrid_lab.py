@@ -92,7 +92,7 @@ class SideRun(msgspec.Struct, frozen=True):
 
 
 class StoredHybrid(msgspec.Struct):
-    """What was measured so far: plans, predictions and runs."""
+    """The plans, predictions and runs of one task, as far as they were measured."""
 
     task: str
     scale: float

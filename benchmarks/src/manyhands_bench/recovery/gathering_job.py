@@ -26,7 +26,7 @@ from manyhands.runtime.state import Located
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the first of the two transfers took."""
+    """The first of the two transfers: where to, and what it took."""
 
     home: str
     """The device on which everything was gathered."""

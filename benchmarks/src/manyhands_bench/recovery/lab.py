@@ -98,7 +98,7 @@ class LabTrip(msgspec.Struct, frozen=True):
 
 
 class StoredTrips(msgspec.Struct):
-    """What was measured so far."""
+    """The trips that were made so far, and the plan that all of them begin with."""
 
     setting: str
     scale: float
@@ -206,9 +206,9 @@ def _rounds_of(trip: Trip) -> tuple[float, float]:
 
 def _draw(stored: StoredTrips, extent: LabExtent, out: Path) -> None:
     """Draw Fig. 17: the throughput when one device that shares a stage is killed."""
-    found = {how: trips[0] for how in WAYS if (trips := stored.of(how, DRAWN))}
+    first = {how: trips[0] for how in WAYS if (trips := stored.of(how, DRAWN))}
     passages = [
-        Passage(how, tuple(trip.rounds), trip.recovery_seconds, extent.setting.samples) for how, trip in found.items()
+        Passage(how, tuple(trip.rounds), trip.recovery_seconds, extent.setting.samples) for how, trip in first.items()
     ]
     if passages:
         title = f"Fig. 17: {stored.setting}, {ENVIRONMENT}; {DRAWN} killed; {stored.scale:g} times slower"

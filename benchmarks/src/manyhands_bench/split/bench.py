@@ -45,7 +45,7 @@ QUICK_MEASURE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class DecisionBench:
-    """What a part that runs by itself is given."""
+    """The settings that a part that runs by itself is given."""
 
     traces: Path
     quick: bool

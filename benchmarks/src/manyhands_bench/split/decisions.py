@@ -92,8 +92,8 @@ class Drive:
     """Seconds spent on probes."""
 
     def rates(self, begin: float) -> LinkRates:
-        found = mean_rates(self.trace, begin, begin + SLICE_SECONDS)
-        return LinkRates(max(found.up_bytes_per_second, LEAST_RATE), max(found.down_bytes_per_second, LEAST_RATE))
+        mean = mean_rates(self.trace, begin, begin + SLICE_SECONDS)
+        return LinkRates(max(mean.up_bytes_per_second, LEAST_RATE), max(mean.down_bytes_per_second, LEAST_RATE))
 
     def kept(self) -> dict[Deployment, float]:
         """Return the batches that every single deployment completes if it is kept to the end."""
@@ -106,13 +106,13 @@ class Drive:
             sums += SLICE_SECONDS * FIRST_TAU / prices(self.profile, rates, FIRST_TAU, None, ks, WIDTHS, drains=True)
             by_itself += SLICE_SECONDS * FIRST_TAU / edge_only_price(self.profile, rates, FIRST_TAU, None)
             now += SLICE_SECONDS
-        found = {
+        kept = {
             Deployment(cut.layer, k, bits): float(sums[level, place, width])
             for level, k in enumerate(ks)
             for place, cut in enumerate(self.profile.cuts)
             for width, bits in enumerate(WIDTHS)
         }
-        return found | {alone: by_itself}
+        return kept | {alone: by_itself}
 
     def engine(self, first: Deployment, seen: LinkRates, settings: EngineSettings) -> Engine:
         return Engine(

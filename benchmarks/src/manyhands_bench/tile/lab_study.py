@@ -107,7 +107,7 @@ class TileStep(msgspec.Struct, frozen=True):
 
 
 class StoredSteps(msgspec.Struct):
-    """What was measured so far."""
+    """The steps and the memory that were measured so far."""
 
     setting: str
     scale: float
@@ -265,9 +265,9 @@ def batch_runs(subject: TiledNetwork, extent: TileLabExtent) -> list[TileRun]:
 
 def _grouped(priced: Callable[[], Priced], name: str) -> Plan:
     """Return the plan by one of the paper's groupings, or by the one that our planner finds cheapest."""
-    found = priced()
-    wanted = GROUPINGS[name] if name in GROUPINGS else min(found.seconds, key=found.seconds.__getitem__)
-    return found.planned(next(groups for groups in found.groupings if groups.name == wanted))
+    prices = priced()
+    wanted = GROUPINGS[name] if name in GROUPINGS else min(prices.seconds, key=prices.seconds.__getitem__)
+    return prices.planned(next(groups for groups in prices.groupings if groups.name == wanted))
 
 
 def baseline_runs(subject: TiledNetwork, extent: TileLabExtent) -> list[TileRun]:

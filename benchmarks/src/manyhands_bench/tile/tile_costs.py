@@ -82,7 +82,7 @@ def communication_components(network: Network, grid: Size, batch_sizes: Sequence
 
 @dataclass(frozen=True)
 class TileCosts:
-    """What one sample costs an interior tile in one direction, by grouping (Fig. 5.2 a and b)."""
+    """The costs of one sample for an interior tile in one direction, by grouping (Fig. 5.2 a and b)."""
 
     one_group: float
     every_layer: float
