@@ -65,6 +65,16 @@ def test_a_busy_loop_gets_its_share(found: ControlGroups, share: float) -> None:
     assert process.wait(5) == -signal.SIGKILL
 
 
+def test_a_busy_process_gets_no_more_than_its_own_share(found: ControlGroups) -> None:
+    found.make(LAB, "x", 0.4, None)
+    busy, idle = start("x", BUSY), start("x", "import time; time.sleep(60)")
+    found.divide(LAB, "x", {busy.pid: 0.1, idle.pid: 0.1})
+    time.sleep(0.2)
+    assert used(found, "x", 1.5) == pytest.approx(0.1, rel=0.1)
+    found.kill(LAB, "x")
+    assert [process.wait(5) for process in (busy, idle)] == [-signal.SIGKILL] * 2
+
+
 def test_running_out_of_memory_kills(found: ControlGroups) -> None:
     found.make(LAB, "x", None, 64 * 10**6)
     process = start("x", GREEDY)

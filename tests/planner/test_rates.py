@@ -118,7 +118,7 @@ def feed(meter: Meter, rate: float, began: float, seconds: float, size: float = 
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.floats(2e5, 1e7), st.floats(0.05, 20.0), st.floats(0.1, 4.5))
+@given(st.floats(2e5, 1e7), st.floats(0.05, 20.0), st.floats(0.1, 4.0))  # half a second is merged at both of its ends
 def test_a_dip_shorter_than_its_part_of_the_window_moves_nothing(rate: float, factor: float, seconds: float) -> None:
     meter = Meter(window_seconds=20, quantile=0.25)
     size = min(rate, rate * factor) * 0.05
@@ -455,11 +455,33 @@ def test_a_look_that_is_given_up_is_not_repeated_at_once() -> None:
         settings=EngineSettings(probe_seconds=15.0),
     )
     assert any(engine.probe(100.0))
-    engine.probed(120.0, has_arrived=False)
-    assert engine.probe(121.0) == (0, 0)
-    assert engine.probe(149.0) == (0, 0)
-    assert any(engine.probe(151.0))
-    engine.probed(171.0, has_arrived=False)
-    assert engine.probe(230.0) == (0, 0)
-    engine.probed(231.0, has_arrived=True)
-    assert any(engine.probe(247.0))
+    engine.probed(100.2, has_arrived=False)
+    assert engine.probe(101.0) == (0, 0)
+    assert engine.probe(130.0) == (0, 0)
+    assert any(engine.probe(131.0))
+    engine.probed(131.2, has_arrived=False)
+    assert engine.probe(191.0) == (0, 0)
+    engine.probed(191.1, has_arrived=True)
+
+
+def test_probes_take_a_small_part_of_the_time_however_slow_the_link_is() -> None:
+    """The job stands still meanwhile."""
+    profile = resnet_like()
+    settings = EngineSettings(probe_seconds=15.0, probe_part=0.02)
+    engine = Engine(profile, Rates(LinkRates(1e6, 1e6)), Deployment(profile.edge_only), k=5, settings=settings)
+    assert any(engine.probe(100.0))
+    engine.probed(101.0, has_arrived=True)
+    assert engine.probe(150.0) == (0, 0), "1 s is 2 % of 50 s"
+    assert any(engine.probe(151.5))
+
+
+def test_a_link_that_would_change_nothing_if_it_were_twice_as_fast_is_looked_at_less_often() -> None:
+    profile = resnet_like(1.0)
+    found = []
+    for rate in (0.2 * MBIT, 200 * MBIT):
+        engine = engine_for(profile, LinkRates(rate, rate))
+        engine.current = Deployment(profile.edge_only)
+        engine.rates.up.transfer(rate, 99.0, 100.0)
+        engine.rates.down.transfer(rate, 99.0, 100.0)
+        found.append([any(engine.probe(now)) for now in (114.0, 116.0, 146.0)])
+    assert found == [[False, False, True], [False, True, True]]

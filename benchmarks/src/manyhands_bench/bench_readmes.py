@@ -10,7 +10,10 @@ from manyhands_bench.claims import CLAIMS, Claim, shown
 from manyhands_bench.results import Result, StoredResults
 from manyhands_bench.tables import BEGIN, day, markdown_table, with_table
 
-ALSO = {"tile": ("tile-8",), "infer": ("infer-accuracy",), "pipeline": ("pipeline-simulated",)}
+ALSO = {
+    "tile": ("tile-8", "tile-lab"), "infer": ("infer-accuracy",), "recovery": ("recovery-lab",),
+    "pipeline": ("pipeline-simulated", "pipeline-hybrid", "pipeline-studies"), "split": ("split-decisions",),
+}  # fmt: skip
 """Folder -> further results of its bench."""
 MOST_ROWS = 6
 """The most rows for each result: docs/results.md has all of them."""

@@ -41,9 +41,10 @@ def everything(
         Only,
         typer.Option(
             "--only",
-            help="Run only this bench: capture, core, lab, tile, tile-4, tile-8, tile-16, tile-gpu, core-4, core-8, "
-            "pipeline, pipeline-simulated, recovery, chaos, split, auto, infer, infer-accuracy, networks, generate, "
-            "larger, trainer, gpu, collectives, scale. Repeatable.",
+            help="Run only this bench: capture, core, core-4, core-8, lab, tile, tile-4, tile-8, tile-16, tile-gpu, "
+            "tile-lab, pipeline, pipeline-simulated, pipeline-hybrid, pipeline-studies, recovery, recovery-lab, chaos, "
+            "split, split-decisions, auto, infer, infer-accuracy, networks, generate, larger, trainer, gpu, "
+            "collectives, scale. Repeatable.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Where results are stored: OUT/MACHINE/NAME.json.")] = Path(
@@ -131,7 +132,13 @@ def tile(
     ] = None,
     quick: Quick = False,
     full: Full = False,
-    out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("tile-studies"),
+    lab: Annotated[
+        bool, typer.Option("--lab", help="Only the paper's chapter 6, in the lab; needs Linux and root.")
+    ] = False,
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Where --full writes its plots; --lab goes on with the runs it has stored there."),
+    ] = Path("tile-studies"),
     compute: Annotated[
         str, typer.Option("--compute", help="cuda: the paper's study of GPUs alone, on a GPU and beside processors.")
     ] = "cpu",
@@ -148,6 +155,12 @@ def tile(
         from manyhands.facts.errors import BadValue
 
         raise BadValue(f"--compute {compute:.40}: tiles are measured on cpu or cuda.", hint="Write --compute cuda.")
+    if lab:
+        from manyhands_bench.tile.lab_study import QUICK_EXTENT, TileLabExtent, bench_tile_lab
+
+        extent = QUICK_EXTENT if quick else TileLabExtent()
+        _measure("tile", lambda say: bench_tile_lab(extent, out, _lines(say)), quick, json)
+        return
     if compute == "cuda":
         _measure("tile", lambda say: bench_gpu_tiles(quick, _lines(say)), quick, json)
         return
@@ -166,10 +179,14 @@ def pipeline(
         Only,
         typer.Option(
             "--only",
-            help="Run only this part: overhead, torch, planning, optimality, prediction, paper. Repeatable.",
+            help="Run only this part: overhead, torch, planning, optimality, prediction, paper, hybrid, studies, "
+            "scaling, accuracy. Repeatable.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Where --full writes its plots.")] = Path("pipeline-studies"),
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Where --full writes its plots; hybrid goes on with the runs it has stored there."),
+    ] = Path("pipeline-studies"),
     json: Json = False,
 ) -> None:
     """Measure planning time and optimality, and compare pipelines with the baselines' and PyTorch's own.
@@ -207,7 +224,9 @@ def recovery(
     from manyhands_bench.recovery.bench import bench_recovery
 
     _measure(
-        "recovery", lambda say: bench_recovery(quick=quick, kills=kills, lab=lab, out=out, on_progress=say), quick,
+        "recovery", lambda say: bench_recovery(
+            quick=quick, kills=kills, lab=lab, out=out, on_progress=_lines(say) if lab else say
+        ), quick,
         json, draws=kills is None,
     )  # fmt: skip
 
@@ -224,6 +243,10 @@ def split(
             "--traces", help="Recorded rates: the folder with ghent-4g, mahimahi-100ms, lumos5g.", show_default=False
         ),
     ] = Path("../shared/data/traces"),
+    only: Annotated[
+        Only,
+        typer.Option("--only", help="Run only this: decisions, the engine's over whole recordings, simulated."),
+    ] = None,
     pictures: Pictures = PICTURES,
     out: Annotated[Path, typer.Option("--out", help="Where the plots are written.")] = Path("split-studies"),
     json: Json = False,
@@ -235,7 +258,10 @@ def split(
     from manyhands_bench.split.bench import bench_split
 
     def measured(say: Progress) -> Figures:
-        return bench_split(quick=quick, full=full, traces=traces, pictures=pictures, out=out, on_progress=say)
+        return bench_split(
+            quick=quick, full=full, traces=traces, pictures=pictures, out=out, only=only or (),
+            on_progress=_lines(say) if only else say,
+        )  # fmt: skip
 
     _measure("split", measured, quick, json, draws=True)
 

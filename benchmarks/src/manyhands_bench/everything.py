@@ -34,10 +34,12 @@ WORDS = {
     "tile-4": "tile --workers 4 --only speed --only processor",
     "tile-8": "tile --workers 8", "tile-16": "tile --workers 16 --only speed --only processor",
     "core-4": "core --workers 4 --only ddp --only vgg16", "core-8": "core --workers 8 --only ddp --only vgg16",
-    "tile-gpu": "tile --compute cuda",
+    "tile-gpu": "tile --compute cuda", "tile-lab": "tile --lab",
     "pipeline": "pipeline --only overhead --only torch --only planning --only optimality",
-    "pipeline-simulated": "pipeline --only prediction --only paper",
-    "recovery": "recovery", "chaos": "chaos", "split": "split", "auto": "auto",
+    "pipeline-simulated": "pipeline --only prediction --only paper", "pipeline-hybrid": "pipeline --only hybrid",
+    "pipeline-studies": "pipeline --only studies --only scaling --only accuracy",
+    "recovery": "recovery", "recovery-lab": "recovery --lab", "chaos": "chaos", "split": "split",
+    "split-decisions": "split --only decisions", "auto": "auto",
     "infer": "infer", "infer-accuracy": "infer --only accuracy --full --compute cuda", "networks": "networks",
     "generate": "generate", "larger": "larger", "trainer": "trainer", "gpu": "gpu", "collectives": "collectives",
     "scale": "scale",
@@ -46,9 +48,11 @@ WORDS = {
 CORES = {"tile-4": 4, "tile-8": 8, "tile-16": 16, "core-4": 4, "core-8": 8}
 """Result -> the least number of cores it needs."""
 ON_GPU = ("infer-accuracy", "gpu", "tile-gpu")
+IN_LAB = ("lab", "larger", "tile-lab", "pipeline-hybrid", "recovery-lab")
 DRAWS = (
-    "tile", "tile-4", "tile-8", "tile-16", "tile-gpu", "pipeline", "pipeline-simulated", "recovery", "split",
-    "auto", "infer", "infer-accuracy", "networks",
+    "tile", "tile-4", "tile-8", "tile-16", "tile-gpu", "tile-lab", "pipeline", "pipeline-simulated",
+    "pipeline-hybrid", "pipeline-studies", "recovery", "recovery-lab", "split", "split-decisions", "auto", "infer",
+    "infer-accuracy", "networks",
 )  # fmt: skip
 """Benches that take --out, the folder of plots or of what was measured so far: none are kept here, because the page has
 its own."""
@@ -99,7 +103,7 @@ def _impossible(name: str, host: Host, quick: bool) -> str:
 
         if absent := missing_packages():
             return f"it needs {', '.join(dict.fromkeys(absent.values()))}."
-    return missing() if name in ("lab", "larger") else ""
+    return missing() if name in IN_LAB else ""
 
 
 def _words(name: str, quick: bool) -> str:

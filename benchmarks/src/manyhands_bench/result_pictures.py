@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from manyhands_bench.claims import CLAIMS, Aim, Claim
+from manyhands_bench.lab_pictures import draw_lab_results
 from manyhands_bench.papers import ASTEROID_TABLE_4
 from manyhands_bench.result_plots import (
     LEAST_PART,
@@ -30,7 +31,7 @@ def draw_results(stored: StoredResults, folder: Path) -> list[Path]:
         _traces(stored, folder / "results-split-traces.png"),
         _links(stored, folder / "results-decnn-links.png"),
     ]
-    return [path for path in drawn if path is not None]
+    return [path for path in drawn if path is not None] + draw_lab_results(stored, folder)
 
 
 def _own(stored: StoredResults, claim: Claim) -> dict[str, float]:

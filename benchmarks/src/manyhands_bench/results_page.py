@@ -21,7 +21,8 @@ BENCHES = Path("src/manyhands_bench")
 IN_README = (
     ("tile", "memory_ratio_24"), ("tile", "speedup_2"), ("tile-8", "speedup_8"),
     ("pipeline-simulated", "gain_over_pipedream_geomean"), ("pipeline-simulated", "gain_over_dapple_geomean"),
-    ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"), ("recovery", "light_vs_heavy"),
+    ("pipeline-hybrid", "hybrid_lab_gain"), ("pipeline", "plan_seconds"), ("recovery", "recovery_seconds"),
+    ("recovery-lab", "lab_light_vs_heavy"), ("split-decisions", "gain_over_frozen"),
     ("split", "gain_geomean"), ("infer", "speedup_latency_resnet50_880_0.15"), ("infer", "memory_reduction_4"),
     ("auto", "gain_geomean"), ("core", "dp_vs_ddp"),
 )  # fmt: skip

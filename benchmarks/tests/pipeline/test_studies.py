@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands_bench.pipeline.studies import draw_pipeline_studies
+from manyhands_bench.pipeline.studies import draw_accuracy, draw_pipeline_studies, draw_scaling
 
 
 def quiet(text: str) -> None:
@@ -16,6 +16,7 @@ def quiet(text: str) -> None:
 @pytest.mark.slow
 def test_studies_are_drawn(tmp_path: Path) -> None:
     figures = draw_pipeline_studies(tmp_path, True, quiet)
+    figures |= draw_scaling(tmp_path, True, quiet) | draw_accuracy(tmp_path, True, quiet)
     for name in ("fig_15a", "fig_15b_policies", "fig_15b_memory", "fig_18_mobilenetv2_32", "fig_14_env-c"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert float(figures["policy_ours_peak_mb"]) < float(figures["policy_c_peak_mb"])

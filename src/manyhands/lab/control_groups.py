@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,13 @@ class ControlGroups(ABC):
     def _set_quota(self, lab: str, device: str, quota: str) -> None: ...
 
     @abstractmethod
+    def _part(self, lab: str, device: str, process: int) -> Path:
+        """Return the folder in which the kernel limits one process of a device's by itself."""
+
+    @abstractmethod
+    def _write_quota(self, folder: Path, quota: str) -> None: ...
+
+    @abstractmethod
     def _quota_for(self, share: float | None) -> str: ...
 
     @abstractmethod
@@ -128,6 +135,20 @@ class ControlGroups(ABC):
     def set_cpu(self, lab: str, device: str, share: float | None) -> None:
         """Set the share of one core (it may be more than 1) that the device has from now on; None: no limit."""
         self._set_quota(lab, device, self._quota_for(share))
+
+    def divide(self, lab: str, device: str, shares: Mapping[int, float]) -> None:
+        """Give every process of a device a share of a core of its own, within the device's: process -> share.
+
+        Without it a device's processes share what the device may use, so that one that is busy alone is as fast as all
+        of its cores. What the processes start is inside; no other process may enter the device afterwards.
+        """
+        parts = {process: self._part(lab, device, process) for process in shares}
+        for process, folder in parts.items():
+            make_folder(folder)
+            write_file(folder / "cgroup.procs", str(process))
+        self._prepare(next(iter(parts.values())).parent)
+        for process, folder in parts.items():
+            self._write_quota(folder, self._quota_for(shares[process]))
 
     def enter(self, lab: str, device: str) -> None:
         """Move the calling process, and every process that it will start, into the device's group."""

@@ -49,7 +49,12 @@ class ControlGroupsV1(ControlGroups):
         return f"{read_file(folder / 'cpu.cfs_quota_us')} {read_file(folder / 'cpu.cfs_period_us')}"
 
     def _set_quota(self, lab: str, device: str, quota: str) -> None:
-        folder = self._folder(self._cpu, lab, device)
+        self._write_quota(self._folder(self._cpu, lab, device), quota)
+
+    def _part(self, lab: str, device: str, process: int) -> Path:
+        return self._folder(self._cpu, lab, device) / str(process)
+
+    def _write_quota(self, folder: Path, quota: str) -> None:
         share, period = quota.split()
         write_file(folder / "cpu.cfs_period_us", period)
         write_file(folder / "cpu.cfs_quota_us", share)

@@ -65,7 +65,13 @@ class ControlGroupsV2(ControlGroups):
         return read_file(self._here(lab, device) / "cpu.max")
 
     def _set_quota(self, lab: str, device: str, quota: str) -> None:
-        write_file(self._here(lab, device) / "cpu.max", quota)
+        self._write_quota(self._here(lab, device), quota)
+
+    def _part(self, lab: str, device: str, process: int) -> Path:
+        return self._here(lab, device) / str(process)
+
+    def _write_quota(self, folder: Path, quota: str) -> None:
+        write_file(folder / "cpu.max", quota)
 
     def _set_frozen(self, lab: str, device: str, *, frozen: bool) -> None:
         write_file(self._here(lab, device) / "cgroup.freeze", str(int(frozen)))

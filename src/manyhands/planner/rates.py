@@ -34,10 +34,14 @@ LEAST_BYTES = 8192
 LEAST_SECONDS = 0.02
 """Less data, back to back, measures buffers and delays and not the rate."""
 PROBE_SECONDS = 0.25
+LONGEST_PROBE_SECONDS = 1.0
+"""A probe that has not arrived by then is given up: the job waits for it meanwhile."""
 LEAST_PROBE_BYTES = 64_000
 MOST_PROBE_BYTES = 4_000_000
 MOST_PAUSE = 16
 """The most times by which the pause between two probes of a silent link is extended."""
+FAR_PAUSE = 3
+"""The times by which it is extended while a link twice as fast as it was found would change nothing either."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -199,7 +203,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """The fraction of the time that a change must save."""
     confirmations: int = 3
     """Looks, one after another, at which the change must be better."""
-    paid: float = 1.0
+    paid: float = 2.0
     """The cost that staying must have had before a change, in multiples of the cost of the change."""
     every_seconds: float = 1.0
     """Seconds between two looks."""
@@ -207,13 +211,16 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """The least seconds between two changes."""
     probe_seconds: float = 15.0
     """Seconds without a transfer after which a probe is sent."""
+    probe_part: float = 0.02
+    """The most of the time that probes may take: the next one waits the longer, the longer one took."""
 
     def __post_init__(self) -> None:
         is_good = self.tau >= 1 and 0 <= self.beta < 1 and 0 <= self.margin < 1 and self.confirmations >= 1
-        if not is_good:
+        if not is_good or not 0 < self.probe_part <= 1:
             raise BadValue(
                 f"An engine with tau {self.tau}, beta {self.beta}, margin {self.margin}, confirmations "
-                f"{self.confirmations}: tau and confirmations must be >= 1, beta and margin from 0 to below 1."
+                f"{self.confirmations}, probe_part {self.probe_part}: tau and confirmations must be >= 1, beta and "
+                "margin from 0 to below 1, probe_part above 0 and at most 1."
             )
 
 
@@ -259,6 +266,10 @@ class Engine:
         self._better, self._lost_seconds = 0, 0.0
         self._looked = self._changed = self._probed = self._rested = -math.inf
         self._changed_at, self._probe_factor, self._pause_factor = 0, 1, 1
+        self._least_pause = 0.0
+        """The pause before the next probe by which the last one's seconds are `probe_part` of the time."""
+        self._far: tuple[float, bool] | None = None
+        """When the link was last measured, and whether it was far from changing anything then."""
 
     def horizon(self, iterations: int) -> float:
         """Return τ: how many iterations the next deployment may count on, at most to the end of the job (`ends_at`)."""
@@ -319,7 +330,7 @@ class Engine:
         self.rates.down.forget()
         self._better, self._lost_seconds = 0, 0.0
         self._looked, self._probed, self._rested = now, -math.inf, -math.inf
-        self._pause_factor = 1
+        self._pause_factor, self._least_pause = 1, 0.0
 
     def probe(self, now: float) -> tuple[int, int]:
         """Return the bytes to send up and down only to measure the rates, because nothing else was sent lately; mostly
@@ -328,7 +339,10 @@ class Engine:
         A probe that passed too quickly to measure anything is followed by a larger one.
         """
         measured_at = max(self._rested, min(self.rates.up.last_measured(), self.rates.down.last_measured()))
-        if not self.is_linked or now - measured_at < self.settings.probe_seconds * self._pause_factor:
+        pause = max(self.settings.probe_seconds * self._pause_factor, self._least_pause)
+        if not self.is_linked or now - measured_at < pause:
+            return 0, 0
+        if now - measured_at < FAR_PAUSE * self.settings.probe_seconds and self._is_far(measured_at, now):
             return 0, 0
         rates = self.rates.now(now)
         pairs = ((self.rates.up, rates.up_bytes_per_second), (self.rates.down, rates.down_bytes_per_second))
@@ -343,10 +357,19 @@ class Engine:
         self._probed = self._rested = now
         return up, down
 
+    def _is_far(self, measured_at: float, now: float) -> bool:
+        """Return whether the deployment would stay as it is if the link were twice as fast as it was last measured."""
+        if self._far is None or self._far[0] != measured_at:
+            rates = self.rates.now(now)
+            twice = LinkRates(2 * rates.up_bytes_per_second, 2 * rates.down_bytes_per_second, rates.delay_seconds)
+            best = self.chooser(self.profile, twice, self.tau, self.current, self.k, self.widths, drains=self.drains)
+            self._far = measured_at, best == self.current
+        return self._far[1]
+
     def probed(self, now: float, *, has_arrived: bool) -> None:
         """Record that a probe has ended or was given up. The next one waits from now on, and longer the less gets
-        through."""
-        self._rested = now
+        through and the longer it took: the job stood still for it."""
+        self._rested, self._least_pause = now, (now - self._probed) / self.settings.probe_part
         self._pause_factor = 1 if has_arrived else min(2 * self._pause_factor, MOST_PAUSE)
         if not has_arrived:
             self._probe_factor = 1

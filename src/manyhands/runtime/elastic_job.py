@@ -67,7 +67,7 @@ class ElasticJob:
         self.outcome = JobOutcome(plan=order.plan)
         self._furthest = order.start.steps_done
         """Steps that were done and reported; those that are run again are not reported twice."""
-        self._safe = order.start.steps_done
+        self.safe_step = order.start.steps_done
         """The last step of which copies were where they belong: kept until there is a later one."""
         self._plan = order.plan
         """The present plan; a generation of one smaller batch has another, for this batch alone."""
@@ -213,7 +213,7 @@ class ElasticJob:
         self.saved = snapshot
 
     def _is_safe(self, step: int) -> None:
-        self._safe = step
+        self.safe_step = step
         if self.batches.can_come_again:  # else the last checkpoint is what is left where all copies are lost at once
             self.batches.forget_before(step)
 
@@ -384,10 +384,10 @@ class ElasticJob:
             self._constants, state.optimizer_entries(self.order.graph, self.order.optimizer),
         )  # fmt: skip
         assert located is not None, "what was saved has everything"
-        self._safe = min(self._safe, located.steps_done)
+        self.safe_step = min(self.safe_step, located.steps_done)
         keeps = self._run is not None and bool(self._run.backups.every)  # else no step in between is complete anywhere
         for name in answers:  # parts of this state are in one place only until they are sent on
-            self.coordinator.send(name, Retain(self._safe, located.steps_done, keeps))
+            self.coordinator.send(name, Retain(self.safe_step, located.steps_done, keeps))
         return located
 
     def _check_waiting(self) -> None:

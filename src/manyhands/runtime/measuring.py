@@ -131,16 +131,18 @@ def probe_links(coordinator: Coordinator, names: Iterable[str], *, is_quick: boo
     return _answers(coordinator, generation, devices, Probed, "measure the links", PROBE_SECONDS)
 
 
-def probe_pair(coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int]) -> dict[str, Link]:
+def probe_pair(
+    coordinator: Coordinator, pair: tuple[str, str], sizes: Mapping[str, int], limit_seconds: float = PAIR_SECONDS
+) -> dict[str, Link]:
     """Return sender -> its link to the other of two workers, from one transfer of the given number of bytes.
 
-    Raises `TimedOut` where they do not arrive. Nothing else may run meanwhile.
+    Raises `TimedOut` where they do not arrive within the limit. Nothing else may run meanwhile.
     """
     devices = tuple(coordinator.members_for(pair))
     generation = _connected(coordinator, devices, sizes)
     for name in devices:
         coordinator.send(name, Start(generation, 0, 0, ()))
-    answers = _answers(coordinator, generation, devices, Probed, "look at the link", PAIR_SECONDS)
+    answers = _answers(coordinator, generation, devices, Probed, "look at the link", limit_seconds)
     return {name: link for name, answer in answers.items() for link in answer.links.values()}
 
 

@@ -82,7 +82,8 @@ def check_possible() -> None:
 def _timeout_factor(played: Played) -> float:
     """Return how many times longer than usual to wait for a device. What a whole core does in two seconds without
     reading messages takes a device with a tenth of a core twenty."""
-    return max(1.0, played.scale, 2.0 / (played.slowest_share * HEARTBEAT_TIMEOUT_SECONDS))
+    slowest_share = played.slowest_share / played.slots
+    return max(1.0, played.scale, 2.0 / (slowest_share * HEARTBEAT_TIMEOUT_SECONDS))
 
 
 @contextlib.contextmanager

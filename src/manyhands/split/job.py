@@ -22,7 +22,7 @@ from manyhands.facts.units import format_bytes
 from manyhands.job.base import Guide, Job
 from manyhands.job.callbacks import OnStep
 from manyhands.job.result import TrainResult
-from manyhands.planner.rates import EngineSettings
+from manyhands.planner.rates import LONGEST_PROBE_SECONDS, EngineSettings
 from manyhands.planner.split import Deployment, LinkRates, SplitProfile
 from manyhands.planner.split_profile import candidate_cuts, split_profile
 from manyhands.plans.planning import batch_norm_named
@@ -125,7 +125,9 @@ class SplitJob(Job):
             Course(self._phases(), workload.order.steps_per_epoch, self.start.steps_done, self.last_step),
             profile, cluster, backup_every=self.settings.backup_every,
             watch=LinkWatch(
-                lambda up, down: look_at_link(coordinator, two.edge, two.server, up, down),
+                lambda up, down: look_at_link(
+                    coordinator, two.edge, two.server, up, down, limit_seconds=LONGEST_PROBE_SECONDS
+                ),
                 settings=EngineSettings(**{"tau": FIRST_TAU, **(self.settings.engine or {})}),
             ),
         )  # fmt: skip

@@ -19,7 +19,7 @@ from manyhands.planner.split import LinkRates
 from manyhands.runtime.assembly import JOIN_SECONDS
 from manyhands.runtime.coordinator import Coordinator
 from manyhands.runtime.heartbeats import heartbeat_interval
-from manyhands.runtime.measuring import probe_pair
+from manyhands.runtime.measuring import PAIR_SECONDS, probe_pair
 from manyhands.runtime.processes import WorkerProcess
 from manyhands.session.joining import parse_address
 from manyhands.session.session import Say, Session
@@ -140,16 +140,17 @@ def linked(cluster: Cluster, edge: str, server: str, rates: LinkRates) -> Cluste
 
 
 def look_at_link(
-    coordinator: Coordinator, edge: str, server: str, up: int = LEAST_PROBE_BYTES, down: int = LEAST_PROBE_BYTES
-) -> tuple[Looked, Looked]:
+    coordinator: Coordinator, edge: str, server: str, up: int = LEAST_PROBE_BYTES, down: int = LEAST_PROBE_BYTES,
+    limit_seconds: float = PAIR_SECONDS,
+) -> tuple[Looked, Looked]:  # fmt: skip
     """Send so many bytes up and down, and more and more until they take long enough to measure; return what was found.
 
-    Nothing else may run meanwhile.
+    Nothing else may run meanwhile. Raises `TimedOut` where they have not arrived after `limit_seconds`.
     """
     sizes = {edge: up, server: down}
     looks = {edge: Looked(0, 0.0, 0.0), server: Looked(0, 0.0, 0.0)}
     while any(sizes.values()):
-        for name, link in probe_pair(coordinator, (edge, server), sizes).items():
+        for name, link in probe_pair(coordinator, (edge, server), sizes, limit_seconds).items():
             size, seconds = sizes[name], sizes[name] / link.bytes_per_second
             looks[name] = Looked(size, seconds, link.delay_seconds)
             is_enough = seconds >= ENOUGH_SECONDS or size >= MOST_PROBE_BYTES

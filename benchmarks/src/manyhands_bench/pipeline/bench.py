@@ -27,10 +27,11 @@ from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.parts import PROFILE_MACHINE, check_asked, measure_parts
 from manyhands_bench.pipeline import measured
 from manyhands_bench.pipeline.exhaustive import Exhaustive
+from manyhands_bench.pipeline.hybrid_lab import QUICK_EXTENT, HybridExtent, bench_hybrid
 from manyhands_bench.pipeline.offloading import offloaded
 from manyhands_bench.pipeline.overhead import executor_overhead
 from manyhands_bench.pipeline.paper_tables import SUBJECTS, bench_paper_tables, network_of
-from manyhands_bench.pipeline.studies import draw_pipeline_studies
+from manyhands_bench.pipeline.studies import draw_accuracy, draw_pipeline_studies, draw_scaling
 
 REPEATS = 5
 DRAWN = 400
@@ -58,10 +59,28 @@ def bench_planner(quick: bool, say: Progress) -> Figures:
         "plan_seconds_64_devices": _median_seconds(
             1 if quick else 3, lambda: pipelines(resnet, wide, profile_of_64, 1024, like=LOCAL_NORM)
         ),
+        **_planning_by_network(repeats, say),
         "plan_layers": len(fine.layers),
         "plan_setting": f"{fine.name} {fine.input_text} cut at operators ({len(fine.layers)} layers), env-c, batch "
         "2048, micro-batches chosen (and given: 32); resnet50 on 16 NX, 16 TX2, 16 Nano, 16 Pi 4, batch 1024; medians",
     }
+
+
+def _planning_by_network(repeats: int, say: Progress) -> Figures:
+    """Return Table 7: the seconds to plan each of the paper's networks on environment C, cut at operators."""
+    figures: Figures = {}
+    cluster = preset("env-c")
+    for subject in SUBJECTS:
+        say(f"planning time of {subject.paper}")
+        network = network_of(subject, "operators")
+        profile, key = estimate_cluster(network, cluster), subject.paper.replace("-", "_")
+
+        def act(network: Network = network, profile: Profile = profile, size: int = subject.batch_size) -> None:
+            pipelines(network, cluster, profile, size, like=LOCAL_NORM)
+
+        figures[f"plan_seconds_{key}"] = _median_seconds(repeats, act)
+        figures[f"plan_layers_{key}"] = len(network.layers)
+    return figures
 
 
 def _median_seconds(repeats: int, act: Callable[[], object]) -> float:
@@ -190,6 +209,8 @@ class PipelineBench:
 
     quick: bool
     say: Progress
+    out: Path | None = None
+    """Where a part that goes on after an interruption stores what it has measured."""
 
 
 def _beside_torch(bench: PipelineBench) -> Figures:
@@ -197,6 +218,7 @@ def _beside_torch(bench: PipelineBench) -> Figures:
     return figures | measured.summary(figures)
 
 
+STUDIES = Path("pipeline-studies")
 PARTS: dict[str, Callable[[PipelineBench], Figures]] = {
     "overhead": lambda bench: executor_overhead(bench.say, bench.quick),
     "torch": _beside_torch,
@@ -204,21 +226,28 @@ PARTS: dict[str, Callable[[PipelineBench], Figures]] = {
     "optimality": lambda bench: bench_optimality(bench.quick, bench.say),
     "prediction": lambda bench: bench_prediction(bench.quick, bench.say),
     "paper": lambda bench: bench_paper_tables(bench.quick, bench.say),
+    "studies": lambda bench: draw_pipeline_studies(bench.out or STUDIES, bench.quick, bench.say),
+    "scaling": lambda bench: draw_scaling(bench.out or STUDIES, bench.quick, bench.say),
+    "accuracy": lambda bench: draw_accuracy(bench.out or STUDIES, bench.quick, bench.say),
+    "hybrid": lambda bench: bench_hybrid(QUICK_EXTENT if bench.quick else HybridExtent(), bench.out, bench.say),
 }
-"""The first two are measured and need a quiet machine; the last two are simulated with the catalogue, the same on any
-machine."""
+"""The first two and the last are measured and need a quiet machine; those from "prediction" to "accuracy" are simulated
+with the catalogue, the same on any machine."""
+
+
+LONG = ("studies", "scaling", "accuracy", "hybrid")
+"""Parts that run only with `--full`, or if they are asked for."""
 
 
 def bench_pipeline(
     quick: bool = False, full: bool = False, only: Sequence[str] = (), out: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Figures:  # fmt: skip
-    """Return the figures of `manyhands bench pipeline`, flat, of all parts or of those in `only`; `full` draws the
-    paper's studies into `out` too."""
+    """Return the figures of `manyhands bench pipeline`, flat, of the usual parts or of those in `only`; `full` runs all
+    of them. Studies are drawn into `out`."""
     say = on_progress or (lambda text: None)
     check_asked(PARTS, only, quick, full)
-    figures = measure_parts(PARTS, PipelineBench(quick, say), only=only, quick=quick, out=None, say=say)
+    parts = only or [name for name in PARTS if full or name not in LONG]
+    figures = measure_parts(PARTS, PipelineBench(quick, say, out), only=parts, quick=quick, out=None, say=say)
     figures[PROFILE_MACHINE] = ESTIMATED
-    if full:
-        figures |= draw_pipeline_studies(out or Path("pipeline-studies"), quick, say)
     return figures

@@ -69,12 +69,12 @@ class Ours:
             os.sched_setaffinity(0, before)
             torch.set_num_threads(threads)
 
-    def measure(self, seconds: float) -> tuple[Cluster, Profile]:
-        """Return the cluster and its profile as they are now."""
-        ladder = tuple(size for size in _LADDER if size <= self.setting.samples)
+    def measure(self, seconds: float, ladder: Sequence[int] = _LADDER) -> tuple[Cluster, Profile]:
+        """Return the cluster and its profile as they are now, for these numbers of samples."""
+        sizes = tuple(size for size in ladder if size <= self.setting.samples)
         return measure(
             self.session, self.graph, self.setting.samples, optimizer=OPTIMIZER, seconds=seconds, refresh=True,
-            ladder=ladder, kernels=self.choice.kernels,
+            ladder=sizes, kernels=self.choice.kernels,
         )  # fmt: skip
 
     def plans(self, cluster: Cluster, profile: Profile, micro_batches: int | None = None) -> list[Plan]:
@@ -106,14 +106,19 @@ class Ours:
         return simulate(plan, self.graph.network, cluster, profile, keep_spans=False).seconds
 
     def seconds(self, plan: Plan, steps: int) -> float:
-        """Return the seconds of a round, as the coordinator sees it end."""
+        """Return the median seconds of a round."""
+        return statistics.median(self.step_seconds(plan, steps))
+
+    def step_seconds(self, plan: Plan, steps: int, warm_up_steps: int = WARM_UP_STEPS) -> Sequence[float]:
+        """Return the seconds of every round after those that warm up, as the coordinator sees them end."""
+        whole = steps + warm_up_steps
         order = Order(
-            graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=steps + WARM_UP_STEPS,
+            graph=self.graph, plan=plan, start=RunState(dict(self.graph.state)), last_step=whole,
             optimizer=OPTIMIZER, kernels=dict.fromkeys(plan.devices, self.choice.kernels), preload=self.preload,
         )  # fmt: skip
         run = Run(self.session.coordinator, order)
         run.prepare()
-        return steady(run.run(same_batches(self.preload, steps + WARM_UP_STEPS, is_preloaded=True)).step_seconds)
+        return run.run(same_batches(self.preload, whole, is_preloaded=True)).step_seconds[warm_up_steps:]
 
 
 def steady(seconds: Sequence[float]) -> float:

@@ -20,17 +20,18 @@ import torch
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.errors import ManyhandsError
 from manyhands.facts.optimizer import Optimizer
+from manyhands.facts.plan import BatchNorm
 from manyhands.job.evaluation import captured
-from manyhands.lab.removal import missing
 from manyhands.models.registry import ZOO, build, loss_function
 from manyhands.profiler.this_machine import identify
 from manyhands.runtime.failure_detector import HEARTBEAT_TIMEOUT_SECONDS
-from manyhands.session.lab_session import lab_cluster
 from manyhands.session.opening import open_session
 from manyhands.session.session import Session
 from manyhands_bench.figures import Figures, Progress
 from manyhands_bench.pipeline.ours import plan_text
 from manyhands_bench.pipeline.torch_setting import TorchSetting
+from manyhands_bench.recovery.lab import OPTIMIZER as LAB_OPTIMIZER
+from manyhands_bench.recovery.lab import QUICK_LAB, LabExtent, bench_lab
 from manyhands_bench.recovery.plots import Passage, draw_passages
 from manyhands_bench.recovery.site import DrawnPictures, Groups, Site, Strike, Trip
 from manyhands_bench.recovery.soak import loss_difference, soak, soak_site
@@ -42,7 +43,6 @@ OPTIMIZER = Optimizer("SGD", lr=1e-5, momentum=0.9)
 """The optimizer, with small steps: MobileNetV2 normalises 8 numbers where maps are 1x1, and larger steps amplify the
 last bit a hundred-fold in every step, in whichever order sums are taken."""
 CLASSES = 10
-LAB = "env-d"
 STEPS_BEFORE = 6
 """The steps completed when a worker is struck: copies have been taken by then."""
 SAME_LOSS = 1e-6
@@ -93,16 +93,22 @@ def shape_of(names: Sequence[str]) -> Groups:
 
 
 def site_for(
-    session: Session, setting: TorchSetting, measure_seconds: float, dtype: torch.dtype = torch.float32
-) -> Site:
+    session: Session, setting: TorchSetting, measure_seconds: float, dtype: torch.dtype = torch.float32,
+    optimizer: Optimizer = OPTIMIZER, batch_norm: BatchNorm = "synchronised",
+) -> Site:  # fmt: skip
     torch.manual_seed(0)
     module, loss = build(setting.model).to(dtype), loss_function(ZOO[setting.model].loss)
     data = DrawnPictures(setting.shape, 16 * setting.samples, CLASSES, dtype)
     graph = captured(module, data, loss, granularity="blocks", name=setting.model)
     return Site.of(
-        session, graph, data, OPTIMIZER, samples=setting.samples, micro_batches=setting.micro_batches,
-        groups=shape_of(session.cluster.names), measure_seconds=measure_seconds,
+        session, graph, data, optimizer, samples=setting.samples, micro_batches=setting.micro_batches,
+        groups=shape_of(session.cluster.names), measure_seconds=measure_seconds, batch_norm=batch_norm,
     )  # fmt: skip
+
+
+def lab_site(session: Session, setting: TorchSetting, measure_seconds: float) -> Site:
+    """Return the lab's job: as the paper's, every device normalises by its own samples."""
+    return site_for(session, setting, measure_seconds, optimizer=LAB_OPTIMIZER, batch_norm="local")
 
 
 # Failures
@@ -297,54 +303,6 @@ def bench_torchrun(setting: TorchSetting, say: Progress) -> Figures:
     }
 
 
-# The lab
-
-
-def bench_lab(extent: RecoveryExtent, say: Progress) -> Figures:
-    """Measure the same kills at 100 Mbit/s, with incremental and full re-planning; all seconds are in the lab's
-    time."""
-    if why := missing():
-        return {"lab_skipped": why}
-    recoveries = Recoveries()
-    with open_session(lab_cluster(LAB)) as session:
-        names = session.cluster.names[: extent.struck]
-        rate = min(device.down_bytes_per_second for device in session.cluster.devices)
-        scale = session.scale or 1.0
-        site = site_for(session, extent.setting, extent.measure_seconds)
-        failures = Failures(site, extent, lambda text: say(f"lab: {text}"))
-        for name in names:
-            for how, trips in (("light", recoveries.light), ("heavy", recoveries.heavy)):
-                trips[name] = failures.trip(name, how)
-                site.bring_back([name])
-        shape, lost = plan_text(site.plan), failures.rounds_lost(recoveries.every)
-    ratios = [
-        recoveries.heavy[name].recovery_seconds / trip.recovery_seconds for name, trip in recoveries.light.items()
-    ]
-    return {
-        "lab_recovery_seconds": _median(recoveries.light, lambda trip: trip.recovery_seconds),
-        "lab_recovery_seconds_heavy": _median(recoveries.heavy, lambda trip: trip.recovery_seconds),
-        "lab_light_vs_heavy": statistics.median(ratios),
-        "lab_bytes_moved": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"]),
-        "lab_bytes_seconds": _median(recoveries.light, lambda trip: trip.facts["bytes_moved"] / rate),
-        "lab_round_seconds": failures.round_seconds,
-        "lab_backup_every": site.backup_every,
-        "lab_rounds_lost": lost,
-        "lab_scale": scale,
-        "lab_setting": f"{extent.setting} on {LAB} at 100 Mbit/s, {scale:g} times slower than in real time, so at "
-        f"{rate * 8 / 1e6:.3g} Mbit/s; {shape}; "
-        + "; ".join(f"{name}: {_lab_text(recoveries, name, rate)}" for name in names),
-    }
-
-
-def _lab_text(recoveries: Recoveries, name: str, rate: float) -> str:
-    """Describe both ways of re-planning, beside the seconds that moving the bytes alone takes."""
-    return ", ".join(
-        f"{how} {trip.recovery_seconds:.2f} s ({trip.facts['bytes_moved'] / 1e6:.2f} MB: "
-        f"{trip.facts['bytes_moved'] / rate:.2f} s)"
-        for how, trip in (("light", recoveries.light[name]), ("heavy", recoveries.heavy[name]))
-    )
-
-
 def bench_recovery(
     quick: bool = False, kills: int | None = None, lab: bool = False, out: Path | None = None,
     on_progress: Progress | None = None,
@@ -355,7 +313,7 @@ def bench_recovery(
     extent = QUICK_EXTENT if quick else FULL
     figures: Figures = {"machine": identify(1).text, "quick": int(quick)}
     if lab:
-        return figures | bench_lab(extent, say)
+        return figures | bench_lab(QUICK_LAB if quick else LabExtent(), lab_site, out, say)
     with open_session(Cluster.local(extent.workers), threads=1, silence_seconds=HEARTBEAT_TIMEOUT_SECONDS) as session:
         if kills is None:
             say("measuring")

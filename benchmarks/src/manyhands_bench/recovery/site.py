@@ -21,7 +21,7 @@ from manyhands.data.rewinding import Rewindable
 from manyhands.executor.optimizers import slots
 from manyhands.facts.cluster import Cluster
 from manyhands.facts.optimizer import Optimizer
-from manyhands.facts.plan import Plan
+from manyhands.facts.plan import BatchNorm, Plan
 from manyhands.facts.profile import Profile, estimate_cluster
 from manyhands.graph.graph import Graph
 from manyhands.job.replanning import Replanner, chosen_backups
@@ -44,6 +44,7 @@ Groups = tuple[tuple[str, ...], ...]
 """The devices of every stage."""
 OnStep = Callable[[int, ElasticJob], None]
 """Called with a step and the job that has completed it."""
+OnJob = Callable[[ElasticJob], None]
 
 
 class DrawnPictures(Dataset[Any]):
@@ -69,6 +70,8 @@ class Strike:
     after_step: int
     delay_seconds: float
     signal: signal.Signals = signal.SIGKILL
+    after_copies: int = 0
+    """The step of which copies must have arrived where they belong before."""
 
 
 @dataclass
@@ -154,7 +157,7 @@ class Site:
     @classmethod
     def of(
         cls, session: Session, graph: Graph, data: Dataset[Any], optimizer: Optimizer, *, samples: int,
-        micro_batches: int, groups: Groups, measure_seconds: float,
+        micro_batches: int, groups: Groups, measure_seconds: float, batch_norm: BatchNorm = "synchronised",
     ) -> Site:  # fmt: skip
         """Return a job whose stages are `groups`, with balanced cuts and shares by speed.
 
@@ -171,7 +174,7 @@ class Site:
             profile = estimate_cluster(graph.network, cluster)
         plan = pipeline_plan(
             graph, cluster, devices=groups, micro_batches=micro_batches, batch_size=samples,
-            optimizer_slots=slots(optimizer), profile=profile,
+            optimizer_slots=slots(optimizer), profile=profile, batch_norm=batch_norm,
         )  # fmt: skip
         seconds = simulate(plan, graph.network, cluster, profile, keep_spans=False).seconds
         every = chosen_backups(plan, graph.network, cluster, seconds)
@@ -179,9 +182,12 @@ class Site:
 
     def travel(
         self, steps: int, *, how: str = "light", strike: Strike | None = None, on_step: OnStep | None = None,
-        snapshots: tuple[int, ...] = (),
+        snapshots: tuple[int, ...] = (), job_type: type[ElasticJob] = ElasticJob, on_job: OnJob = lambda job: None,
     ) -> Trip:  # fmt: skip
-        """Train `steps` steps from the beginning as `mh.train` does, whatever happens to the workers."""
+        """Train `steps` steps from the beginning as `mh.train` does, whatever happens to the workers.
+
+        `on_job` is called with the job before it begins.
+        """
         trip = Trip()
         replanner = Replanner(
             self.session, self.graph, self.cluster, self.profile, STRATEGY, self.optimizer,
@@ -193,9 +199,13 @@ class Site:
             backup_every=self.backup_every,
         )  # fmt: skip
 
+        strikes: list[Strike] = []
+
         def stepped(step: int, loss: float | None, seconds: float) -> None:
             trip.steps.append((time.monotonic(), step, float("nan") if loss is None else loss))
-            if strike is not None and step == strike.after_step:
+            is_due = strike is not None and step >= strike.after_step and job.safe_step >= strike.after_copies
+            if strike is not None and is_due and not strikes:
+                strikes.append(strike)
                 threading.Thread(target=self._strike, args=(strike, trip), name="strike", daemon=True).start()
             if on_step is not None:
                 on_step(step, job)
@@ -204,10 +214,11 @@ class Site:
             trip.events.append((time.monotonic(), event, facts))
 
         with Rewindable(lambda step: self._batches(step, steps), 0) as batches:
-            job = ElasticJob(
+            job = job_type(
                 self.session.coordinator, order, batches, replanner, RetryPolicy(how, wait_seconds=JOIN_SECONDS),
                 hooks=JobHooks(stepped, log_event=log),
             )  # fmt: skip
+            on_job(job)
             trip.outcome = job.run()
         return trip
 

@@ -6,12 +6,17 @@ The edge, which is slowed down, and the server are two processes of this machine
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.profiler.this_machine import identify
 from manyhands.split.session import open_two
+from manyhands_bench.claims import ESTIMATED
 from manyhands_bench.figures import Figures, Progress
+from manyhands_bench.parts import PROFILE_MACHINE, check_asked, measure_parts
 from manyhands_bench.split.accuracy import SplitAccuracyExtent, bench_accuracy
+from manyhands_bench.split.decisions import bench_decisions
 from manyhands_bench.split.site import SplitSetting, SplitSite
 from manyhands_bench.split.traces import (
     MORE_TRACES,
@@ -38,16 +43,42 @@ QUICK_ACCURACIES = SplitAccuracyExtent(256, 128, 8, 1, 4, ks=(1, 3), bits=(4, 8)
 QUICK_MEASURE_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class DecisionBench:
+    """The settings that a part that runs by itself is given."""
+
+    traces: Path
+    quick: bool
+    say: Progress
+    out: Path | None
+
+
+def _decisions(bench: DecisionBench) -> Figures:
+    if why := skipped(bench.traces):
+        return {"decisions_skipped": why}
+    return bench_decisions(bench.traces, bench.quick, bench.out, bench.say)
+
+
+PARTS: dict[str, Callable[[DecisionBench], Figures]] = {"decisions": _decisions}
+"""Parts that run only when they are asked for: the decision engine over whole recordings, by a virtual clock."""
+
+
 def bench_split(
     quick: bool = False,
     full: bool = False,
     traces: Path = TRACES_FOLDER,
     pictures: Path = PICTURES,
     out: Path | None = None,
+    only: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> Figures:
-    """Return every figure of `manyhands bench split`, flat. A part whose data are missing is skipped with a reason."""
+    """Return every figure of `manyhands bench split`, flat, or those of the parts in `only`. A part whose data are
+    missing is skipped with a reason."""
     say = on_progress or (lambda text: None)
+    check_asked(PARTS, only, quick, full)
+    if only:
+        bench = DecisionBench(traces, quick, say, out)
+        return measure_parts(PARTS, bench, only=only, quick=quick, out=None, say=say) | {PROFILE_MACHINE: ESTIMATED}
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     setting = QUICK_SETTING if quick else SETTING

@@ -6,14 +6,14 @@ import contextlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manyhands.executor.log import DeviceLog
 from manyhands.facts.plan import Plan
 from manyhands.session.session import Session
 from manyhands_bench.figures import Figures, Progress
-from manyhands_bench.tile.setup import Grid, TiledNetwork, TileVariant, grid_text, workers
+from manyhands_bench.tile.setup import Grid, TiledNetwork, TileVariant, grid_text, square_grid, workers
 
 TWO: Grid = (2, 1)
 MANY: Grid = (6, 4)
@@ -86,6 +86,24 @@ def bench_resident(subject: TiledNetwork, repeats: int, steps: int, say: Progres
         "rss_setting": f"{subject}; most resident bytes of a worker's process (VmHWM) over preparing and {steps} "
         f"steps, less those of a process that has imported torch; medians of {repeats} fresh processes",
     }
+
+
+def bench_resident_tiles(subject: TiledNetwork, counts: Sequence[int], steps: int, say: Progress) -> Figures:
+    """Measure the resident memory of the fullest tile's process, above a bare import of torch, by the number of tiles
+    (Fig. 6.2). The most tiles come first: a process keeps what it has had, and fewer tiles need more."""
+    bare = bare_import_bytes()
+    figures: Figures = {"rss_bare_import_bytes": bare}
+    with workers(max(counts), apart=True) as session:
+        for count in sorted(counts, reverse=True):
+            say(f"resident memory of {count} tile(s)")
+            names = session.cluster.names[:count]
+            plan = subject.single(names[0]) if count == 1 else subject.tiles(names, TileVariant(square_grid(count)))
+            figures[f"rss_bytes_{count}_tiles"] = max(resident_peaks(subject, session, plan, steps).values()) - bare
+    alone = float(figures["rss_bytes_1_tiles"])
+    for count in counts:
+        if count > 1:
+            figures[f"rss_ratio_{count}_tiles"] = alone / float(figures[f"rss_bytes_{count}_tiles"])
+    return figures
 
 
 def resident_peaks(subject: TiledNetwork, session: Session, plan: Plan, steps: int) -> dict[str, int]:

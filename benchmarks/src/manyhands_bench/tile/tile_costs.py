@@ -78,3 +78,26 @@ def communication_components(network: Network, grid: Size, batch_sizes: Sequence
     return [
         Components(size, samples * size, least * size, one_group * size, every * size, weights) for size in batch_sizes
     ]
+
+
+@dataclass(frozen=True)
+class TileCosts:
+    """The costs of one sample for an interior tile in one direction, by grouping (Fig. 5.2 a and b)."""
+
+    one_group: float
+    every_layer: float
+    best: float
+    groups: int
+    """The number of groups of the best."""
+
+
+def tile_costs(network: Network, grid: Size, costs: Costs) -> dict[Direction, TileCosts]:
+    """Return the costs of an interior tile: multiply-accumulates where only computing has a price, boundary elements
+    where only communication has."""
+    tile = InteriorTile(kernel_layers(network), grid)
+    directions: tuple[Direction, Direction] = ("forward", "backward")
+    compared = {way: tile.compare(way, costs) for way in directions}
+    return {
+        way: TileCosts(each.one_group, each.every_layer, each.best.cost, len(each.best.starts))
+        for way, each in compared.items()
+    }
