@@ -202,12 +202,12 @@ class Reductions:
 
     def _row_in(self, memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return a row that lies in some bytes. Places on boards are the same in every other round."""
-        known = self._rows.get(id(memory))
-        if known is None or known[0] is not memory or known[1].dtype != like.dtype or known[1].shape != like.shape:
+        entry = self._rows.get(id(memory))
+        if entry is None or entry[0] is not memory or entry[1].dtype != like.dtype or entry[1].shape != like.shape:
             if len(self._rows) >= MOST_KEPT:
                 self._rows.clear()
-            known = self._rows[id(memory)] = memory, memory.view(like.dtype).view_as(like)
-        return known[1]
+            entry = self._rows[id(memory)] = memory, memory.view(like.dtype).view_as(like)
+        return entry[1]
 
     def _rounds_of(self, reduce: Reduce) -> _Rounds:
         """Return this device's hops, with the topic of each, round by round."""
