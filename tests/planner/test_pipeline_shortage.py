@@ -102,6 +102,13 @@ def test_baselines_are_refused_for_memory_too(tiny: Network) -> None:
     assert "runs out of memory" in compared.row("PipeDream").problem  # another number of micro-batches can be shared
 
 
+def test_one_device_has_no_pipeline_and_is_compared_all_the_same(tiny: Network) -> None:
+    compared = compare(tiny, of_memory(10**6, count=1), batch_size=8)
+    assert compared.ours.seconds == compared.row("one device").seconds
+    with pytest.raises(BadPlan, match="two devices or more"):
+        make_plan(tiny, of_memory(10**6, count=1), batch_size=8, strategy="pipeline")
+
+
 def test_inference(tiny: Network) -> None:
     cluster = of_memory(70, 2)
     with pytest.raises(OutOfMemory, match=r"kB of them in layer 2 \(features#3\); .* at most 70 kB each") as caught:

@@ -210,8 +210,7 @@ def ranked_pipelines(task: Task, price: Price, is_over: Callable[[], bool] = lam
         except ManyhandsError as error:
             refusal = error
     if not ranked:
-        assert refusal is not None
-        raise refusal
+        raise refusal or BadPlan(f"A pipeline of {task.network.name} needs two devices or more.")
     ranked.sort(key=lambda candidate: candidate.seconds)
     return [_running_ahead(task, ranked[0], price), *ranked[1:]]
 
