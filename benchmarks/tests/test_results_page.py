@@ -26,7 +26,7 @@ def test_machines_stand_side_by_side_and_simulated_is_said(tmp_path: Path) -> No
     slow = next(line for line in text.splitlines() if "2 Mbit/s" in line and "Fig. 6.3" in line)
     assert "| 1.6x | – | simulated, profile of intel-xeon-2-cores |" in slow
     aim = next(line for line in text.splitlines() if "`efficiency_vs_limit_2`" in line)
-    assert "| ≥ 96 % | 80 % **missed** | 97 % met |" in aim
+    assert "| ≥ 95 % | 80 % **missed** | 97 % met |" in aim
     assert "3 met, 2 missed" in text, "memory_ratio_24 and grouping_gain_slow are aims too"
 
 
