@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +127,9 @@ DECISIONS: dict[str, Callable[[Tensor], bool]] = {
     "kept": lambda x: {300: True}.get(x.shape[0], False),
     "elements": lambda x: x.shape.numel() > 40_000,
     "part": lambda x: x.shape[:2].numel() > 40_000,
+    "rebuilt": lambda x: torch.Size(list(x.shape)).numel() > 40_000,
+    "root": lambda x: math.isqrt(x.shape[0]) > 100,
+    "divisor": lambda x: math.gcd(x.shape[0], 64) == 64,
     "bytes": lambda x: x.nbytes > 200_000,
     "bits": lambda x: x.shape[0].bit_length() > 12,
     "text": lambda x: str(x.shape[0]) == "7000",

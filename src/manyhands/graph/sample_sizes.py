@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -119,6 +119,10 @@ class SampleShape(tuple[int, ...]):
         return self.noted.shape((*other, *self))
 
 
+_READS_INTEGERS = frozenset({math.isqrt, math.gcd, math.lcm, math.comb, math.perm, math.factorial})
+"""Functions in C that read an integer without asking it, so that no `SampleSize` notes them."""
+
+
 class SizesNoted(TorchFunctionMode):
     """A context in which tensors give their sizes as `SampleSize`, where these are multiples of `samples`: a prime that
     is larger than usual sizes. `decisions`: how often the user's code decided by one."""
@@ -128,6 +132,23 @@ class SizesNoted(TorchFunctionMode):
         self.samples, self.decisions = samples, 0
         self._type: type[SampleSize] = type("SampleSize", (SampleSize,), {"noted": self})
         self._shape: type[SampleShape] = type("SampleShape", (SampleShape,), {"noted": self})
+
+    def __enter__(self) -> Self:
+        self._profile = sys.getprofile()
+        sys.setprofile(self._watch)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        sys.setprofile(self._profile)
+
+    def _watch(self, frame: Any, event: str, function: Any) -> None:
+        """Note calls in the user's code of functions that would read a size without its noting it."""
+        if event == "c_call":
+            is_count = type(getattr(function, "__self__", None)) is torch.Size and function.__name__ == "numel"
+            if is_count or (getattr(function, "__self__", None) is math and function in _READS_INTEGERS):
+                self.decide(frame)
 
     def size(self, number: int) -> SampleSize:
         return self._type(number)
